@@ -1,0 +1,49 @@
+"""Mixed precision for PyTorch that stays finite, runs at memory speed, and explains itself."""
+
+from tritonamp import functional as functional
+from tritonamp import optim as optim
+from tritonamp.checkpoint import load as load
+from tritonamp.checkpoint import save as save
+from tritonamp.diagnostics import NonFiniteError as NonFiniteError
+from tritonamp.kernels._launch import UnsupportedDeviceError as UnsupportedDeviceError
+from tritonamp.policy import O0 as O0
+from tritonamp.policy import O1 as O1
+from tritonamp.policy import O2 as O2
+from tritonamp.policy import O3 as O3
+from tritonamp.policy import Policy as Policy
+from tritonamp.runtime import Amp as Amp
+from tritonamp.runtime import enable as enable
+from tritonamp.scaler import GradScaler as GradScaler
+from tritonamp.user_functions import disable_casts as disable_casts
+from tritonamp.user_functions import float_function as float_function
+from tritonamp.user_functions import half_function as half_function
+from tritonamp.user_functions import promote_function as promote_function
+from tritonamp.user_functions import register_float_function as register_float_function
+from tritonamp.user_functions import register_half_function as register_half_function
+from tritonamp.user_functions import register_promote_function as register_promote_function
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "Amp",
+    "GradScaler",
+    "NonFiniteError",
+    "Policy",
+    "UnsupportedDeviceError",
+    "disable_casts",
+    "enable",
+    "float_function",
+    "functional",
+    "half_function",
+    "load",
+    "optim",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "save",
+]

@@ -1,0 +1,176 @@
+"""Casts: of nested inputs and outputs, and of a model's parameters and buffers, in place and back."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from tritonamp.policy import HALF_DTYPES, Policy
+
+NORMS = (
+    nn.modules.batchnorm._NormBase,  # BatchNorm, InstanceNorm and SyncBatchNorm
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+class Cast(NamedTuple):
+    """Tensors whose dtype is among ``sources`` become ``target``; all others pass."""
+
+    sources: tuple[torch.dtype, ...]
+    target: torch.dtype
+
+
+def to_half(dtype: torch.dtype) -> Cast:
+    """FP32 and the other half format become ``dtype``; FP64, integers and complex pass."""
+    return Cast((torch.float32, *HALF_DTYPES), dtype)
+
+
+def from_half(dtype: torch.dtype) -> Cast:
+    """Half tensors become ``dtype``; everything else passes."""
+    return Cast(HALF_DTYPES, dtype)
+
+
+def cast_tree(value: Any, cast: Cast) -> Any:
+    """``value`` with ``cast`` applied to every tensor inside it; the same object where nothing changed.
+
+    Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and calls
+    ``obj.to(dtype)`` on other objects that have it.
+    """
+    if isinstance(value, Tensor):
+        return value.to(cast.target) if value.dtype in cast.sources else value
+    if isinstance(value, PackedSequence):
+        data = cast_tree(value.data, cast)
+        return value if data is value.data else value._replace(data=data)
+    if isinstance(value, (list, tuple)):
+        items = [cast_tree(item, cast) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        new = {key: cast_tree(item, cast) for key, item in value.items()}
+        return _with_items(value, {key: item for key, item in new.items() if item is not value[key]})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        new = {name: cast_tree(item, cast) for name, item in fields.items()}
+        return _with_attributes(value, {name: item for name, item in new.items() if item is not fields[name]})
+    if hasattr(value, "to") and not isinstance(value, (nn.Module, type)):
+        return _with_to(value, cast)
+    return value
+
+
+def _with_items(mapping: Any, changed: dict[Any, Any]) -> Any:
+    if not changed:
+        return mapping
+    if type(mapping) is dict:
+        return {**mapping, **changed}
+    result = copy.copy(mapping)
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _with_attributes(value: Any, changed: dict[str, Any]) -> Any:
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(result, name, item)  # frozen dataclasses too
+    return result
+
+
+def _with_to(value: Any, cast: Cast) -> Any:
+    try:
+        return value.to(cast.target)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return value  # its ``to`` is about something else
+
+
+def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """The modules that ``policy.fp32_modules`` names, and, without an op policy, the norms it keeps in FP32.
+
+    Raises:
+        ValueError: a name or class that matches nothing in ``model``.
+    """
+    named = dict(model.named_modules())
+    found: list[nn.Module] = []
+    for wanted in policy.fp32_modules:
+        if isinstance(wanted, str):
+            matches = [named[wanted]] if wanted in named and wanted else []
+        else:
+            matches = [m for m in named.values() if isinstance(m, wanted)]
+        if not matches:
+            names = ", ".join(sorted(n for n in named if n)[:20]) or "(it has no submodules)"
+            raise ValueError(f"fp32_modules: {wanted!r} matches no module of the model; its modules are {names}")
+        found += [m for m in matches if m not in found]
+    if policy.keep_norms_fp32 and not policy.op_policy:
+        found += [m for m in named.values() if isinstance(m, NORMS) and m not in found]
+    return found
+
+
+def _kept(model: nn.Module, policy: Policy) -> set[int]:
+    """Ids of the parameters and buffers that stay FP32."""
+    modules: list[nn.Module] = [sub for m in fp32_modules(model, policy) for sub in m.modules()]
+    if policy.keep_norms_fp32:
+        modules += [m for m in model.modules() if isinstance(m, NORMS)]
+    return {id(t) for m in modules for t in _own_tensors(m)}
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
+def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
+    """Makes the FP32 parameters of ``model`` half in place: each Parameter stays the same object.
+
+    Norm layers and ``policy.fp32_modules`` are left alone. Buffers become half only where there is no op policy to
+    reconcile dtypes: tables of angles, running statistics and small constants lose too much in half.
+
+    Returns:
+        the FP32 originals, in main memory where the model is on another device: half tensor to FP32 values.
+    """
+    kept = _kept(model, policy)
+    tensors: dict[Tensor, None] = dict.fromkeys(p for p in model.parameters())
+    if not policy.op_policy:
+        tensors |= dict.fromkeys(model.buffers())
+    originals = {}
+    for tensor in tensors:
+        if tensor.dtype is torch.float32 and id(tensor) not in kept:
+            originals[tensor] = tensor.detach().to("cpu")
+            set_data(tensor, tensor.detach().to(policy.dtype))
+    _flatten_rnns(model)
+    return originals
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Gives ``tensor`` other storage and dtype, its gradient (where there is one) the same dtype."""
+    grad, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
+    tensor.data = data
+    if grad is not None:
+        tensor.grad = grad.to(data.dtype)
+
+
+def restore_model(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
+    """The reverse of ``cast_model``: every half tensor takes over its FP32 values."""
+    for tensor, value in values.items():
+        set_data(tensor, value.detach().to(tensor.device))
+    _flatten_rnns(model)
+
+
+def _flatten_rnns(model: nn.Module) -> None:
+    """cuDNN wants the weights of an RNN in one block; new storage breaks it up."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def half_parameters(models: Iterable[nn.Module]) -> list[str]:
+    """Names of the parameters that are half already."""
+    return [name for model in models for name, p in model.named_parameters() if p.dtype in HALF_DTYPES]

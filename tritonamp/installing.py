@@ -1,0 +1,296 @@
+"""The generated subclasses that ``enable`` installs on a model and an optimizer, and takes off again.
+
+The object stays the object; only its class changes, to a subclass of its own class with the same name. Nothing is
+bound to one instance, so copies, pickles, replicas and other threads behave like the original.
+"""
+
+import contextlib
+import copyreg
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp import functional, overrides
+from tritonamp.casting import cast_tree, from_half, to_half
+from tritonamp.masters import PreciseValues
+from tritonamp.policy import HALF_DTYPES, Policy
+
+
+def _softmax_rule(call: Any, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, dim, *rest = args
+    dtype = rest[0] if rest else kwargs.get("dtype")
+    if not policy.op_policy or x.dtype not in HALF_DTYPES:
+        return call(*args, **kwargs)
+    return functional.softmax(x, dim, dtype=dtype or policy.softmax_dtype or x.dtype)
+
+
+def _log_softmax_rule(
+    call: Any, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    x, dim, *rest = args
+    dtype = rest[0] if rest else kwargs.get("dtype")
+    if not policy.op_policy or x.dtype not in HALF_DTYPES:
+        return call(*args, **kwargs)
+    return functional.log_softmax(x, dim, dtype=dtype or torch.float32)
+
+
+def _sum_rule(call: Any, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, *rest = args
+    if not policy.op_policy or x.dtype not in HALF_DTYPES:
+        return call(*args, **kwargs)
+    return functional.sum(x, *rest, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
+
+
+FUNCTION_RULES: dict[str, overrides.Rule] = {
+    "softmax.int": _softmax_rule,
+    "log_softmax.int": _log_softmax_rule,
+    "sum": _sum_rule,
+    "sum.dim_IntList": _sum_rule,
+}
+
+
+class Precision:
+    """What an enabled module knows: its policy, and the FP32 values behind its half tensors.
+
+    Copies and pickles keep the policy and leave the values, which belong to the original's optimizers.
+    """
+
+    def __init__(self, policy: Policy, device_type: str, precise: PreciseValues) -> None:
+        self.policy, self.device_type, self.precise = policy, device_type, precise
+        self.number = overrides.policy_id(policy)
+        # on CPU the op table also keeps half matmuls and convolutions from torch's slow half kernels
+        half_on_cpu = policy.cast_model and device_type == "cpu"
+        self.autocast = torch.amp.is_autocast_available(device_type) and (policy.op_policy or half_on_cpu)
+
+    def __reduce__(self) -> Any:
+        return Precision, (self.policy, self.device_type, PreciseValues({}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Precision":
+        return Precision(self.policy, self.device_type, PreciseValues({}))
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` under the op policy. No ``with`` of our own: torch.compile must see through."""
+        if not self.autocast:
+            return function(*args, **kwargs)
+        if not overrides.is_registered():  # a copy that outlived its original
+            overrides.ensure(FUNCTION_RULES)
+        overrides.enter(self.number)
+        try:
+            with torch.autocast(self.device_type, dtype=self.policy.dtype):
+                result = function(*args, **kwargs)
+        finally:
+            overrides.leave()
+        return result
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """The op policy as a context manager."""
+        if not self.autocast:
+            yield
+            return
+        overrides.enter(self.number)
+        try:
+            with torch.autocast(self.device_type, dtype=self.policy.dtype):
+                yield
+        finally:
+            overrides.leave()
+
+
+class _Enabled:
+    """Marks generated classes; copies and pickles go by the class they were generated from."""
+
+    _tritonamp_forward: Any = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(max(protocol, 2))
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is type(self):  # type: ignore[attr-defined]
+            return (_new, (_kind(type(self)), base_class(type(self)), *reduced[1][1:]), *reduced[2:])
+        return reduced
+
+
+class EnabledModule(_Enabled):
+    """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values."""
+
+    _tritonamp: Precision
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        if args:  # positional as torch still allows
+            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        result = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[misc]
+        policy, precise = self._tritonamp.policy, self._tritonamp.precise
+        if not policy.cast_model or policy.state_dict_dtype in HALF_DTYPES:
+            return result
+        for name, tensor in _named_tensors(self):
+            if prefix + name in result and tensor.dtype in HALF_DTYPES:
+                value = precise.get(tensor).to(tensor.device) if tensor in precise else tensor.float()
+                result[prefix + name] = value if keep_vars else value.detach()
+        return result
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        """Called for the root before its children, with the whole state: here FP32 values arrive unrounded."""
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the parameters that the enabled optimizer steps on: "
+                "load without assign, or before tritonamp.enable"
+            )
+        precise = self._tritonamp.precise
+        for name, tensor in _named_tensors(self):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and tensor in precise:
+                precise.load(tensor, value)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+
+
+class Fp32Module(_Enabled):
+    """A module inside an enabled model that computes in FP32: half inputs are cast up, autocast is off."""
+
+    _tritonamp: Precision
+
+
+def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+    """An enabled model's forward; ``bound`` holds the arguments that come before the caller's."""
+    precision = module._tritonamp
+    policy = precision.policy
+    if policy.cast_inputs:
+        args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
+    output = precision.run(forward, *bound, *args, **kwargs)
+    return output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
+
+
+def _fp32_forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+    """The forward of a module that stays FP32."""
+    precision = module._tritonamp
+    args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
+    with torch.autocast(precision.device_type, enabled=False):
+        output = forward(*bound, *args, **kwargs)
+    # without an op policy nothing would reconcile FP32 activations with the half layers that follow
+    return output if precision.policy.op_policy else cast_tree(output, to_half(precision.policy.dtype))
+
+
+class EnabledOptimizer(_Enabled):
+    """An optimizer that steps on unscaled gradients and FP32 masters, or skips. A copy of it is a plain optimizer."""
+
+    _stepper: Any  # of the Amp that enabled it
+
+    def step(self, closure: Any = None) -> None:
+        """One step or one skip: unscale, check, clip, update, half copies.
+
+        Raises:
+            RuntimeError: a closure was passed, or there was no ``amp.backward(loss)``.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                "optimizer.step(closure): a skipped step cannot run the closure again. Compute the loss first, "
+                "call amp.backward(loss), then optimizer.step() without arguments"
+            )
+        self._opt_called = True  # what an LR scheduler looks for
+        self._stepper.step(self)
+
+    step.hooked = True  # type: ignore[attr-defined]  # the hooks fire in the base class's step
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nor does a scheduler need to wrap it
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._stepper.zeroed(self, set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._stepper.check_group(self, param_group)
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._stepper.adopt(self, self.param_groups[-1])  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._stepper.state_loaded(self, state_dict)
+
+    def _amp_unscale_(self) -> None:
+        """Called by ``GradScaler.unscale_``."""
+        self._stepper.unscale_(self)
+
+
+@functools.cache
+def _generated(kind: type, base: type) -> type:
+    """The subclass of ``base`` for one kind: same name, module and signatures."""
+    namespace: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    run = {EnabledModule: _forward, Fp32Module: _fp32_forward}.get(kind)
+    if run is not None:
+        base_forward = base.forward  # type: ignore[attr-defined]
+
+        @functools.wraps(base_forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own = self._tritonamp_forward  # a forward that was set on the instance
+            if own is not None:
+                return run(self, own, (), args, kwargs)
+            return run(self, base_forward, (self,), args, kwargs)
+
+        namespace["forward"] = forward
+    return type(base.__name__, (kind, base), namespace)
+
+
+def _new(kind: type, base: type, *args: Any) -> Any:
+    """Rebuilds a copied or unpickled object: modules stay enabled, optimizers become plain ones."""
+    cls = base if kind is EnabledOptimizer else _generated(kind, base)
+    return cls.__new__(cls, *args)
+
+
+def _kind(cls: type) -> type:
+    return cls.__bases__[0]
+
+
+def base_class(cls: type) -> type:
+    """The class that a generated one was made from."""
+    return cls.__bases__[1]
+
+
+def is_installed(instance: object) -> bool:
+    """Whether ``enable`` has installed a generated class on it."""
+    return isinstance(instance, _Enabled)
+
+
+def install(instance: Any, kind: type, **attributes: Any) -> None:
+    """Gives ``instance`` the generated subclass of its class, and ``attributes``.
+
+    A ``forward`` that was set on a module instance keeps its place behind the generated one; a ``step`` that an LR
+    scheduler wrapped on an optimizer instance is set aside: the generated one does what the wrapper does.
+
+    Raises:
+        ValueError: Python cannot change the class of such an object.
+    """
+    cls = type(instance)
+    try:
+        instance.__class__ = _generated(kind, cls)
+    except TypeError as error:
+        raise ValueError(f"cannot enable an object of class {cls.__name__}: {error}") from error
+    own = vars(instance)
+    for name, aside in _SET_ASIDE.items():
+        if name in own:
+            own[aside] = own.pop(name)
+    own.update(attributes)
+
+
+def uninstall(instance: Any, *attributes: str) -> None:
+    """Puts the object's own class back, and removes ``attributes``."""
+    instance.__class__ = base_class(type(instance))
+    own = vars(instance)
+    for name in attributes:
+        own.pop(name, None)
+    for name, aside in _SET_ASIDE.items():
+        if aside in own:
+            own[name] = own.pop(aside)
+
+
+_SET_ASIDE = {"forward": "_tritonamp_forward", "step": "_tritonamp_step"}
+
+
+def _named_tensors(module: Any) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def base_step(optimizer: Optimizer) -> Any:
+    """The step of the class that an enabled optimizer was made from, with its hooks."""
+    return base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
+
+

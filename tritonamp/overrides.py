@@ -1,0 +1,261 @@
+"""What each op does inside an enabled forward: the op table, and its registration at torch's autocast keys.
+
+Outside an enabled forward every entry hands over to the kernel that torch had there before.
+
+CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. CPU gets those lists too, because
+torch's CPU autocast has other ones: a CPU run then shows the dtypes, and the overflows, of the GPU.
+"""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+from tritonamp.policy import Policy
+
+Call = Callable[..., Any]
+Rule = Callable[[Call, Policy, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
+
+HALF = """
+    _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d conv_transpose3d convolution einsum gru gru_cell linalg_multi_dot linalg_vecdot linear lstm
+    lstm_cell matmul mm mv prelu rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention
+    _addmm_activation _native_multi_head_attention _transformer_encoder_layer_fwd
+""".split()
+"""Half in, half out. On CPU computed in FP32 from rounded inputs and rounded once: fast there, and what Tensor
+Cores do. The last three are CPU-only fused paths of linear and nn.TransformerEncoderLayer."""
+
+FP32 = """
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim hinge_embedding_loss huber_loss kl_div
+    l1_loss linalg_matrix_norm linalg_vector_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss
+    multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nll_loss_nd norm.Scalar
+    norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh
+    smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d
+    upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+""".split()
+"""Half inputs are cast up, the result is FP32."""
+
+PROMOTE = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+"""All floating inputs are cast to the widest of them."""
+
+FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss".split()
+"""As FP32, on CUDA too: torch lists none of them there, and they overflow or round in half."""
+
+STORAGE = "layer_norm group_norm rms_norm".split()
+"""FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""
+
+
+def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``to`` applied to every tensor of float16, bfloat16 or float32 in it."""
+    if isinstance(value, Tensor):
+        return to(value) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, to) for item in value)
+    return value
+
+
+def _dtypes(value: Any) -> Iterator[torch.dtype]:
+    """The floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        yield value.dtype
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _dtypes(item)
+
+
+def _to_fp32(value: Any) -> Any:
+    return _cast(value, lambda t: t.float())
+
+
+def _half_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = set(_dtypes(args))
+    if not found or (not policy.op_policy and found != {half}):
+        return call(*args, **kwargs)
+    rounded = _cast(args, lambda t: t.to(half).float())
+    return _cast(call(*rounded, **kwargs), lambda t: t.to(half))
+
+
+def _fp32_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not policy.op_policy or kwargs.get("dtype") is not None:
+        return call(*args, **kwargs)
+    return call(*_to_fp32(args), **kwargs)
+
+
+def _promote_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = set(_dtypes(args))
+    if not policy.op_policy or len(found) < 2:
+        return call(*args, **kwargs)
+    widest = functools.reduce(torch.promote_types, found)
+    return call(*_cast(args, lambda t: t.to(widest)), **kwargs)
+
+
+def _storage_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if not policy.op_policy or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return call(*args, **kwargs)
+    return call(*_to_fp32(args), **kwargs).to(x.dtype)
+
+
+def _banned_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not policy.op_policy:
+        return call(*args, **kwargs)
+    raise RuntimeError(
+        "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its gradient leaves the half "
+        "range near 0 and 1. Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) without the sigmoid, compute "
+        "the loss outside the model's forward, or wrap the call in tritonamp.disable_casts() with FP32 inputs"
+    )
+
+
+def _overloads(names: list[str]) -> Iterator[str]:
+    """Every functional overload ("op" or "op.overload") of the named ops that this torch has."""
+    existing = set(torch._C._dispatch_get_all_op_names())
+    for name in names:
+        packet = getattr(torch.ops.aten, name.split(".")[0], None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            qualified = op._schema.name.removeprefix("aten::") + (f".{overload}" if overload != "default" else "")
+            takes_tensors = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
+            functional = takes_tensors and not op._schema.is_mutable and f"aten::{qualified}" in existing
+            if functional and ("." not in name or qualified == name):
+                yield qualified
+
+
+def _table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
+    """The op table of one device type: op to rule."""
+    rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, _storage_rule)]
+    if device_type == "cpu":
+        rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
+        rows += [(["binary_cross_entropy"], _banned_rule)]
+    table = {op: rule for names, rule in rows for op in _overloads(names)}
+    return {**table, **functions}
+
+
+class _Active(threading.local):
+    """The policies of the enabled forwards that this thread is in, innermost last, and whether each was traced."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[int, bool]] = []
+
+
+class _Registration:
+    """The one piece of module state: which policies exist, and the libraries while they are registered."""
+
+    def __init__(self) -> None:
+        self.policies: list[Policy] = []
+        self.latest: Policy | None = None
+        self.libraries: list[torch.library.Library] = []
+        self.owners = 0
+
+
+_active = _Active()
+_registration = _Registration()
+
+
+def policy_id(policy: Policy) -> int:
+    """A small number for ``enter``: a traced graph can carry a number, not a Policy."""
+    if policy not in _registration.policies:
+        _registration.policies.append(policy)
+    return _registration.policies.index(policy)
+
+
+def enter(number: int) -> None:
+    """From here to ``leave``, ops of this thread that run under autocast follow the policy of that number.
+
+    Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the rules chose.
+    """
+    _registration.latest = _registration.policies[number]
+    _active.stack.append((number, torch.compiler.is_compiling()))
+
+
+def leave() -> None:
+    """Ends the innermost ``enter``."""
+    if _active.stack:
+        _active.stack.pop()
+
+
+def active_policy() -> Policy | None:
+    """The policy that ops of this thread follow now, or None outside enabled forwards."""
+    while _active.stack and _active.stack[-1][1] and not torch.compiler.is_compiling():
+        _active.stack.pop()  # left behind by a trace that was given up half-way
+    if _active.stack:
+        return _registration.policies[_active.stack[-1][0]]
+    if torch._C._current_graph_task_id() != -1:
+        # a backward that runs forward ops under autocast is recomputing a checkpointed segment: torch.utils.checkpoint
+        # restores autocast but cannot know of ``enter``
+        return _registration.latest
+    return None
+
+
+def is_registered() -> bool:
+    """Whether torch's dispatch tables hold the op table now."""
+    return bool(_registration.libraries)
+
+
+def acquire(functions: dict[str, Rule]) -> None:
+    """Registers the op table for one more enabled model.
+
+    Args:
+        functions: rules for single ops ("softmax.int"), the same on every device type.
+    """
+    _registration.owners += 1
+    ensure(functions)
+
+
+def ensure(functions: dict[str, Rule]) -> None:
+    """Registers the op table if it is not: a copy of an enabled model may outlive it."""
+    if _registration.libraries:
+        return
+    torch.compiler.allow_in_graph(enter)
+    torch.compiler.allow_in_graph(leave)
+    torch.fx.node.has_side_effect(enter)
+    torch.fx.node.has_side_effect(leave)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            library = torch.library.Library("aten", "IMPL")
+            for op, rule in _table(device_type, functions).items():
+                library.impl(op, _implementation(op, rule, device_type, key), key, with_keyset=True)
+            _registration.libraries.append(library)
+
+
+def release() -> None:
+    """Takes back one ``acquire``; the last one puts torch's dispatch tables back as they were."""
+    _registration.owners -= 1
+    if _registration.owners == 0:
+        for library in _registration.libraries:
+            library._destroy()
+        _registration.libraries.clear()
+
+
+def _implementation(op: str, rule: Rule, device_type: str, key_name: str) -> Callable[..., Any]:
+    packet, _, overload = op.partition(".")
+    target = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    key = getattr(DispatchKey, key_name)
+    below = DispatchKeySet(key)
+    after = torch._C._dispatch_keyset_full_after(key)
+    stock = None
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key_name):
+        stock = torch.library.get_kernel(target, key_name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return target(*args, **kwargs)
+
+    def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        policy = active_policy()
+        if policy is not None:
+            return rule(call, policy, torch.get_autocast_dtype(device_type), args, kwargs)
+        if stock is not None:
+            return stock.call_boxed(keyset, *args, **kwargs)
+        return target.redispatch(keyset & after, *args, **kwargs)
+
+    return implementation

@@ -1,0 +1,161 @@
+"""Which precision where: a frozen value, and the four levels that are values of it."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+ON_NONFINITE = ("skip", "explain", "raise")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What runs in which precision. Build variants with ``dataclasses.replace`` or by keywords of ``enable``.
+
+    All fields are checked together at construction; a conflict is a ValueError that says what to change.
+
+    Attributes:
+        dtype: the half format, torch.float16 or torch.bfloat16.
+        cast_model: parameters are stored in ``dtype``.
+        keep_norms_fp32: normalisation layers keep FP32 parameters (only with ``cast_model``).
+        op_policy: the forward runs under the op table (autocast plus overrides).
+        master_weights: the optimizer steps on FP32 copies of the half parameters (only with ``cast_model``).
+        loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
+        cast_inputs: FP32 tensors given to the model are cast to ``dtype``.
+        cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave them alone.
+        softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the input's
+            (FP32 accumulation inside either way), torch.float32 is what torch.autocast does.
+        state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or ``dtype``.
+        fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and arithmetic.
+        on_nonfinite: "skip" the step; "explain" also logs the reason; "raise" NonFiniteError. The last two
+            read the decision on the host at every step.
+    """
+
+    dtype: torch.dtype = torch.float16
+    cast_model: bool = False
+    keep_norms_fp32: bool = False
+    op_policy: bool = False
+    master_weights: bool = False
+    loss_scale: str | float = 1.0
+    cast_inputs: bool = False
+    cast_outputs: torch.dtype | None = None
+    softmax_dtype: torch.dtype | None = None
+    state_dict_dtype: torch.dtype = torch.float32
+    fp32_modules: tuple[str | type, ...] = ()
+    on_nonfinite: str = "skip"
+
+    def __post_init__(self) -> None:
+        modules = self.fp32_modules
+        if isinstance(modules, (str, type)):
+            modules = (modules,)
+        if not isinstance(modules, Iterable) or not all(isinstance(m, (str, type)) for m in modules):
+            raise ValueError(f"fp32_modules={self.fp32_modules!r}: allowed are module names and module classes")
+        object.__setattr__(self, "fp32_modules", tuple(modules))
+        if self.loss_scale != "dynamic" and _is_number(self.loss_scale):
+            object.__setattr__(self, "loss_scale", float(self.loss_scale))
+        problems = [*_bad_values(self), *_conflicts(self)]
+        if problems:
+            raise ValueError("Policy: " + "; ".join(problems))
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients carry a loss scale, so that a plain ``loss.backward()`` would be wrong."""
+        return self.loss_scale != 1.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _bad_values(policy: Policy) -> Iterable[str]:
+    if policy.dtype not in HALF_DTYPES:
+        yield f"dtype={policy.dtype}: allowed are torch.float16 and torch.bfloat16 (for FP32 training use level='O0')"
+    for name in ("cast_model", "keep_norms_fp32", "op_policy", "master_weights", "cast_inputs"):
+        if not isinstance(getattr(policy, name), bool):
+            yield f"{name}={getattr(policy, name)!r}: allowed are True and False"
+    scale = policy.loss_scale
+    if scale != "dynamic" and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
+        yield f"loss_scale={scale!r}: allowed are 'dynamic' and a positive finite number"
+    if policy.cast_outputs not in (None, torch.float32, *HALF_DTYPES):
+        yield f"cast_outputs={policy.cast_outputs!r}: allowed are torch.float32, a half dtype, and None"
+    if policy.softmax_dtype not in (None, torch.float32):
+        yield f"softmax_dtype={policy.softmax_dtype!r}: allowed are None (keep the input's dtype) and torch.float32"
+    if policy.state_dict_dtype not in (torch.float32, policy.dtype):
+        yield f"state_dict_dtype={policy.state_dict_dtype!r}: allowed are torch.float32 and the policy's {policy.dtype}"
+    if policy.on_nonfinite not in ON_NONFINITE:
+        yield f"on_nonfinite={policy.on_nonfinite!r}: allowed are {', '.join(map(repr, ON_NONFINITE))}"
+
+
+def _conflicts(policy: Policy) -> Iterable[str]:
+    if not policy.cast_model:
+        if policy.master_weights:
+            yield (
+                "master_weights=True needs cast_model=True: with FP32 parameters the parameters are the masters "
+                "(drop master_weights, or use level='O2')"
+            )
+        if policy.keep_norms_fp32:
+            yield "keep_norms_fp32=True needs cast_model=True: without it every parameter is FP32 already"
+    if policy.cast_inputs and not (policy.cast_model or policy.op_policy):
+        yield "cast_inputs=True needs cast_model=True or op_policy=True: FP32 layers refuse half inputs"
+    if policy.cast_model and not policy.op_policy and not policy.cast_inputs:
+        yield "cast_model=True with op_policy=False needs cast_inputs=True: half layers refuse FP32 inputs"
+    if policy.softmax_dtype is not None and not policy.op_policy:
+        yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"
+    if policy.fp32_modules and not (policy.cast_model or policy.op_policy):
+        yield "fp32_modules needs cast_model=True or op_policy=True: without them everything is FP32 already"
+
+
+O0 = Policy()
+O1 = Policy(op_policy=True, loss_scale="dynamic", cast_outputs=torch.float32)
+O2 = dataclasses.replace(O1, cast_model=True, keep_norms_fp32=True, master_weights=True, cast_inputs=True)
+O3 = Policy(cast_model=True, cast_inputs=True, cast_outputs=torch.float32)
+
+LEVELS = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
+BF16_LEVELS = {"O4": O1, "O5": O2}  # the names of the ROCm fork of apex
+
+
+def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any) -> Policy:
+    """The policy for ``level`` with single fields overridden.
+
+    Args:
+        level: "O0" to "O3", "O4"/"O5" (bf16 O1/O2), or a Policy.
+        dtype: half format; None means the level's own. bfloat16 has FP32's range, so a level's dynamic
+            loss scale becomes 1.0 unless ``loss_scale`` is given.
+        fields: fields of Policy.
+
+    Raises:
+        ValueError: unknown level or field, or fields that contradict one another.
+    """
+    known = {field.name for field in dataclasses.fields(Policy)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"unknown policy field(s) {', '.join(unknown)}: allowed are {', '.join(sorted(known))}")
+    base, named_dtype = _base(level)
+    if named_dtype is not None and dtype not in (None, named_dtype):
+        raise ValueError(f"level={level!r} means {named_dtype}, got dtype={dtype}: drop dtype, or use 'O1' or 'O2'")
+    dtype = dtype or named_dtype
+    if dtype is not None and dtype is not base.dtype:
+        fields["dtype"] = dtype
+        if dtype is torch.bfloat16 and isinstance(level, str):
+            fields.setdefault("loss_scale", 1.0)
+        if base.state_dict_dtype is base.dtype:
+            fields.setdefault("state_dict_dtype", dtype)
+    return dataclasses.replace(base, **fields) if fields else base
+
+
+def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
+    if isinstance(level, Policy):
+        return level, None
+    if isinstance(level, str) and level in LEVELS:
+        return LEVELS[level], None
+    if isinstance(level, str) and level in BF16_LEVELS:
+        return BF16_LEVELS[level], torch.bfloat16
+    hint = ""
+    if isinstance(level, str) and level.upper().replace("0", "O", 1) in {**LEVELS, **BF16_LEVELS}:
+        hint = f" (it begins with the capital letter O, not the digit zero: {level.upper().replace('0', 'O', 1)!r})"
+    allowed = ", ".join(map(repr, [*LEVELS, *BF16_LEVELS]))
+    raise ValueError(f"unknown level {level!r}{hint}: allowed are {allowed}, or a tritonamp.Policy")

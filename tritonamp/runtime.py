@@ -1,0 +1,306 @@
+"""``enable`` and ``Amp``: the only place that knows all the parts."""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tritonamp import installing, overrides, user_functions
+from tritonamp.casting import cast_model, fp32_modules, restore_model
+from tritonamp.checks import check_models, check_optimizers
+from tritonamp.diagnostics import SkipLog
+from tritonamp.installing import FUNCTION_RULES, EnabledModule, EnabledOptimizer, Fp32Module, Precision
+from tritonamp.kernels import _launch
+from tritonamp.masters import MasterWeights, PreciseValues
+from tritonamp.optim import settle_state
+from tritonamp.policy import Policy, resolve
+from tritonamp.scaler import GradScaler
+from tritonamp.stepping import Stepper
+
+logger = logging.getLogger("tritonamp")
+T = TypeVar("T")
+
+
+def enable(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    level: str | Policy = "O1",
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    scaler: GradScaler | None = None,
+    policy: Policy | None = None,
+    **policy_fields: Any,
+) -> "Amp":
+    """Turns on mixed precision for a model and its optimizer, in place.
+
+    Args:
+        model: a module, already on its device and in FP32, or several.
+        optimizer: any torch.optim optimizer over the model's parameters, or several; None for inference.
+        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or a Policy.
+        dtype: torch.float16 (default) or torch.bfloat16.
+        backend: "auto", "triton" or "eager".
+        scaler: a tritonamp.GradScaler with settings of your own.
+        policy: a Policy, the same as giving it as ``level``.
+        policy_fields: fields of Policy that differ from the level's.
+
+    Returns:
+        the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
+
+    Raises:
+        ValueError: arguments that contradict one another or the model, named; nothing has been changed then.
+        UnsupportedDeviceError: the device cannot do what was asked for explicitly.
+    """
+    resolved = resolve(level if policy is None else policy, dtype, **policy_fields)
+    models = check_models(_as_list(model), resolved)
+    optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(f"scaler: got {type(scaler).__name__}, allowed is a tritonamp.GradScaler")
+    device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+    _launch.check_dtype(resolved.dtype, device)
+    chosen = _launch.choose_backend(backend, device)
+    for m in models:
+        fp32_modules(m, resolved)  # raises for names that match nothing
+    logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
+    return Amp(models, optimizers, resolved, chosen, scaler or _scaler_for(resolved, device), device)
+
+
+def _as_list(value: T | Iterable[T]) -> list[T]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
+
+
+def _scaler_for(policy: Policy, device: torch.device) -> GradScaler:
+    if policy.loss_scale == "dynamic":
+        return GradScaler(device.type)
+    fixed = float(policy.loss_scale)
+    return GradScaler(device.type, init_scale=fixed, min_scale=fixed, max_scale=fixed)
+
+
+class Amp:
+    """Mixed precision of some models and optimizers, returned by ``enable``.
+
+    ::
+
+        amp.backward(loss)         # loss.float() * scale, backward
+        amp.clip_grad_norm_(1.0)   # optional
+        optimizer.step()           # unscale, check, clip, update, half copies; or a skip
+        optimizer.zero_grad()
+
+    Attributes:
+        policy: what runs in which precision.
+        scaler: the GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        policy: Policy,
+        backend: _launch.Backend,
+        scaler: GradScaler,
+        device: torch.device,
+    ) -> None:
+        self.policy, self.scaler = policy, scaler
+        self._models, self._optimizers = models, optimizers
+        self._backend, self._scalers = backend, {0: scaler}
+        everything = PreciseValues({})
+        for model in models:
+            precise = PreciseValues(cast_model(model, policy) if policy.cast_model else {})
+            _install_model(model, Precision(policy, device.type, precise))
+            everything.update(precise)
+        self._precision = Precision(policy, device.type, everything)
+        self._weights = {o: MasterWeights(o, everything, policy.master_weights) for o in optimizers}
+        self._log = SkipLog({p: name for model in models for name, p in model.named_parameters()})
+        self._stepper = Stepper(policy, scaler, self._weights, self._log)
+        for optimizer in optimizers:
+            installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
+        overrides.acquire(FUNCTION_RULES)
+        user_functions.acquire()
+        self._enabled = True
+
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        loss_id: int = 0,
+        retain_graph: bool = False,
+    ) -> None:
+        """``loss.backward()`` of the scaled loss.
+
+        Args:
+            loss: a scalar.
+            optimizer: the one or ones this loss feeds; default all. Together they step, or skip.
+            loss_id: losses with different ids have loss scales of their own.
+            retain_graph: as in ``Tensor.backward``.
+        """
+        with self.scale_loss(loss, optimizer, loss_id) as scaled:
+            scaled.backward(retain_graph=retain_graph)
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizer: Optimizer | Iterable[Optimizer] | None = None, loss_id: int = 0
+    ) -> Iterator[Tensor]:
+        """Yields the scaled loss, for a backward of your own inside the ``with`` block. Arguments as ``backward``."""
+        self._check_enabled("scale_loss")
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"loss: got {type(loss).__name__}, allowed is a Tensor")
+        feeds = self._feeds(optimizer)
+        scaler = self._scalers.get(loss_id)
+        if scaler is None:
+            scaler = self._scalers[loss_id] = self.scaler.clone()
+        with self._stepper.open(scaler, loss, feeds) as scaled:
+            yield scaled
+
+    def _feeds(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+        feeds = self._optimizers if optimizer is None else _as_list(optimizer)
+        if not feeds:
+            raise RuntimeError("this model was enabled without an optimizer: tritonamp.enable(model, optimizer, ...)")
+        for i, o in enumerate(feeds):
+            if o not in self._weights:
+                raise ValueError(f"optimizer {i} ({type(o).__name__}) was not given to tritonamp.enable")
+        return feeds
+
+    def unscale_(self) -> None:
+        """Puts the true FP32 gradients into ``.grad`` of the optimizers' params, for gradient work of your own.
+
+        Raises:
+            RuntimeError: called twice before a step, or before any backward.
+        """
+        self._check_enabled("unscale_")
+        for optimizer in self._pending("unscale_"):
+            self._stepper.unscale_(optimizer)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the true gradients to a total 2-norm; without ``unscale_`` the clipping happens inside the step.
+
+        Args:
+            max_norm: of all gradients that the pending losses feed, unscaled.
+
+        Returns:
+            their norm before clipping, 0-d float32 on the device.
+
+        Raises:
+            RuntimeError: before any backward.
+        """
+        self._check_enabled("clip_grad_norm_")
+        return self._stepper.clip_grad_norm_(self._pending("clip_grad_norm_"), max_norm)
+
+    def _pending(self, caller: str) -> list[Optimizer]:
+        pending = self._stepper.pending()
+        if not pending and self.policy.scales_loss:
+            raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
+        return pending or self._optimizers
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The op policy around code of your own: a loss, a method that is not ``forward``."""
+        self._check_enabled("autocast")
+        with self._precision.context():
+            yield
+
+    def master_params(self) -> Iterator[Tensor]:
+        """The tensors the optimizers step on, FP32 where the policy has masters, in the order of the groups."""
+        self._check_enabled("master_params")
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the run so far, as plain values. The one call that may wait for the device.
+
+        Keys: scale, steps, skipped, scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend,
+        backend_reason, and scales (by loss_id).
+        """
+        return {
+            "scale": self.scaler.get_scale(),
+            **self._log.stats(),
+            "growth_tracker": self.scaler._get_growth_tracker(),
+            "backend": self._backend.name,
+            "backend_reason": self._backend.reason,
+            "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
+        }
+
+    def explain(self) -> str:
+        """Why the last skipped step was skipped, and what to do. Waits for the device."""
+        return self._log.explain(self.scaler.rule.min_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a resume needs."""
+        return {
+            "loss_scalers": {str(loss_id): scaler.state_dict() for loss_id, scaler in self._scalers.items()},
+            "counts": list(self._log.counts()),
+            "loss_scale": self.policy.loss_scale,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state of ``Amp``, of a GradScaler, or of ``torch.amp.GradScaler``.
+
+        Raises:
+            ValueError: other keys (listed), or a loss scale that this policy does not have; nothing was changed then.
+        """
+        scalers, counts, loss_scale = _parse_state(state_dict)
+        if self.policy.loss_scale != "dynamic" and loss_scale != self.policy.loss_scale:
+            raise ValueError(
+                f"amp.load_state_dict: the state has loss_scale={loss_scale!r}, this policy has the fixed "
+                f"{self.policy.loss_scale!r}: enable with loss_scale={loss_scale!r}, or leave this state out"
+            )
+        for loss_id, state in scalers.items():
+            self._scalers.setdefault(loss_id, self.scaler.clone()).load_state_dict(state)
+        self._log.load_counts(counts)
+
+    def disable(self) -> None:
+        """Puts model, optimizer and torch back as they were, with the trained values in FP32.
+
+        Raises:
+            RuntimeError: called twice.
+        """
+        self._check_enabled("disable")
+        for optimizer, weights in self._weights.items():
+            weights.refresh()
+            installing.uninstall(optimizer, "_stepper")
+            weights.give_back()
+            settle_state(optimizer)
+        for model in self._models:
+            precise = model._tritonamp.precise
+            restore_model(model, {half: precise.get(half) for half in precise})
+            _uninstall_model(model)
+        overrides.release()
+        user_functions.release()
+        self._enabled = False
+
+    def _check_enabled(self, caller: str) -> None:
+        if not self._enabled:
+            raise RuntimeError(f"amp.{caller}(): this model was disabled; call tritonamp.enable again")
+
+
+def _install_model(model: nn.Module, precision: Precision) -> None:
+    for inner in fp32_modules(model, precision.policy):
+        installing.install(inner, Fp32Module, _tritonamp=precision)
+    installing.install(model, EnabledModule, _tritonamp=precision)
+
+
+def _uninstall_model(model: nn.Module) -> None:
+    for module in model.modules():
+        if installing.is_installed(module):
+            installing.uninstall(module, "_tritonamp")
+
+
+def _parse_state(state_dict: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], tuple[int, int, int], Any]:
+    """Scaler states by loss_id, counts and loss_scale, from any of the formats that ``load_state_dict`` takes."""
+    own = {"loss_scalers", "counts", "loss_scale"}
+    if set(state_dict) == own:
+        scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
+        clean, overflow, fault = state_dict["counts"]
+        return scalers, (clean, overflow, fault), state_dict["loss_scale"]
+    scaler_keys = set(GradScaler("cpu").state_dict())
+    if scaler_keys <= set(state_dict) <= scaler_keys | {"_hysteresis_tracker"}:
+        return {0: state_dict}, (0, 0, 0), "dynamic"
+    raise ValueError(
+        f"amp.load_state_dict: got the keys {sorted(map(str, state_dict))}; allowed are those of amp.state_dict() "
+        f"({sorted(own)}) and of a GradScaler ({sorted(scaler_keys)})"
+    )

@@ -1,0 +1,246 @@
+"""The loss scale: a drop-in for ``torch.amp.GradScaler`` that never waits for the device and cannot spiral to zero."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels.decide import ScaleRule, decide, update_scale
+from tritonamp.kernels.grad_stats import grad_stats
+from tritonamp.policy import HALF_DTYPES
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Dynamic loss scaling on the device.
+
+    ::
+
+        scaled loss                          = loss.float() * scale
+        gradients non-finite, loss finite   -> the scale is too high: skip, back off, never below min_scale
+        loss itself non-finite              -> a fault of the forward: skip, the scale stays
+        growth_interval clean steps in a row -> grow, never above max_scale
+
+    Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step path reads the device
+    on the host, except for optimizers that cannot skip on the device by themselves (those without
+    ``_step_supports_amp_scaling``: one read a step); a step without gradients is a no-op, not an error.
+
+    Args:
+        device: "cuda", "cpu", ...; None: "cuda" where there is one.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale: the scale never goes below; positive.
+        max_scale: the scale never goes above.
+        hysteresis: overflows, without a clean step between them, until the scale backs off.
+
+    Raises:
+        ValueError: bounds that contradict one another.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-24,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+    ) -> None:
+        if not (0 < min_scale <= init_scale <= max_scale and math.isfinite(max_scale)):
+            raise ValueError(
+                f"got min_scale={min_scale}, init_scale={init_scale}, max_scale={max_scale}: "
+                "allowed is 0 < min_scale <= init_scale <= max_scale < inf"
+            )
+        if hysteresis < 1 or growth_interval < 1:
+            raise ValueError(f"got hysteresis={hysteresis}, growth_interval={growth_interval}: allowed is 1 or more")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
+        self._hysteresis_tracker: Tensor | None = None
+        self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
+        self._init_hysteresis_tracker = hysteresis
+
+    def clone(self) -> "GradScaler":
+        """A scaler of the same settings at its initial scale."""
+        return GradScaler(
+            self._device,
+            self._init_scale,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._enabled,
+            min_scale=self._min_scale,
+            max_scale=self._max_scale,
+            hysteresis=self._hysteresis,
+        )
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale moves."""
+        return ScaleRule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._hysteresis,
+            self._min_scale,
+            self._max_scale,
+        )
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs.float() * scale``, for a tensor or an iterable of tensors; notes whether they are finite."""
+        if not self._enabled:
+            return outputs
+        if not isinstance(outputs, Tensor):
+            if not isinstance(outputs, Iterable):
+                raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
+            scaled = [self.scale(item) for item in outputs]
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        scaled, nonfinite = scale_loss(outputs, self.scale_tensor(outputs.device))
+        earlier = self._loss_nonfinite
+        self._loss_nonfinite = nonfinite if earlier is None else torch.maximum(earlier, nonfinite)
+        return scaled
+
+    def scale_tensor(self, device: torch.device) -> Tensor:
+        """The current scale, 0-d float32; made on ``device`` at the first call."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return self._scale
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+
+    @property
+    def loss_nonfinite(self) -> Tensor | None:
+        """1 where a loss scaled since the last ``update`` was non-finite (0-d float32); None: none was scaled."""
+        return self._loss_nonfinite
+
+    def take_loss_nonfinite(self) -> Tensor:
+        """The same, 0 for None; forgets it."""
+        assert self._scale is not None
+        flag, self._loss_nonfinite = self._loss_nonfinite, None
+        return torch.zeros_like(self._scale) if flag is None else flag
+
+    def move(self, found_inf: Tensor, loss_nonfinite: Tensor) -> None:
+        """One move of the state machine after one decision (0-d float32 flags)."""
+        assert self._scale is not None and self._growth_tracker is not None and self._hysteresis_tracker is not None
+        update_scale(self._scale, self._growth_tracker, self._hysteresis_tracker, found_inf, loss_nonfinite, self.rule)
+
+    def record(self, optimizer: Optimizer, found_inf: Tensor) -> None:
+        """Notes, for the next ``update``, a decision that was made elsewhere."""
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the optimizer's gradients by the scale, in place, once between two updates.
+
+        Raises:
+            ValueError: half gradients: their parameters have no FP32 masters.
+            RuntimeError: called twice since the last update, or after ``step``.
+        """
+        if self._enabled and hasattr(optimizer, "_amp_unscale_"):  # an enabled optimizer, which has masters
+            optimizer._amp_unscale_()
+        else:
+            super().unscale_(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Called by torch's ``unscale_`` (to unscale) and, with ``allow_fp16``, by its ``step`` (only to check)."""
+        grads = _grads(optimizer)
+        if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients: the optimizer holds float16 parameters. "
+                'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and unscales into those'
+            )
+        assert self._scale is not None
+        amax, square_sum = grad_stats(grads, self._scale.device)
+        loss_nonfinite = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
+        found_inf, _, grad_scale = decide(amax, square_sum, loss_nonfinite, self._scale, None)
+        if not allow_fp16:
+            with torch.no_grad():
+                for grad in grads:
+                    grad.mul_(grad_scale.to(grad.device, non_blocking=True))
+        return {found_inf.device: found_inf}
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()`` on unscaled gradients, or a skip where they or the loss are non-finite.
+
+        Raises:
+            RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
+        """
+        closure = args[0] if args else kwargs.get("closure")
+        if self._enabled and closure is not None:
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled: a skipped step cannot run it again"
+            )
+        if self._enabled and hasattr(optimizer, "_amp_unscale_"):
+            return optimizer.step()
+        if self._enabled:
+            kwargs.pop("closure", None)
+            args = args[1:]
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale after the steps of this iteration, or sets it to ``new_scale``."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            super().update(new_scale)
+            self._loss_nonfinite = None
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        flags = [f.to(scale.device, non_blocking=True) for s in states for f in s["found_inf_per_device"].values()]
+        loss_nonfinite = self.take_loss_nonfinite()
+        if flags:
+            self.move(torch.stack(flags).amax(), loss_nonfinite)
+        self._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's keys; with ``hysteresis`` above 1 also how much patience is left. Reads the device."""
+        state = super().state_dict()
+        if self._enabled and self._hysteresis > 1:
+            tracker = self._hysteresis_tracker
+            state["_hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds goes to the bound."""
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
+        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+
+def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """``loss * scale``, a half loss in FP32 (times 65536 it would be inf), and a 0-d flag: was the loss non-finite?"""
+    nonfinite = (~torch.isfinite(loss.detach()).all()).float().to(scale.device, non_blocking=True)
+    wide = loss.float() if loss.dtype in HALF_DTYPES else loss
+    return wide * scale.to(loss.device, non_blocking=True), nonfinite
+
+
+def _grads(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's gradients; of a sparse one its values, coalesced in place."""
+    grads = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+                grads.append(param.grad._values())
+            else:
+                grads.append(param.grad)
+    return grads

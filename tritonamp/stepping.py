@@ -1,0 +1,244 @@
+"""What happens between a loss and its step: opening decisions, making them, carrying them out."""
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tritonamp.decision import Decision
+from tritonamp.diagnostics import NonFiniteError, SkipLog
+from tritonamp.installing import base_class, base_step
+from tritonamp.masters import MasterWeights
+from tritonamp.optim import Adam, adam_step, keep_fp32_state
+from tritonamp.policy import Policy
+from tritonamp.scaler import GradScaler, scale_loss
+
+
+class Stepper:
+    """The pending decisions of one ``Amp``, and the optimizers they feed.
+
+    Args:
+        policy: of the Amp.
+        scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
+        weights: optimizer to its master weights.
+        log: hears of every decision.
+    """
+
+    def __init__(
+        self, policy: Policy, scaler: GradScaler, weights: dict[Optimizer, MasterWeights], log: SkipLog
+    ) -> None:
+        self._policy, self._scaler, self._weights, self._log = policy, scaler, weights, log
+        self._decisions: list[Decision] = []
+        self._had_backward = False
+
+    # before the backward
+
+    @contextlib.contextmanager
+    def open(self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]) -> Iterator[Tensor]:
+        """Yields the scaled loss; inside the block its backward runs.
+
+        A loss joins the decision of an earlier one with the same scaler that feeds one of the same optimizers and is
+        not made yet (micro-batches); otherwise it begins its own.
+        """
+        self._had_backward = True
+        weights = [self._weights[o] for o in feeds]
+        self._drop_zeroed(weights)
+        joinable = (d for d in self._decisions if d.scaler is scaler and not d.made and set(d.feeds) & set(weights))
+        decision = next(joinable, None)
+        new = decision is None
+        if decision is None:
+            scale = scaler.scale_tensor(loss.device).clone()
+            decision = Decision(scaler, scale, torch.zeros_like(scale), [], automatic=True)
+            self._decisions.append(decision)
+        for w in weights:
+            if w not in decision.feeds:
+                decision.feeds.append(w)
+            if w.scaled_by is not decision:
+                if w.scaled_by is not None:
+                    w.scaled_by.unscale_early(w)
+                w.begin(decision)
+        scaled, nonfinite = scale_loss(loss, decision.scale)
+        before, decision.loss_nonfinite = decision.loss_nonfinite, torch.maximum(decision.loss_nonfinite, nonfinite)
+        try:
+            yield scaled
+        except BaseException:  # the backward failed: this loss never was
+            decision.loss_nonfinite = before
+            if new:
+                for w in weights:
+                    self._leave(w, [decision])
+            raise
+
+    def _drop_zeroed(self, weights: list[MasterWeights]) -> None:
+        for decision in list(self._decisions):
+            for w in decision.zeroed.intersection(weights):
+                self._leave(w, [decision])
+
+    def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """The user clears the gradients: the model's half ones too. A pending decision ends at the next backward."""
+        w = self._weights[optimizer]
+        for param in w.copies().values():
+            if param.grad is not None:
+                param.grad = None if set_to_none else param.grad.detach().zero_()
+        for decision in self._decisions:
+            if w in decision.feeds:
+                decision.zeroed.add(w)
+
+    # between backward and step
+
+    def pending(self) -> list[Optimizer]:
+        """The optimizers that a loss since their last step feeds."""
+        by_hand = self._scaler.loss_nonfinite is not None
+        return [
+            o
+            for o, w in self._weights.items()
+            if any(w in d.feeds for d in self._decisions) or (by_hand and w.scaled_gradients())
+        ]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Puts the true gradients of one optimizer into ``.grad`` of its params."""
+        w = self._weights[optimizer]
+        if w.unscaled:
+            raise RuntimeError("unscale_() has already been called on this optimizer since its last step()")
+        for decision in self._decisions_of(optimizer):
+            self._make(decision)
+            if w.scaled_by is decision:
+                assert decision.grad_scale is not None
+                w.unscale_(decision.grad_scale)
+
+    def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
+        """Clips the gradients of ``optimizers`` together; returns their norm before."""
+        decisions = list(dict.fromkeys(d for o in optimizers for d in self._decisions_of(o)))
+        all_scaled = all(self._weights[o].scaled_by in decisions for o in optimizers)
+        if len(decisions) == 1 and not decisions[0].made and all_scaled:
+            self._make(decisions[0], max_norm)  # the step multiplies by the clip coefficient, at no extra pass
+            assert decisions[0].norm is not None
+            return decisions[0].norm
+        for o in optimizers:
+            if not self._weights[o].unscaled:
+                self.unscale_(o)
+        return nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], max_norm)
+
+    # the step
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Makes the decisions that concern ``optimizer``, then steps or skips.
+
+        Raises:
+            RuntimeError: there was no backward of a scaled loss.
+            NonFiniteError: a skip, under ``on_nonfinite="raise"``.
+        """
+        w = self._weights[optimizer]
+        decisions = self._decisions_of(optimizer)
+        w.refresh()
+        for decision in decisions:
+            self._make(decision)
+        if not decisions:
+            return
+        found_inf = torch.stack([d.found_inf for d in decisions if d.found_inf is not None]).amax()
+        if len(decisions) > 1 and not w.unscaled:
+            assert w.scaled_by is not None and w.scaled_by.grad_scale is not None
+            w.unscale_(w.scaled_by.grad_scale)
+        grad_scale = None if w.unscaled else decisions[0].grad_scale
+        try:
+            if _takes_fused_step(optimizer):
+                _fused_step(optimizer, w, grad_scale, found_inf)
+            elif not bool(found_inf):  # other optimizers cannot skip on the device: one host read
+                if grad_scale is not None:
+                    w.unscale_(grad_scale)
+                base_step(optimizer)
+                w.write_back()
+        finally:
+            self._leave(w, decisions)
+        if self._policy.on_nonfinite != "skip" and bool(found_inf):
+            self._report(decisions[0])
+
+    def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Refuses parameters that the optimizer has already (torch sees only their masters)."""
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        group["params"] = params  # it may have been a generator
+        known = set(self._weights[optimizer].parameters())
+        if any(isinstance(p, Tensor) and p in known for p in params):
+            raise ValueError("some parameters appear in more than one parameter group")
+
+    def adopt(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """A parameter group was added."""
+        self._weights[optimizer].adopt(group)
+
+    def state_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """The optimizer's state was loaded: FP32 state of half parameters stays FP32."""
+        if _takes_fused_step(optimizer):
+            keep_fp32_state(optimizer, state_dict)
+
+    def _make(self, decision: Decision, max_norm: float | None = None) -> None:
+        if not decision.made:
+            decision.make(self._log, max_norm)
+
+    def _decisions_of(self, optimizer: Optimizer) -> list[Decision]:
+        """The pending decisions that feed ``optimizer``; one is opened for gradients that came another way."""
+        w = self._weights[optimizer]
+        found = [d for d in self._decisions if w in d.feeds]
+        if found or w.unscaled:
+            return found
+        with_grad = len(w.scaled_gradients())
+        by_hand = self._scaler.loss_nonfinite
+        if by_hand is None and self._policy.scales_loss:
+            if with_grad == 0 and self._had_backward:
+                return []  # no loss fed this optimizer
+            raise RuntimeError(_no_backward(with_grad))
+        # the user called scaler.scale(loss).backward(), or a plain loss.backward() where there is no scale
+        device = next((p.device for p in w.parameters()), torch.device("cpu"))
+        scale = self._scaler.scale_tensor(device)
+        flag = torch.zeros_like(scale) if by_hand is None else by_hand
+        decision = Decision(self._scaler, scale.clone(), flag, [w], automatic=by_hand is None)
+        self._decisions.append(decision)
+        w.begin(decision)
+        return [decision]
+
+    def _leave(self, w: MasterWeights, decisions: list[Decision]) -> None:
+        """``w`` is done with ``decisions``; those that feed nobody else are over."""
+        w.finish()
+        for decision in decisions:
+            decision.zeroed.discard(w)
+            if w in decision.feeds:
+                decision.feeds.remove(w)
+            if not decision.feeds and decision in self._decisions:
+                self._decisions.remove(decision)
+
+    def _report(self, decision: Decision) -> None:
+        text = self._log.explain(decision.scaler.rule.min_scale)
+        if self._policy.on_nonfinite == "raise":
+            raise NonFiniteError(text)
+        self._log.tell(text)
+
+
+def _no_backward(with_grad: int) -> str:
+    if with_grad == 0:
+        return "optimizer.step() before any backward: call amp.backward(loss) first"
+    return (
+        f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed this optimizer since "
+        "its last step. This level scales the loss, so gradients of a plain loss.backward() are wrong: call "
+        "amp.backward(loss), or amp.scaler.scale(loss).backward(); call step() once per backward"
+    )
+
+
+def _takes_fused_step(optimizer: Optimizer) -> bool:
+    """Adam and AdamW themselves, not optimizers derived from them that step in their own way."""
+    step = inspect.unwrap(base_class(type(optimizer)).step)  # type: ignore[attr-defined]
+    return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(Adam.step)) and not optimizer.defaults.get(
+        "differentiable", False
+    )
+
+
+def _fused_step(optimizer: Optimizer, w: MasterWeights, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+    @Optimizer.profile_hook_step
+    def step(optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            adam_step(optimizer, w.gradients(), {}, w.copies(), grad_scale, found_inf)
+
+    step(optimizer)
+    w.written()
