@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +136,8 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     Returns:
         the FP32 originals, in main memory where the model is on another device: half tensor to FP32 values.
     """
+    if not policy.cast_model:
+        return {}
     kept = _kept(model, policy)
     tensors: dict[Tensor, None] = dict.fromkeys(p for p in model.parameters())
     if not policy.op_policy:
@@ -145,7 +147,7 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         if tensor.dtype is torch.float32 and id(tensor) not in kept:
             originals[tensor] = tensor.detach().to("cpu")
             set_data(tensor, tensor.detach().to(policy.dtype))
-    _flatten_rnns(model)
+    flatten_rnns(model)
     return originals
 
 
@@ -157,20 +159,8 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
         tensor.grad = grad.to(data.dtype)
 
 
-def restore_model(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
-    """The reverse of ``cast_model``: every half tensor takes over its FP32 values."""
-    for tensor, value in values.items():
-        set_data(tensor, value.detach().to(tensor.device))
-    _flatten_rnns(model)
-
-
-def _flatten_rnns(model: nn.Module) -> None:
+def flatten_rnns(model: nn.Module) -> None:
     """cuDNN wants the weights of an RNN in one block; new storage breaks it up."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-
-
-def half_parameters(models: Iterable[nn.Module]) -> list[str]:
-    """Names of the parameters that are half already."""
-    return [name for model in models for name, p in model.named_parameters() if p.dtype in HALF_DTYPES]

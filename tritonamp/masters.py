@@ -26,11 +26,6 @@ class PreciseValues:
         self._values = dict(originals)
         self._stamps: dict[Tensor, tuple[int, int] | None] = {half: _stamp(half) for half in originals}
 
-    def update(self, other: "PreciseValues") -> None:
-        """Shares the values of ``other`` too."""
-        self._values |= other._values
-        self._stamps |= other._stamps
-
     def __contains__(self, half: Tensor) -> bool:
         return half in self._values
 

@@ -197,7 +197,7 @@ def active_policy() -> Policy | None:
 
 def is_registered() -> bool:
     """Whether torch's dispatch tables hold the op table now."""
-    return bool(_registration.libraries)
+    return len(_registration.libraries) > 0
 
 
 def acquire(functions: dict[str, Rule]) -> None:

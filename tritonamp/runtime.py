@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp import installing, overrides, user_functions
-from tritonamp.casting import cast_model, fp32_modules, restore_model
+from tritonamp.casting import cast_model, flatten_rnns, fp32_modules, set_data
 from tritonamp.checks import check_models, check_optimizers
 from tritonamp.diagnostics import SkipLog
 from tritonamp.installing import FUNCTION_RULES, EnabledModule, EnabledOptimizer, Fp32Module, Precision
@@ -107,13 +107,13 @@ class Amp:
         self.policy, self.scaler = policy, scaler
         self._models, self._optimizers = models, optimizers
         self._backend, self._scalers = backend, {0: scaler}
-        everything = PreciseValues({})
+        self._precise = PreciseValues({})
+        self._precision = Precision(policy, device.type, self._precise)
         for model in models:
-            precise = PreciseValues(cast_model(model, policy) if policy.cast_model else {})
-            _install_model(model, Precision(policy, device.type, precise))
-            everything.update(precise)
-        self._precision = Precision(policy, device.type, everything)
-        self._weights = {o: MasterWeights(o, everything, policy.master_weights) for o in optimizers}
+            for half, original in cast_model(model, policy).items():
+                self._precise.adopt(half, original)
+            _install_model(model, self._precision)
+        self._weights = {o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers}
         self._log = SkipLog({p: name for model in models for name, p in model.named_parameters()})
         self._stepper = Stepper(policy, scaler, self._weights, self._log)
         for optimizer in optimizers:
@@ -265,9 +265,10 @@ class Amp:
             installing.uninstall(optimizer, "_stepper")
             weights.give_back()
             settle_state(optimizer)
+        for half in self._precise:
+            set_data(half, self._precise.get(half).detach().to(half.device))
         for model in self._models:
-            precise = model._tritonamp.precise
-            restore_model(model, {half: precise.get(half) for half in precise})
+            flatten_rnns(model)
             _uninstall_model(model)
         overrides.release()
         user_functions.release()

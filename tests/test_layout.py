@@ -1,0 +1,190 @@
+"""The structure that design and README promise, read from the sources: who imports whom, and what a kernel file has."""
+
+import ast
+import importlib
+import inspect
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tritonamp
+import tritonamp.kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
+TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "tests", "bench"}
+
+COMMANDS = {"__main__", "demo", "doctor"}
+CORE_FILES = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in {"__init__", *COMMANDS})
+RUNTIME = ["user_functions", "installing", "decision", "stepping", "runtime"]  # one job in parts, in import order
+MIDDLE_FILES = [path for path in CORE_FILES if path.stem not in {"policy", *RUNTIME}]
+ENTRY_FILES = sorted({*PACKAGE.rglob("*.py")} - {*CORE_FILES, PACKAGE / "__init__.py"})
+KERNEL_FILES = sorted(KERNELS.glob("*.py"))
+OP_FILES = [path for path in KERNEL_FILES if not path.name.startswith("_")]
+
+HOST_READS = {"item", "tolist", "cpu", "synchronize"}
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_core_file = pytest.mark.parametrize("path", CORE_FILES, ids=shown)
+each_middle_file = pytest.mark.parametrize("path", MIDDLE_FILES, ids=shown)
+each_entry_file = pytest.mark.parametrize("path", ENTRY_FILES, ids=shown)
+each_kernel_file = pytest.mark.parametrize("path", KERNEL_FILES, ids=shown)
+each_op_file = pytest.mark.parametrize("path", OP_FILES, ids=shown)
+
+
+def module_name(path: Path) -> str:
+    """The dotted name that ``path`` is installed under."""
+    parts = ["tritonamp", *path.relative_to(ROOT).with_suffix("").parts]
+    if parts[1] == "tritonamp":
+        parts = parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything that ``path`` imports, at any depth; ``from a import b`` counts as ``a.b``."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
+
+
+def our_imports(path: Path) -> Iterator[str]:
+    return (name for name in imports(path) if name.split(".")[0] == "tritonamp")
+
+
+def foreign_roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"tritonamp"}
+
+
+def is_in(name: str, *modules: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def submodules(package: ModuleType) -> list[str]:
+    folder = KERNELS if package is tritonamp.kernels else PACKAGE
+    files = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")]
+    return sorted(files + [path.parent.name for path in folder.glob("*/__init__.py")])
+
+
+def is_public(name: str) -> bool:
+    """``tritonamp``, ``tritonamp.X`` with X in ``__all__``, or the same one public module further down."""
+    _, *parts = name.split(".")
+    scope = tritonamp
+    for part in parts:
+        if part not in scope.__all__:
+            return False
+        scope = getattr(scope, part)
+    return True
+
+
+# Import directions
+
+
+@each_kernel_file
+def test_kernels_import_torch_triton_and_themselves(path: Path) -> None:
+    assert foreign_roots(path) <= {"torch", "triton"}
+    assert all(is_in(name, "tritonamp.kernels") for name in our_imports(path))
+
+
+@each_core_file
+def test_core_needs_only_torch(path: Path) -> None:
+    assert foreign_roots(path) <= {"torch"}, "Triton and every hardware question belong in kernels/"
+
+
+def test_policy_imports_nothing_of_ours() -> None:
+    assert not list(our_imports(PACKAGE / "policy.py"))
+
+
+@each_middle_file
+def test_middle_imports_kernels_and_policy_only(path: Path) -> None:
+    wrong = [name for name in our_imports(path) if not is_in(name, "tritonamp.kernels", "tritonamp.policy")]
+    assert not wrong, "what two of these files share is passed as arguments by runtime.py"
+
+
+@pytest.mark.parametrize("name", RUNTIME)
+def test_runtime_knows_the_middle_and_never_the_reverse(name: str) -> None:
+    earlier = [f"tritonamp.{part}" for part in ["policy", "kernels", *RUNTIME[: RUNTIME.index(name)]]]
+    allowed = earlier + [module_name(path) for path in MIDDLE_FILES]
+    assert not [imported for imported in our_imports(PACKAGE / f"{name}.py") if not is_in(imported, *allowed)]
+
+
+@each_entry_file
+def test_entry_points_use_public_names(path: Path) -> None:
+    """The commands and the drop-in show that the public names are enough."""
+    group = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    neighbours = COMMANDS if group in COMMANDS else {group}
+    allowed = ["tritonamp.kernels._launch", *(f"tritonamp.{name}" for name in neighbours)]
+    wrong = [name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)]
+    attributes = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tritonamp"
+    }
+    assert not wrong
+    assert attributes <= {*tritonamp.__all__, "kernels", "__doc__", "__version__"}
+
+
+# Names and files
+
+
+@pytest.mark.parametrize("package", [tritonamp, tritonamp.kernels], ids=lambda package: package.__name__)
+def test_no_name_hides_its_module(package: ModuleType) -> None:
+    """Re-exporting ``softmax`` from a module ``softmax`` would rebind the module."""
+    for name in submodules(package):
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        assert getattr(package, name) is module
+
+
+def test_public_names_exist() -> None:
+    assert len(set(tritonamp.__all__)) == len(tritonamp.__all__)
+    assert all(hasattr(tritonamp, name) for name in tritonamp.__all__)
+
+
+def test_top_level_is_fixed() -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("git says which files belong to the project, and this is not a checkout")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top_level = {name.split("/")[0] for name in tracked.splitlines()}
+    assert {name for name in top_level if not name.startswith(".")} <= TOP_LEVEL
+
+
+# Kernel files
+
+
+@each_op_file
+def test_twins_have_one_signature(path: Path) -> None:
+    module = importlib.import_module(module_name(path))
+    functions = {name: function for name, function in vars(module).items() if inspect.isfunction(function)}
+    operations = {name.removesuffix("_torch") for name in functions if name.endswith("_torch")}
+    assert operations, "an op file holds at least one op_torch"
+    assert {name.removesuffix("_triton") for name in functions if name.endswith("_triton")} <= operations
+    for name in operations:
+        twins = [functions[other] for other in (name, f"{name}_torch", f"{name}_triton") if other in functions]
+        assert name in functions
+        assert len({str(inspect.signature(twin)) for twin in twins}) == 1
+
+
+@each_op_file
+def test_every_op_file_has_a_test_file(path: Path) -> None:
+    assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file()
+
+
+@each_kernel_file
+def test_kernels_never_wait_for_the_device(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not used & HOST_READS

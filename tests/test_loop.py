@@ -1,0 +1,451 @@
+"""Between a loss and its step: decisions, skips, clipping, unscaling, several losses and optimizers."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "our AdamW": lambda params: tritonamp.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def batch(device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(32, 6, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every bit that a step may change."""
+    groups = [p for g in optimizer.param_groups for p in g["params"]]
+    state = [v for p in groups for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+    return [t.detach().clone() for t in (*model.parameters(), *groups, *state)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def enabled(device: torch.device) -> Iterator[Callable[..., Any]]:
+    handles = []
+
+    def make(level: Any = "O2", optimizer: str = "AdamW", **fields: Any) -> Any:
+        torch.manual_seed(0)
+        model = Net().to(device)
+        opt = OPTIMIZERS[optimizer](model.parameters())
+        amp = tritonamp.enable(model, opt, level=level, **fields)
+        handles.append(amp)
+        return model, opt, amp
+
+    yield make
+    for amp in handles:
+        if amp._enabled:
+            amp.disable()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_trajectory_follows_plain_fp32(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
+) -> None:
+    torch.manual_seed(0)
+    plain = Net().to(device)
+    plain_opt = OPTIMIZERS[optimizer](plain.parameters())
+    model, opt, amp = enabled(level, optimizer)
+    for i in range(30):
+        data = batch(device, i)
+        expected = loss_of(plain, data)
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        plain_opt.step()
+        plain_opt.zero_grad()
+        loss = loss_of(model, data)
+        amp.backward(loss)
+        true_norm = amp.clip_grad_norm_(0.5)
+        opt.step()
+        opt.zero_grad()
+        # O0 repeats FP32 up to the order of its sums; a half forward is off by a few 2**-11 of values around one
+        bound = 1e-5 if level == "O0" else 1e-2
+        assert abs(loss - expected) <= bound
+        assert abs(true_norm - norm) <= bound * 2
+    assert amp.stats()["steps"] == 30
+    assert amp.stats()["skipped"] == 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_torch_amp_loop_gives_the_same_bits(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str, clip: bool
+) -> None:
+    ours, theirs = enabled(level, optimizer), enabled(level, optimizer)
+    for i in range(12):
+        data = batch(device, i)
+        if i == 5:
+            data[0][0, 0] = 60000.0  # overflows the gradients
+        model, opt, amp = ours
+        amp.backward(loss_of(model, data))
+        if clip:
+            amp.unscale_()
+            nn.utils.clip_grad_norm_(amp.master_params(), 0.1)
+        opt.step()
+        opt.zero_grad()
+
+        model, opt, amp = theirs
+        opt.zero_grad()
+        with amp.autocast():
+            loss = loss_of(model, data)
+        amp.scaler.scale(loss).backward()
+        if clip:
+            amp.scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(amp.master_params(), 0.1)
+        amp.scaler.step(opt)
+        amp.scaler.update()
+        assert same(snapshot(*ours[:2]), snapshot(*theirs[:2]))
+        assert ours[2].stats() == theirs[2].stats()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_skipped_step_changes_no_bit(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str, fault: str) -> None:
+    model, opt, amp = enabled(level, optimizer)
+    for i in range(3):
+        amp.backward(loss_of(model, batch(device, i)))
+        opt.step()
+        opt.zero_grad()
+    before = snapshot(model, opt)
+    scale = amp.stats()["scale"]
+    loss = loss_of(model, batch(device, 9))
+    amp.backward(loss * float("nan") if fault == "loss" else loss)
+    if fault == "gradient":
+        model.first.weight.grad[0, 0] = float("inf")
+    opt.step()
+    assert same(snapshot(model, opt), before)
+    stats = amp.stats()
+    assert (stats["steps"], stats["skipped"]) == (3, 1)
+    if fault == "loss":
+        assert stats["scale"] == scale
+        assert stats["last_skip_reason"] == "forward fault"
+        assert "loss itself was inf or NaN" in amp.explain()
+    else:
+        assert stats["scale"] == (scale / 2 if level in ("O1", "O2") else scale)
+        assert stats["last_skip_reason"] == "scale overflow"
+        assert "first.weight (inf)" in amp.explain()
+        assert "last.weight" not in amp.explain()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_scale_cancels_exactly(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+    """bf16 has FP32's exponents, so gradients at two powers of two differ in nothing but the exponent."""
+    runs = []
+    for scale in (1.0, 2.0**13):
+        model, opt, amp = enabled(level, optimizer, dtype=torch.bfloat16, loss_scale=scale)
+        for i in range(10):
+            amp.backward(loss_of(model, batch(device, i)))
+            amp.clip_grad_norm_(0.3)
+            opt.step()
+            opt.zero_grad()
+        runs.append(snapshot(model, opt))
+    # the clip coefficient divides by norm + 1e-6 where the norm went through the scale: an ulp
+    assert all(torch.allclose(a.float(), b.float(), rtol=1e-6, atol=1e-8) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_inside_the_step_is_clipping_of_true_gradients(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
+) -> None:
+    folded, by_hand = enabled(level, optimizer), enabled(level, optimizer)
+    for i in range(5):
+        data = batch(device, i)
+        model, opt, amp = folded
+        amp.backward(loss_of(model, data))
+        norm = amp.clip_grad_norm_(0.05)
+        opt.step()
+        opt.zero_grad()
+        model, opt, amp = by_hand
+        amp.backward(loss_of(model, data))
+        amp.unscale_()
+        expected = amp.clip_grad_norm_(0.05)
+        opt.step()
+        opt.zero_grad()
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        assert isinstance(norm, Tensor)
+        for a, b in zip(snapshot(*folded[:2]), snapshot(*by_hand[:2]), strict=True):
+            # grad * (coefficient / scale) against (grad / scale) * coefficient: an ulp of FP32 each, in half copies
+            # a rounding that may fall the other way
+            torch.testing.assert_close(a.float(), b.float(), rtol=2e-3 if a.dtype == torch.float16 else 2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_unscale_gives_true_fp32_gradients(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    plain = Net().to(device)
+    loss_of(plain, batch(device)).backward()
+    model, opt, amp = enabled(level, optimizer)
+    amp.backward(loss_of(model, batch(device)))
+    amp.unscale_()
+    for p, q in zip(plain.parameters(), amp.master_params(), strict=True):
+        assert q.dtype == q.grad.dtype == torch.float32
+        torch.testing.assert_close(q.grad, p.grad, rtol=2e-2, atol=1e-3)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        amp.unscale_()
+    before = [p.detach().clone() for p in amp.master_params()]
+    for p in amp.master_params():
+        p.grad.zero_()
+    opt.step()
+    decay = 1 - 1e-2 * 1e-2 if "AdamW" in optimizer else 1.0
+    for p, q in zip(before, amp.master_params(), strict=True):
+        torch.testing.assert_close(q.detach(), p * decay, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_micro_batches_are_one_decision(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+    model, opt, amp = enabled(level, optimizer)
+    amp.backward(loss_of(model, batch(device, 4)))
+    opt.step()
+    opt.zero_grad()
+    amp.backward(loss_of(model, batch(device, 0)) / 2)
+    amp.backward(loss_of(model, batch(device, 1)) / 2 * float("inf"))
+    before = snapshot(model, opt)
+    opt.step()
+    opt.zero_grad()
+    assert same(snapshot(model, opt), before)
+    assert amp.stats()["forward_faults"] == 1
+    for i in (2, 3):
+        amp.backward(loss_of(model, batch(device, i)) / 2)
+    opt.step()
+    assert amp.stats()["steps"] == 2
+    assert not same(snapshot(model, opt), before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulating_after_unscale_adds_true_gradients(
+    enabled: Callable[..., Any], device: torch.device, level: str
+) -> None:
+    model, opt, amp = enabled(level, "SGD")
+    amp.backward(loss_of(model, batch(device, 0)))
+    amp.unscale_()
+    first = [p.grad.clone() for p in amp.master_params()]
+    amp.backward(loss_of(model, batch(device, 1)))
+    amp.unscale_()
+    both = [p.grad.clone() for p in amp.master_params()]
+    opt.step()
+    opt.zero_grad()
+    model, opt, amp = enabled(level, "SGD")
+    amp.backward(loss_of(model, batch(device, 1)))
+    amp.unscale_()
+    second = [p.grad.clone() for p in amp.master_params()]
+    assert same(both, [a + b for a, b in zip(first, second, strict=True)])
+
+
+def test_bad_batch_dropped_with_zero_grad_leaves_no_trace(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2")
+    amp.backward(loss_of(model, batch(device, 0)) * float("nan"))
+    opt.zero_grad()
+    amp.backward(loss_of(model, batch(device, 1)))
+    opt.step()
+    assert amp.stats()["skipped"] == 0
+    assert amp.stats()["steps"] == 1
+
+
+def test_zero_grad_between_scaling_and_backward(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2")
+    with amp.scale_loss(loss_of(model, batch(device, 0))) as scaled:
+        opt.zero_grad()
+        scaled.backward()
+    opt.step()
+    assert amp.stats()["steps"] == 1
+
+
+def test_failed_backward_never_was(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2")
+    loss = loss_of(model, batch(device, 0))
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss * float("nan")):
+        raise ZeroDivisionError
+    opt.zero_grad()
+    amp.backward(loss_of(model, batch(device, 1)))
+    opt.step()
+    assert amp.stats() == {**amp.stats(), "steps": 1, "skipped": 0}
+
+
+@pytest.fixture
+def gan(device: torch.device) -> Iterator[Any]:
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 6).to(device), Net().to(device)
+    opt_g = torch.optim.AdamW(generator.parameters(), lr=1e-2)
+    opt_d = torch.optim.SGD(discriminator.parameters(), lr=1e-2)
+    amp = tritonamp.enable([generator, discriminator], [opt_g, opt_d], level="O2")
+    yield generator, discriminator, opt_g, opt_d, amp
+    amp.disable()
+
+
+def test_an_overflow_skips_exactly_the_optimizers_its_loss_feeds(gan: Any, device: torch.device) -> None:
+    generator, discriminator, opt_g, opt_d, amp = gan
+    x, y = batch(device)
+    loss_d = nn.functional.cross_entropy(discriminator(x), y)
+    amp.backward(loss_d * float("inf"), opt_d, loss_id=0)
+    loss_g = generator(x[:, :4]).square().mean()
+    amp.backward(loss_g, opt_g, loss_id=1)
+    before_g, before_d = snapshot(generator, opt_g), snapshot(discriminator, opt_d)
+    opt_d.step()
+    opt_g.step()
+    assert same(snapshot(discriminator, opt_d), before_d)
+    assert not same(snapshot(generator, opt_g), before_g)
+
+
+def test_two_losses_never_disturb_each_others_scale(gan: Any, device: torch.device) -> None:
+    generator, _, opt_g, opt_d, amp = gan
+    x, _ = batch(device)
+    amp.backward(generator(x[:, :4]).square().mean(), opt_g, loss_id=1)
+    generator.weight.grad[0, 0] = float("inf")
+    opt_g.step()
+    opt_g.zero_grad()
+    assert amp.stats()["scales"] == {0: 2.0**16, 1: 2.0**15}
+    opt_d.step()  # no loss fed it: nothing to do, not an error
+
+
+def test_one_loss_that_feeds_two_optimizers_is_one_decision(gan: Any, device: torch.device) -> None:
+    generator, discriminator, opt_g, opt_d, amp = gan
+    x, y = batch(device)
+    for i in range(2):
+        before = snapshot(generator, opt_g) + snapshot(discriminator, opt_d)
+        amp.backward(nn.functional.cross_entropy(discriminator(generator(x[:, :4])), y))
+        if i == 1:
+            generator.weight.grad[0, 0] = float("inf")
+        opt_g.step()
+        opt_d.step()
+        opt_g.zero_grad()
+        opt_d.zero_grad()
+    assert same(snapshot(generator, opt_g) + snapshot(discriminator, opt_d), before)
+    assert amp.stats()["skipped"] == 1
+    assert amp.stats()["scale"] == 2.0**15
+
+
+def test_two_losses_with_own_scales_into_one_optimizer(gan: Any, device: torch.device) -> None:
+    """DCGAN's discriminator: the true gradients of a real and a fake loss add up, whatever their scales are."""
+    _, discriminator, _, opt_d, amp = gan
+    reference = Net().to(device)
+    reference.load_state_dict(discriminator.state_dict())
+    (loss_of(reference, batch(device, 0)) + loss_of(reference, batch(device, 1))).backward()
+    amp.backward(loss_of(discriminator, batch(device, 9)), opt_d, loss_id=2)  # let scale 2 move first
+    discriminator.first.weight.grad[0, 0] = float("inf")
+    opt_d.step()
+    opt_d.zero_grad()
+    amp.backward(loss_of(discriminator, batch(device, 0)), opt_d, loss_id=0)
+    amp.backward(loss_of(discriminator, batch(device, 1)), opt_d, loss_id=2)
+    amp.unscale_()
+    for p, q in zip(reference.parameters(), opt_d.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=2e-2, atol=2e-3)
+    opt_d.step()
+    assert amp.stats()["scales"] == {0: 2.0**16, 2: 2.0**15}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_forty_bad_batches_leave_the_scale_alone(
+    enabled: Callable[..., Any], device: torch.device, optimizer: str
+) -> None:
+    model, opt, amp = enabled("O2", optimizer)
+    for i in range(40):
+        x, y = batch(device, i)
+        x[3, 2] = float("inf")
+        amp.backward(loss_of(model, (x, y)))
+        opt.step()
+        opt.zero_grad()
+    assert amp.stats() == {**amp.stats(), "scale": 2.0**16, "skipped": 40, "forward_faults": 40}
+
+
+def test_the_scale_stops_at_its_floor_and_says_so(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2", "AdamW", scaler=tritonamp.GradScaler(device.type, init_scale=4.0, min_scale=1.0))
+    for _ in range(5):
+        amp.backward(loss_of(model, batch(device)))
+        model.first.weight.grad.fill_(float("nan"))
+        opt.step()
+        opt.zero_grad()
+    assert amp.stats()["scale"] == 1.0
+    assert "The scale is at its minimum" in amp.explain()
+    assert "first.weight (NaN)" in amp.explain()
+
+
+def test_no_host_reads_in_a_step(enabled: Callable[..., Any], device: torch.device, monkeypatch: Any) -> None:
+    model, opt, amp = enabled("O2", "AdamW")
+    sgd_model, sgd, sgd_amp = enabled("O2", "SGD")
+    reads: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
+        def read(self: Tensor, *args: Any) -> Any:
+            reads.append(name)
+            return original(self, *args)
+
+        return read
+
+    data = batch(device)
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(Tensor, name, counting(name))
+    for _ in range(3):
+        amp.backward(loss_of(model, data))
+        amp.clip_grad_norm_(1.0)
+        opt.step()
+        opt.zero_grad()
+    assert reads == []
+    sgd_amp.backward(loss_of(sgd_model, data))
+    sgd.step()
+    assert reads == ["__bool__"]  # what an optimizer costs that cannot skip on the device
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_resume_is_bit_identical(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+    def train(run: Any, steps: range) -> None:
+        model, opt, amp = run
+        for i in steps:
+            amp.backward(loss_of(model, batch(device, i)))
+            if i == 3 and level != "O3":
+                model.first.weight.grad[0, 0] = float("inf")
+            opt.step()
+            opt.zero_grad()
+
+    straight = enabled(level, optimizer)
+    train(straight, range(8))
+    first = enabled(level, optimizer)
+    train(first, range(4))
+    saved = copy.deepcopy([first[0].state_dict(), first[1].state_dict(), first[2].state_dict()])
+    resumed = enabled(level, optimizer)
+    train(resumed, range(20, 22))  # somewhere else entirely
+    for target, state in zip(resumed, saved, strict=True):
+        target.load_state_dict(state)
+    train(resumed, range(4, 8))
+    assert same(snapshot(*straight[:2]), snapshot(*resumed[:2]))
+    # the reason of the last skip is for people, and is not saved
+    assert straight[2].stats() == {**resumed[2].stats(), "last_skip_reason": straight[2].stats()["last_skip_reason"]}

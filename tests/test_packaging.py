@@ -1,0 +1,103 @@
+"""What an installation must hold, and what importing it must not do."""
+
+import importlib.resources
+import subprocess
+import sys
+from pathlib import Path
+
+import tritonamp
+import tritonamp.kernels
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest there
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_every_package_folder_is_listed() -> None:
+    inside = [path.parent.relative_to(ROOT) for path in (ROOT / "tritonamp").rglob("__init__.py")]
+    folders = {".".join(path.parts) for path in inside} | {"tritonamp.kernels"}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders
+    assert not [path for path in (ROOT / "kernels").rglob("__init__.py") if path.parent != ROOT / "kernels"]
+
+
+def test_every_python_file_is_in_a_package() -> None:
+    stray = [
+        str(path.relative_to(ROOT))
+        for top in ("tritonamp", "kernels")
+        for path in (ROOT / top).rglob("*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
+    assert not stray, f"no __init__.py beside {stray}: they would be missing from the wheel"
+
+
+def test_core_dependencies_are_torch_and_triton() -> None:
+    assert PYPROJECT["project"]["dependencies"] == ["torch>=2.11", "triton>=3.6; sys_platform == 'linux'"]
+
+
+def test_version_is_the_same_in_both_places() -> None:
+    assert tritonamp.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_typed_marker_is_installed() -> None:
+    assert (importlib.resources.files("tritonamp") / "py.typed").is_file()
+
+
+def test_readme_has_the_two_commands() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert 'pip install -e ".[demo]" && python -m tritonamp demo' in lines
+    assert 'pip install -e ".[test]" && pytest' in lines
+
+
+def test_kernels_are_not_importable_from_the_repository_root() -> None:
+    result = run_python("import kernels", cwd=ROOT)
+    assert result.returncode == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert last_line.startswith("ImportError: ")
+    assert "tritonamp.kernels" in last_line
+
+
+def test_import_leaves_cuda_alone(tmp_path: Path) -> None:
+    # The stand-ins make this fail on machines without a GPU too, where is_initialized() is always False.
+    code = """
+import torch
+def touched(*args, **kwargs):
+    raise AssertionError("import tritonamp asked CUDA something")
+for name in "_lazy_init", "init", "is_available", "device_count", "current_device", "get_device_capability":
+    setattr(torch.cuda, name, touched)
+import tritonamp, tritonamp.kernels
+assert not torch.cuda.is_initialized()
+"""
+    result = run_python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_works_without_triton(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import pkgutil, torch, tritonamp, tritonamp.kernels
+for module in pkgutil.iter_modules(tritonamp.kernels.__path__, "tritonamp.kernels."):
+    __import__(module.name)
+for level in "O0", "O1", "O2", "O3":
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level=level)
+    amp.backward(model(torch.ones(2, 8)).square().sum())
+    optimizer.step()
+    amp.disable()
+"""
+    result = run_python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_kernels_are_the_folder_of_this_package() -> None:
+    editable, wheel = ROOT / "kernels", Path(tritonamp.__file__).resolve().parent / "kernels"
+    assert Path(tritonamp.kernels.__file__).resolve().parent in (editable, wheel)

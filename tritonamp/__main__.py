@@ -1,0 +1,35 @@
+"""``python -m tritonamp``: the commands ``demo`` and ``doctor``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import tritonamp
+from tritonamp import demo, doctor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+    elif args.command == "doctor":
+        print(doctor.report())
+    else:
+        try:
+            demo.run(args)
+        except tritonamp.UnsupportedDeviceError as error:
+            parser.exit(1, f"{error}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tritonamp", description=tritonamp.__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    demo.add_arguments(commands.add_parser("demo", help="train two small models at every level: a table and a picture"))
+    commands.add_parser("doctor", help="what this machine has, which backend each operation will use, and why")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""``python -m tritonamp demo``: two small models on real data, trained at every level.
+
+``train.py`` is the file to read: its loop is the one a user writes.
+"""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+LEVELS = ("O0", "O1", "O2", "O3")
+EXTRA_PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--level", action="append", choices=LEVELS, help="only this one; repeat for more (default: all)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16"),
+        default="float16",
+        help="half type of O1 to O3 (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=_positive, help="training steps of every run (default: what each model needs)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("tritonamp-demo.png"), help="the picture (default: %(default)s)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains, prints the table, saves the picture; exits with a message when something it needs is missing."""
+    _require_extras()
+    from tritonamp.demo import compare  # here, because it imports the packages just looked for
+
+    compare.compare(args)
+
+
+def _require_extras() -> None:
+    missing = [package for module, package in EXTRA_PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        raise SystemExit(f'the demo needs {", ".join(missing)}: pip install "tritonamp[demo]"')
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed are 1 and more")
+    return number

@@ -1,0 +1,102 @@
+"""Every model at every level: one table, one picture."""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tritonamp.demo import LEVELS, data, memory
+from tritonamp.demo.models import CharTransformer, DigitNet
+from tritonamp.demo.picture import save_picture
+from tritonamp.demo.table import table
+from tritonamp.demo.train import Run, Task, criterion, train
+
+WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs
+HEADER = ("model", "level", "result", "seconds", "peak MiB", "steps", "skipped", "final scale", "backend")
+
+
+def compare(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    device = _device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # models this small gain little from more, and on a busy machine lose a lot
+    print(f"training in {args.dtype} on {_describe(device)}, seed {args.seed}")
+    runs = [run for task in tasks() for run in _train_levels(task, args, device)]
+
+    print(table(HEADER, [_row(run) for run in runs]))
+    print(f"seconds: the training loop alone; peak MiB: {memory.MEANING[device.type]}.")
+    if device.type == "cpu":
+        print("A CPU computes in FP32 and rounds to half: its results are a GPU's, its seconds and MiB are not.")
+    for run in runs:
+        if run.stats["skipped"]:
+            print(f"{run.task.name} {run.level}: {run.explanation}")
+    save_picture(runs, args.output)
+    print(f"picture: {args.output}   total: {time.perf_counter() - start:.0f} s")
+
+
+def tasks() -> list[Task]:
+    windows, vocabulary = data.characters()
+    digits = Task(
+        name="digits",
+        title="digits: convolutions and BatchNorm",
+        build=DigitNet,
+        split=data.digits(),
+        batch_size=64,
+        lr=3e-3,
+        steps=300,
+        score=_accuracy,
+        shown_as="accuracy {:.2f} %",
+    )
+    chars = Task(
+        name="chars",
+        title="chars: transformer on Python's documentation",
+        build=lambda: CharTransformer(vocabulary, data.CONTEXT),
+        split=windows,
+        batch_size=16,
+        lr=6e-3,
+        steps=300,
+        score=criterion,
+        shown_as="val. loss {:.3f}",
+    )
+    return [digits, chars]
+
+
+def _train_levels(task: Task, args: argparse.Namespace, device: torch.device) -> Iterator[Run]:
+    steps = args.steps or task.steps
+    dtype = getattr(torch, args.dtype)
+    for level in args.level or LEVELS:
+        train(task, level, dtype=dtype, device=device, steps=WARM_UP_STEPS, seed=args.seed, quiet=True)
+        yield train(task, level, dtype=dtype, device=device, steps=steps, seed=args.seed, quiet=args.quiet)
+
+
+def _row(run: Run) -> list[str]:
+    return [
+        run.task.name,
+        run.level,
+        run.shown_score,
+        f"{run.seconds:.1f}",
+        f"{run.peak_bytes / 2**20:.1f}",
+        str(run.stats["steps"]),
+        str(run.stats["skipped"]),
+        f"{run.stats['scale']:g}",
+        run.stats["backend"],
+    ]
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return 100 * (logits.argmax(-1) == labels).float().mean()
+
+
+def _device(name: str | None) -> torch.device:
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--device {name}: torch sees no GPU here; leave --device out to train on the CPU")
+    return device
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"{device}, one thread"

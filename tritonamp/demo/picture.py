@@ -1,0 +1,42 @@
+"""The curves of all runs as a PNG: loss above, loss scale below, one column per model."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tritonamp.demo.train import Run
+
+COLOURS = {"O0": "black", "O1": "tab:blue", "O2": "tab:orange", "O3": "tab:red"}
+SMOOTHED = 20  # steps that one point of a loss curve is the mean of
+
+
+def save_picture(runs: Sequence[Run], path: Path) -> None:
+    """A ``Figure`` of its own, without pyplot: no display needed and no global state left behind."""
+    names = list(dict.fromkeys(run.task.name for run in runs))
+    figure = Figure(figsize=(6 * len(names), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(names), squeeze=False, sharex="col", height_ratios=[2, 1])
+    for (loss, scale), name in zip(axes.T, names, strict=True):
+        own = [run for run in runs if run.task.name == name]
+        for run in own:
+            _draw_loss(loss, run)
+            scale.plot(*zip(*run.scales, strict=True), color=COLOURS[run.level], drawstyle="steps-post")
+        loss.set(title=own[0].task.title, ylabel=f"training loss, mean of {SMOOTHED} steps")
+        loss.legend()
+        scale.set(xlabel="step", ylabel="loss scale")
+        scale.set_yscale("log", base=2)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_loss(axes: Axes, run: Run) -> None:
+    broken = next((step for step, loss in enumerate(run.losses, 1) if not math.isfinite(loss)), None)
+    label = f"{run.level}: {run.shown_score}" + (f", not finite from step {broken}" if broken else "")
+    width = 3.5 if run.level == "O0" else 1.3  # the others lie on top of the baseline
+    axes.plot(_running_mean(run.losses), color=COLOURS[run.level], linewidth=width, alpha=0.8, label=label)
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    windows = (values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
