@@ -465,6 +465,13 @@ def test_content_is_on_the_disk_before_it_gets_the_name_and_the_name_before_save
     assert log[first:] == ["fsync", "link", "replace", "replace", "fsync"]
 
 
+def test_the_file_is_complete_when_it_is_synced(path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    write(path, 1)
+    assert sizes[0] == path.stat().st_size
+
+
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path, before, links):
@@ -559,8 +566,8 @@ def test_an_error_of_torch_is_not_taken_for_the_one_being_handled(path, monkeypa
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(RuntimeError, match="CUDA error"):  # noqa: PT012
         try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
+            raise OSError("what the caller saves because of")
+        except OSError:
             save(path, step=1)
     assert not names(path.parent)
 

@@ -77,16 +77,25 @@ def test_missing_corpus_is_named(monkeypatch):
         data.python_documentation()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has the GPU that is asked for")
-def test_gpu_that_is_not_there():
-    with pytest.raises(SystemExit, match=r"--device cuda:1: torch sees no GPU here"):
-        main(["demo", "--device", "cuda:1"])
+@pytest.mark.parametrize("device", ["cuda:99", "tpu"])
+def test_device_that_is_not_there(device):
+    with pytest.raises(SystemExit, match=rf"--device {device}: allowed on this machine are cpu"):
+        main(["demo", "--device", device])
 
 
-def test_steps_must_be_positive(capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", "0", "got 0, allowed are 1 and more"),
+        ("--output", "curves.xyz", "got curves.xyz, allowed is a .png file in a folder that exists"),
+        ("--output", "no/such/folder/a.png", "got no/such/folder/a.png, allowed is a .png file"),
+        ("--level", "O9", "invalid choice: 'O9'"),
+    ],
+)
+def test_bad_option(option, value, message, capsys):
     with pytest.raises(SystemExit):
-        main(["demo", "--steps", "0"])
-    assert "got 0, allowed are 1 and more" in capsys.readouterr().err
+        main(["demo", option, value])
+    assert message in capsys.readouterr().err
 
 
 def test_import_does_not_load_the_demo():

@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, MutableMapping
+import operator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,53 +43,51 @@ def cast_tree(value: Any, cast: Cast) -> Any:
     Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and calls
     ``obj.to(dtype)`` on other objects that have it.
     """
+    return _cast(value, cast)[0]
+
+
+def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
+    """The cast value, and whether anything changed (asked by ``is``, torch.compile could not follow)."""
     if isinstance(value, Tensor):
-        return value.to(cast.target) if value.dtype in cast.sources else value
+        return (value.to(cast.target), True) if value.dtype in cast.sources else (value, False)
     if isinstance(value, PackedSequence):
-        data = cast_tree(value.data, cast)
-        return value if data is value.data else value._replace(data=data)
+        data, changed = _cast(value.data, cast)
+        return (value._replace(data=data), True) if changed else (value, False)
     if isinstance(value, (list, tuple)):
-        items = [cast_tree(item, cast) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        items = [_cast(item, cast) for item in value]
+        if not any(changed for _, changed in items):
+            return value, False
+        new = [item for item, _ in items]
+        return (type(value)(*new) if hasattr(value, "_fields") else type(value)(new)), True
     if isinstance(value, MutableMapping):
-        new = {key: cast_tree(item, cast) for key, item in value.items()}
-        return _with_items(value, {key: item for key, item in new.items() if item is not value[key]})
+        return _with(value, {key: _cast(item, cast) for key, item in value.items()}, operator.setitem)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-        new = {name: cast_tree(item, cast) for name, item in fields.items()}
-        return _with_attributes(value, {name: item for name, item in new.items() if item is not fields[name]})
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        # object's own, because a dataclass may be frozen
+        return _with(value, {name: _cast(getattr(value, name), cast) for name in names}, object.__setattr__)
     if hasattr(value, "to") and not isinstance(value, (nn.Module, type)):
         return _with_to(value, cast)
-    return value
+    return value, False
 
 
-def _with_items(mapping: Any, changed: dict[Any, Any]) -> Any:
-    if not changed:
-        return mapping
-    if type(mapping) is dict:
-        return {**mapping, **changed}
-    result = copy.copy(mapping)
-    for key, item in changed.items():
-        result[key] = item
-    return result
-
-
-def _with_attributes(value: Any, changed: dict[str, Any]) -> Any:
-    if not changed:
-        return value
+def _with(value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., None]) -> tuple[Any, bool]:
+    """A copy of ``value`` with those of ``items`` put in that changed."""
+    if not any(changed for _, changed in items.values()):
+        return value, False
+    if type(value) is dict:
+        return {key: item for key, (item, _) in items.items()}, True
     result = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(result, name, item)  # frozen dataclasses too
-    return result
+    for key, (item, changed) in items.items():
+        if changed:
+            put(result, key, item)
+    return result, True
 
 
-def _with_to(value: Any, cast: Cast) -> Any:
+def _with_to(value: Any, cast: Cast) -> tuple[Any, bool]:
     try:
-        return value.to(cast.target)
+        return value.to(cast.target), True
     except (TypeError, ValueError, RuntimeError, AttributeError):
-        return value  # its ``to`` is about something else
+        return value, False  # its ``to`` is about something else
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:

@@ -1,14 +1,11 @@
 """Why a step was skipped: kept on the device, read only when somebody asks."""
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-logger = logging.getLogger("tritonamp")
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _CLEAN, _OVERFLOW, _FAULT = 0, 1, 2
@@ -113,14 +110,16 @@ class SkipLog:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         text = f"The last skipped step was a scale overflow: the loss was finite, but at loss scale {scale:g} "
         text += f"the gradients of {len(bad)} parameter(s) were not: {listed}{more}. "
-        if scale <= min_scale:
+        if self._scale_was_lowest(min_scale):
             return text + (
                 "The scale is at its minimum, so the gradients overflow by themselves: look for inf and NaN in the "
                 "backward of the last module named, or train it in FP32 with fp32_modules"
             )
         return text + "The scale was lowered; single skips of this kind are how it finds its level."
 
-    @staticmethod
-    def tell(text: str) -> None:
-        """Logs an explanation."""
-        logger.warning(text)
+    def calls_for_help(self, min_scale: float) -> bool:
+        """Whether the last skip was more than the scale finding its level. Reads the device."""
+        return self._outcome is not None and (int(self._outcome) == _FAULT or self._scale_was_lowest(min_scale))
+
+    def _scale_was_lowest(self, min_scale: float) -> bool:
+        return self._scale is not None and float(self._scale) <= min_scale

@@ -51,7 +51,7 @@ def _describe(device: torch.device) -> str:
     if device.type == "cpu":
         return (
             f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads; half matmuls are "
-            "computed in FP32 and rounded: the results of a GPU, not its speed"
+            "computed in FP32 and rounded: for trying things out, not for speed"
         )
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"

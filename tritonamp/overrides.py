@@ -246,14 +246,11 @@ def _implementation(op: str, rule: Rule, device_type: str, key_name: str) -> Cal
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key_name):
         stock = torch.library.get_kernel(target, key_name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(below):
-            return target(*args, **kwargs)
-
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = active_policy()
         if policy is not None:
-            return rule(call, policy, torch.get_autocast_dtype(device_type), args, kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(below):  # no rule applies to what a rule calls
+                return rule(target, policy, torch.get_autocast_dtype(device_type), args, kwargs)
         if stock is not None:
             return stock.call_boxed(keyset, *args, **kwargs)
         return target.redispatch(keyset & after, *args, **kwargs)

@@ -31,8 +31,8 @@ class Policy:
             (FP32 accumulation inside either way), torch.float32 is what torch.autocast does.
         state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or ``dtype``.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and arithmetic.
-        on_nonfinite: "skip" the step; "explain" also logs the reason; "raise" NonFiniteError. The last two
-            read the decision on the host at every step.
+        on_nonfinite: "skip" the step; "explain" also logs the reason; "raise" NonFiniteError where a lower scale
+            cannot help. The last two read the decision on the host at every step.
     """
 
     dtype: torch.dtype = torch.float16

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from tritonamp.masters import MasterWeights
 from tritonamp.optim import Adam, adam_step, keep_fp32_state
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, scale_loss
+
+logger = logging.getLogger("tritonamp")
 
 
 class Stepper:
@@ -186,10 +189,10 @@ class Stepper:
             return found
         with_grad = len(w.scaled_gradients())
         by_hand = self._scaler.loss_nonfinite
-        if by_hand is None and self._policy.scales_loss:
-            if with_grad == 0 and self._had_backward:
-                return []  # no loss fed this optimizer
+        if by_hand is None and self._policy.scales_loss and (with_grad or not self._had_backward):
             raise RuntimeError(_no_backward(with_grad))
+        if by_hand is None and not with_grad:
+            return []  # no loss fed this optimizer: as in torch, there is nothing to do
         # the user called scaler.scale(loss).backward(), or a plain loss.backward() where there is no scale
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         scale = self._scaler.scale_tensor(device)
@@ -210,10 +213,14 @@ class Stepper:
                 self._decisions.remove(decision)
 
     def _report(self, decision: Decision) -> None:
-        text = self._log.explain(decision.scaler.rule.min_scale)
-        if self._policy.on_nonfinite == "raise":
+        min_scale = decision.scaler.rule.min_scale
+        text = self._log.explain(min_scale)
+        if not self._log.calls_for_help(min_scale):
+            logger.info(text)
+        elif self._policy.on_nonfinite == "raise":
             raise NonFiniteError(text)
-        self._log.tell(text)
+        else:
+            logger.warning(text)
 
 
 def _no_backward(with_grad: int) -> str:

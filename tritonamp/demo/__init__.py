@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument(
-        "--output", type=Path, default=Path("tritonamp-demo.png"), help="the picture (default: %(default)s)"
+        "--output", type=_picture, default=Path("tritonamp-demo.png"), help="the picture (default: %(default)s)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -49,3 +49,11 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text}, allowed are 1 and more")
     return number
+
+
+def _picture(text: str) -> Path:
+    """Refused before the training, not after it."""
+    path = Path(text)
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is a .png file in a folder that exists")
+    return path

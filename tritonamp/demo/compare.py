@@ -28,7 +28,9 @@ def compare(args: argparse.Namespace) -> None:
     print(table(HEADER, [_row(run) for run in runs]))
     print(f"seconds: the training loop alone; peak MiB: {memory.MEANING[device.type]}.")
     if device.type == "cpu":
-        print("A CPU computes in FP32 and rounds to half: its results are a GPU's, its seconds and MiB are not.")
+        print(
+            "On a CPU half is computed in FP32 and rounded: read the results; seconds and MiB say nothing about a GPU."
+        )
     for run in runs:
         if run.stats["skipped"]:
             print(f"{run.task.name} {run.level}: {run.explanation}")
@@ -90,13 +92,14 @@ def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _device(name: str | None) -> torch.device:
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"--device {name}: torch sees no GPU here; leave --device out to train on the CPU")
-    return device
+    gpus = torch.cuda.device_count()
+    allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
+    if name is not None and name not in allowed:
+        raise SystemExit(f"--device {name}: allowed on this machine are {', '.join(allowed)}")
+    return torch.device(name or ("cuda" if gpus else "cpu"))
 
 
 def _describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device}, {torch.cuda.get_device_name(device)}"
-    return f"{device}, one thread"
+    return "cpu, one thread"

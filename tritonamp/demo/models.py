@@ -54,7 +54,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
-        return x + self.mlp(x)  # type: ignore[no-any-return]
+        return x + self.mlp(x)
 
 
 class CausalAttention(nn.Module):

@@ -1,0 +1,496 @@
+"""enable and disable: same objects, copies, pickles, schedulers, groups, checkpoints, odd parameters."""
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp import overrides
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.last = nn.Linear(4 * 16, 3)
+        self.register_buffer("table", torch.linspace(0, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.conv(x))).flatten(1)) + self.table
+
+
+@pytest.fixture
+def handles() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def enable(*args: Any, **kwargs: Any) -> Any:
+        made.append(tritonamp.enable(*args, **kwargs))
+        return made[-1]
+
+    yield enable
+    for amp in made:
+        if amp._enabled:
+            amp.disable()
+
+
+def make(device: torch.device) -> tuple[Net, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 1, 4, 4).to(device)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, amp: Any, x: Tensor, steps: int = 3) -> None:
+    for _ in range(steps):
+        amp.backward(model(x).square().mean() * 1e-2)  # small enough for the initial scale
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dispatch_tables() -> dict[str, str]:
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    return {name: torch._C._dispatch_dump(name) for name in names}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_enable_and_disable_leave_everything_as_it_was(handles: Any, device: torch.device, level: str) -> None:
+    tables = dispatch_tables()
+    model, optimizer, x = make(device)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    values = {name: t.clone() for name, t in model.state_dict().items()}
+    params, groups, attributes = list(model.parameters()), copy.copy(optimizer.param_groups), set(vars(optimizer))
+    amp = handles(model, optimizer, level=level)
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "Net"
+    assert repr(model).startswith("Net(")
+    half = level in ("O2", "O3")
+    assert model.conv.weight.dtype == (torch.float16 if half else torch.float32)
+    assert model.norm.weight.dtype == (torch.float16 if level == "O3" else torch.float32)
+    assert all(p.dtype == torch.float32 for p in amp.master_params()) or level == "O3"
+    amp.disable()
+    assert type(model) is Net
+    assert type(optimizer) is torch.optim.AdamW
+    assert set(vars(optimizer)) == attributes
+    assert scheduler.optimizer is optimizer
+    assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
+    assert all(a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True))
+    assert all(torch.equal(v, values[k]) and v.dtype == values[k].dtype for k, v in model.state_dict().items())
+    assert not hasattr(model, "_tritonamp")
+    assert dispatch_tables() == tables
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_disable_keeps_what_was_trained_and_the_optimizer_goes_on(handles: Any, device: torch.device, level: str) -> None:
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level=level)
+    train(model, optimizer, amp, x)
+    trained = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in optimizer.param_groups[0]["params"]]
+    amp.disable()
+    assert all(v.dtype == trained[k].dtype and torch.equal(v, trained[k]) for k, v in model.state_dict().items())
+    for p, m in zip(model.parameters(), moments, strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], m)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_and_pickles_behave_like_the_original(handles: Any, device: torch.device, level: str) -> None:
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level=level)
+    train(model, optimizer, amp, x)
+    model.eval()
+    expected = model(x)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(buffer, weights_only=False),
+    }
+    for name, other in copies.items():
+        assert isinstance(other, Net), name
+        assert torch.equal(other(x), expected), name
+        with torch.no_grad():
+            other.last.weight.zero_()
+        assert torch.equal(model(x), expected), f"{name} shares weights"
+        assert not torch.equal(other(x), expected), f"{name} runs the original's forward"
+    plain = copy.deepcopy(optimizer)
+    assert type(plain) is torch.optim.AdamW
+    amp.disable()
+    copy_alone = copies["deepcopy"]
+    assert copy_alone(x).dtype == torch.float32  # a copy outlives the original
+    # nobody owns the table that the copy brought back
+    overrides.acquire({})
+    overrides.release()
+
+
+def test_schedulers_made_before_and_after(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))
+    amp = handles(model, optimizer, level="O2")
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    seen = []
+    for _ in range(3):
+        start = [p.detach().clone() for p in amp.master_params()]
+        train(model, optimizer, amp, x, 1)
+        before.step()
+        after.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+        assert not all(torch.equal(a, b) for a, b in zip(start, amp.master_params(), strict=True))
+    assert seen == pytest.approx([1e-2 / 2 * 0.5, 1e-2 / 3 * 0.5, 1e-2 / 4 * 0.5])  # LambdaLR sets, ExponentialLR multiplies
+    amp.disable()
+    model(x).mean().backward()
+    optimizer.step()
+    before.step()
+
+
+def test_step_hooks_fire_once(handles: Any, device: torch.device) -> None:
+    for optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
+        model, _, x = make(device)
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+        fired: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, log=fired: log.append("pre"))
+        optimizer.register_step_post_hook(lambda *_, log=fired: log.append("post"))
+        model.register_forward_hook(lambda *_, log=fired: log.append("forward"))
+        amp = handles(model, optimizer, level="O2")
+        train(model, optimizer, amp, x, 1)
+        assert fired == ["forward", "pre", "post"]
+
+
+def test_add_param_group_later(handles: Any, device: torch.device) -> None:
+    model, _, x = make(device)
+    original = model.last.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.conv.parameters(), lr=0.1)
+    amp = handles(model, optimizer, level="O2")
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [model.conv.weight]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model.last.parameters(), "lr": 0.01})
+    master = optimizer.param_groups[1]["params"][0]
+    assert master.dtype == torch.float32
+    assert torch.equal(master, original), "the master starts from the FP32 value, not from the rounded one"
+    train(model, optimizer, amp, x, 1)
+    assert not torch.equal(master, original)
+    assert torch.equal(model.last.weight, master.half())
+
+
+def test_frozen_and_later_unfrozen(handles: Any, device: torch.device) -> None:
+    model, _, x = make(device)
+    model.conv.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    amp = handles(model, optimizer, level="O2")
+    frozen = model.conv.weight.detach().clone()
+    train(model, optimizer, amp, x, 2)
+    assert torch.equal(model.conv.weight, frozen)
+    model.conv.requires_grad_(True)
+    train(model, optimizer, amp, x, 1)
+    assert not torch.equal(model.conv.weight, frozen)
+
+
+def test_tied_weights_have_one_master(handles: Any, device: torch.device) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 5)
+            self.out = nn.Linear(5, 7, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.embed(x))
+
+    model = Tied().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = handles(model, optimizer, level="O2")
+    assert model.out.weight is model.embed.weight
+    assert len(list(amp.master_params())) == 1
+    train(model, optimizer, amp, torch.arange(7, device=device), 1)
+    assert torch.equal(model.out.weight, next(amp.master_params()).half())
+    assert set(model.state_dict()) == {"embed.weight", "out.weight"}
+    assert {v.dtype for v in model.state_dict().values()} == {torch.float32}
+
+
+def test_state_dict_is_fp32_from_the_masters(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, x)
+    state = model.state_dict()
+    named = dict(model.named_parameters())
+    for (name, param), master in zip(named.items(), amp.master_params(), strict=True):
+        assert torch.equal(state[name], master)
+        assert torch.equal(param, master.to(param.dtype))
+    plain = Net().to(device)
+    plain.load_state_dict(state)  # strict
+    wrapped = nn.DataParallel(model) if device.type == "cuda" else nn.Sequential(model)
+    assert all(v.dtype in (torch.float32, torch.int64) for v in wrapped.state_dict().values())
+
+
+def test_state_dict_dtype_half(handles: Any, device: torch.device) -> None:
+    model, optimizer, _ = make(device)
+    handles(model, optimizer, level="O2", state_dict_dtype=torch.float16)
+    assert model.state_dict()["conv.weight"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_loading_after_enable_refreshes_the_masters(handles: Any, device: torch.device, level: str, wrap: bool) -> None:
+    model, optimizer, x = make(device)
+    torch.manual_seed(5)
+    other = Net().to(device).state_dict()
+    amp = handles(model, optimizer, level=level)
+    target = nn.ModuleDict({"inner": model}) if wrap else model
+    target.load_state_dict({("inner." if wrap else "") + k: v for k, v in other.items()})
+    assert all(torch.equal(v, other[k]) for k, v in model.state_dict().items())
+    start = [p.detach().clone() for p in amp.master_params()]
+    train(model, optimizer, amp, x, 1)
+    for p, q in zip(start, amp.master_params(), strict=True):
+        assert (p - q).abs().max() <= 1.1e-2 + 1e-3  # one AdamW step of lr 1e-2 away from what was loaded
+
+
+def test_writing_to_a_half_parameter_reaches_the_master(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level="O2")
+    master = next(amp.master_params())
+    before = master.detach().clone()
+    with torch.no_grad():
+        model.conv.weight[0].fill_(0.25)
+    train(model, optimizer, amp, x, 1)
+    assert (master[0] - 0.25).abs().max() < 0.02
+    assert (master[1:] - before[1:]).abs().max() < 0.02
+    assert not torch.equal(before[1:], before[1:].half().float())
+
+
+def test_ema_over_masters_moves_where_a_half_one_is_stuck(handles: Any, device: torch.device) -> None:
+    model = nn.Linear(8, 8).to(device)
+    nn.init.uniform_(model.weight, 0.5, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp = handles(model, optimizer, level="O2")
+    precise = [p.detach().clone() for p in amp.master_params()]
+    rounded = [p.detach().clone() for p in model.parameters()]
+    start, began = [p.clone() for p in rounded], [p.clone() for p in precise]
+    x = torch.ones(4, 8, device=device)
+    for _ in range(50):
+        amp.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        for ema, p in zip(precise, amp.master_params(), strict=True):
+            ema.lerp_(p.detach(), 1e-4)
+        for ema, p in zip(rounded, model.parameters(), strict=True):
+            ema.lerp_(p.detach(), 1e-4)
+    assert torch.equal(rounded[0], start[0])
+    assert (precise[0] < began[0]).all()
+
+
+def test_two_half_formats_of_the_same_model_agree_on_inference(handles: Any, device: torch.device) -> None:
+    model, _, x = make(device)
+    model.eval()
+    expected = model(x)
+    for level in LEVELS:
+        for dtype, bound in ((torch.float16, 4e-3), (torch.bfloat16, 4e-2)):
+            amp = handles(model, level=level, dtype=dtype)
+            with torch.inference_mode():
+                torch.testing.assert_close(model(x), expected, rtol=bound, atol=bound)
+            amp.disable()
+
+
+def test_forward_set_on_the_instance(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    inner = model.forward
+    model.forward = lambda x: inner(x) * 2  # type: ignore[method-assign]
+    seen = []
+    model.last.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    own = model.forward
+    amp = handles(model, optimizer, level="O1")
+    model(x)
+    assert seen == [torch.float16]
+    amp.disable()
+    assert model.forward is own
+
+
+def test_forward_keeps_its_signature(handles: Any, device: torch.device) -> None:
+    import inspect
+
+    model, _, _ = make(device)
+    handles(model, level="O1")
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+
+
+def test_forward_in_another_thread(handles: Any, device: torch.device) -> None:
+    model, _, x = make(device)
+    model.eval()
+    handles(model, level="O2")
+    expected, results = model(x), []
+    thread = threading.Thread(target=lambda: results.append(model(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected)
+    assert overrides.active_policy() is None
+
+
+def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.device) -> None:
+    model, _, x = make(device)
+    handles(model, level="O1")
+    with pytest.raises(RuntimeError):
+        model(x[:, :, :2])
+    assert overrides.active_policy() is None
+    assert not torch.is_autocast_enabled(device.type)
+
+
+def test_optimizer_with_state_goes_on(handles: Any, device: torch.device) -> None:
+    """Enabled in mid-run: the moments move to the masters."""
+    model, optimizer, x = make(device)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, x, 1)
+    assert [float(optimizer.state[p]["step"]) for p in amp.master_params()] == [s + 1 for s in steps]
+    assert set(optimizer.state) == set(amp.master_params())
+
+
+class Lion(torch.optim.Optimizer):
+    """A third party's optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    assert p.dtype == p.grad.dtype == torch.float32
+                    p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+class OwnAdam(torch.optim.AdamW):
+    """Derived from AdamW, with a step of its own that must not be replaced."""
+
+    def step(self, closure: Any = None) -> None:
+        self.stepped = True
+        super().step()
+
+
+OPTIMIZERS = {
+    **{name: getattr(torch.optim, name) for name in ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adam", "Adamax")},
+    "Adadelta": torch.optim.Adadelta,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+    "Lion": Lion,
+    "OwnAdam": OwnAdam,
+    "ours": tritonamp.optim.Adam,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_optimizer_follows_fp32(handles: Any, device: torch.device, level: str, name: str) -> None:
+    runs = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+        optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
+        amp = handles(model, optimizer, level=level) if enabled else None
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(10):
+            loss = (model(x) - 1).square().mean()
+            if amp is None:
+                loss.backward()
+            else:
+                amp.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([p.detach().clone() for p in (amp.master_params() if amp else model.parameters())])
+        if name == "OwnAdam":
+            assert optimizer.stepped
+    for a, b in zip(*runs, strict=True):
+        # a gradient near zero may round to the other sign: steps of about lr (of 10 lr at first for RMSprop and Rprop)
+        # whatever its size, ten of them
+        torch.testing.assert_close(b, a, rtol=0, atol=2e-2 if name in ("RMSprop", "Rprop") else 5e-3)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon(handles: Any, device: torch.device) -> None:
+    model = nn.Linear(8, 8, bias=False).to(device)
+    optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
+    amp = handles(model, optimizer, level="O2")
+    before = model.weight.detach().clone()
+    train(model, optimizer, amp, torch.randn(4, 8, device=device))
+    assert not torch.equal(model.weight, before)
+
+
+def test_sparse_gradients(handles: Any, device: torch.device) -> None:
+    """Duplicate indices are summed before they are judged, and SGD takes the sparse gradient as it is."""
+    for level in ("O1", "O2"):
+        model = nn.Embedding(5, 3, sparse=True).to(device)
+        start = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        amp = handles(model, optimizer, level=level, loss_scale=8.0)
+        amp.backward(model(torch.tensor([1, 1, 3], device=device)).sum())
+        optimizer.step()
+        moved = start - next(amp.master_params()).detach()
+        assert torch.equal(moved.round(), torch.tensor([0.0, 2, 0, 1, 0], device=device)[:, None].expand(5, 3))
+
+
+def test_compiled_model(handles: Any, device: torch.device) -> None:
+    for level in LEVELS:
+        model, _, x = make(device)
+        model.eval()
+        handles(model, level=level)
+        expected = model(x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        assert overrides.active_policy() is None
+
+
+def test_enabling_a_compiled_wrapper_enables_the_original(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    compiled = torch.compile(model, backend="aot_eager")
+    amp = handles(compiled, optimizer, level="O2")
+    assert model.conv.weight.dtype == torch.float16
+    train(compiled, optimizer, amp, x, 1)
+    assert amp.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_activation_checkpointing_gives_the_same_bits(
+    handles: Any, device: torch.device, level: str, reentrant: bool
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Net):
+        use = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.conv(x))
+            block = lambda t: torch.softmax(self.norm(t).flatten(1), -1)  # noqa: E731
+            hidden = checkpoint(block, hidden, use_reentrant=reentrant) if self.use else block(hidden)
+            return self.last(hidden) + self.table
+
+    results = []
+    for use in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed().to(device)
+        model.norm.momentum = 0.0  # recomputing updates running statistics twice, with or without us
+        model.use = use
+        optimizer = torch.optim.AdamW(model.parameters())
+        amp = handles(model, optimizer, level=level)
+        train(model, optimizer, amp, torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(3)).to(device))
+        results.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,254 @@
+"""Bad input gets a clear error, and nothing is lost."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tritonamp
+from tritonamp.kernels import _launch
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def two(model: nn.Module) -> list[Any]:
+    optimizer = adamw(model)
+    return [optimizer, optimizer]
+
+
+def replaced_step(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
+    "zero for O": (adamw, {"level": "02"}, "unknown level '02'.*capital letter O.*'O2'.*allowed are 'O0', 'O1'"),
+    "lower case": (adamw, {"level": "o1"}, "unknown level 'o1'.*'O1'"),
+    "level 7": (adamw, {"level": "O7"}, "unknown level 'O7': allowed are 'O0'"),
+    "dtype": (adamw, {"dtype": torch.float32}, "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16"),
+    "backend": (adamw, {"backend": "cuda"}, "unknown backend 'cuda': allowed are 'auto', 'triton', 'eager'"),
+    "field": (adamw, {"keep_batchnorm_fp32": True}, "unknown policy field.*keep_batchnorm_fp32: allowed are cast_inputs"),
+    "conflict": (adamw, {"level": "O1", "master_weights": True}, "master_weights=True needs cast_model=True"),
+    "fp32_modules": (adamw, {"fp32_modules": "encoder"}, "'encoder' matches no module.*its modules are 0, 1"),
+    "torch's scaler": (adamw, {"scaler": torch.amp.GradScaler("cpu")}, "scaler: got GradScaler.*tritonamp.GradScaler"),
+    "foreign": (lambda m: adamw(nn.Linear(3, 5)), {}, r"2 parameter.* not the model's \(group 0, number 0, shape \(5, 3\)"),
+    "LBFGS": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS calls its closure many times"),
+    "not an optimizer": (lambda m: "adam", {}, "optimizer: got str"),
+    "twice": (two, {}, "the same optimizer is in the list twice"),
+    "replaced step": (replaced_step, {}, "step of this AdamW was replaced on the instance"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_changes(case: str) -> None:
+    make_optimizer, arguments, text = REFUSED[case]
+    model = net()
+    optimizer = make_optimizer(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"(?s){text}"):
+        tritonamp.enable(model, optimizer, **{"level": "O2", **arguments})
+    assert type(model) is nn.Sequential
+    assert all(v.dtype == torch.float32 and torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2).weight, [], [net(), "net"], None])
+def test_models_that_are_none(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"model: got .*allowed is a .*[mM]odule"):
+        tritonamp.enable(model)
+
+
+def test_half_model() -> None:
+    model = net().half()
+    text = r"4 parameter\(s\) of torch.float16 already \(0.weight, 0.bias, 1.weight, ...\).*Load the model in FP32"
+    for level in ("O0", "O1", "O2"):
+        with pytest.raises(ValueError, match=text):
+            tritonamp.enable(model, level=level)
+    tritonamp.enable(model, level="O3").disable()  # no masters: nothing to lose
+
+
+def test_models_without_values() -> None:
+    for model in (nn.LazyLinear(3), nn.Linear(2, 2, device="meta")):
+        with pytest.raises(ValueError, match="parameter 'weight' has no values yet"):
+            tritonamp.enable(model)
+
+
+def test_script_module() -> None:
+    with pytest.warns((DeprecationWarning, FutureWarning)):
+        model = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="ScriptModule"):
+        tritonamp.enable(model)
+
+
+def test_enabled_twice() -> None:
+    model = net()
+    optimizer = adamw(model)
+    amp = tritonamp.enable(model, optimizer)
+    with pytest.raises(ValueError, match=r"it is enabled already: call amp.disable\(\)"):
+        tritonamp.enable(model)
+    with pytest.raises(ValueError, match="its submodule '0' is enabled already"):
+        tritonamp.enable(nn.Sequential(model))
+    amp.disable()
+    with pytest.raises(RuntimeError, match="this model was disabled"):
+        amp.disable()
+    with pytest.raises(RuntimeError, match="this model was disabled"):
+        amp.backward(model(torch.ones(1, 4)).sum())
+    other = tritonamp.enable(model, optimizer, level="O2")  # and again, at another level
+    other.disable()
+
+
+def test_triton_where_it_cannot_run() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    with pytest.raises(tritonamp.UnsupportedDeviceError, match="backend='triton' cannot run: cpu is not an NVIDIA GPU"):
+        tritonamp.enable(net(), backend="triton")
+
+
+def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "capability", lambda device: (7, 5))
+    with pytest.raises(tritonamp.UnsupportedDeviceError, match=r"needs compute capability 8.0, cpu has 7.5.*float16"):
+        tritonamp.enable(net(), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    model = net()
+    optimizer = adamw(model)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    yield model, optimizer, amp
+    if amp._enabled:
+        amp.disable()
+
+
+def test_closure(run: Any) -> None:
+    model, optimizer, amp = run
+    with pytest.raises(RuntimeError, match="a skipped step cannot run the closure again"):
+        optimizer.step(lambda: None)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        amp.scaler.step(optimizer, lambda: None)
+    amp.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step(None)  # Accelerate passes one like this
+
+
+def test_step_without_backward(run: Any) -> None:
+    model, optimizer, amp = run
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) before any backward"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) before any backward"):
+        amp.unscale_()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) before any backward"):
+        amp.clip_grad_norm_(1.0)
+
+
+def test_plain_backward_is_explained_not_trained(run: Any) -> None:
+    model, optimizer, amp = run
+    before = [p.detach().clone() for p in amp.master_params()]
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"4 parameter\(s\) have gradients, but no amp.backward\(loss\)"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(), strict=True))
+    optimizer.zero_grad()
+    amp.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call step\(\) once per backward"):
+        optimizer.step()
+
+
+def test_plain_backward_where_nothing_is_scaled() -> None:
+    for fields in ({"level": "O0"}, {"level": "O2", "dtype": torch.bfloat16}, {"level": "O3"}):
+        model = net()
+        optimizer = adamw(model)
+        amp = tritonamp.enable(model, optimizer, **fields)
+        optimizer.step()  # as in torch: nothing to do
+        model(torch.ones(1, 4)).sum().backward()
+        amp.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert amp.stats()["steps"] == 1
+        amp.disable()
+
+
+def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
+    model = net()
+    amp = tritonamp.enable(model)
+    with pytest.raises(RuntimeError, match="enabled without an optimizer"):
+        amp.backward(model(torch.ones(1, 4)).sum())
+    amp.disable()
+    amp = tritonamp.enable(model, adamw(model))
+    with pytest.raises(ValueError, match=r"optimizer 0 \(AdamW\) was not given to tritonamp.enable"):
+        amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
+    with pytest.raises(ValueError, match="loss: got float"):
+        amp.backward(1.0)
+    amp.disable()
+
+
+def test_raise_on_nonfinite() -> None:
+    model = net()
+    optimizer = adamw(model)
+    amp = tritonamp.enable(model, optimizer, level="O2", on_nonfinite="raise")
+    before = [p.detach().clone() for p in amp.master_params()]
+    amp.backward(model(torch.ones(1, 4)).sum() * float("inf"))
+    with pytest.raises(tritonamp.NonFiniteError, match="forward fault: the loss itself was inf or NaN"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(), strict=True))
+    optimizer.zero_grad()
+    for _ in range(8):  # overflows at the initial scale are how it finds its level, no error
+        amp.backward(model(torch.full((1, 4), 100.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < amp.stats()["scale_overflows"] < 8
+    amp.disable()
+
+
+def test_explain_on_nonfinite(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = adamw(model)
+    amp = tritonamp.enable(model, optimizer, level="O2", on_nonfinite="explain", loss_scale=4.0)
+    assert amp.explain() == "No step was skipped."
+    for bad in (False, True):
+        amp.backward(model(torch.ones(1, 4)).sum())
+        if bad:
+            model[0].weight.grad.fill_(float("nan"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ["0.weight (NaN)" in record.message for record in caplog.records] == [True]
+    amp.disable()
+
+
+def test_states_of_another_kind(run: Any) -> None:
+    _, _, amp = run
+    with pytest.raises(ValueError, match=r"got the keys \['model', 'step'\]; allowed are .*'counts', 'loss_scale', 'loss_s"):
+        amp.load_state_dict({"model": {}, "step": 3})
+    amp.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 128.0})
+    assert amp.stats()["scale"] == 128.0
+    dynamic = amp.state_dict()
+    model = net()
+    fixed = tritonamp.enable(model, adamw(model), level="O2", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1.0"):
+        fixed.load_state_dict(dynamic)
+    amp.load_state_dict(fixed.state_dict())  # a dynamic scale can start anywhere
+    assert amp.stats()["scale"] == 1.0
+    fixed.disable()
+
+
+def test_assign_would_cut_the_optimizer_off(run: Any) -> None:
+    model, _, _ = run
+    with pytest.raises(RuntimeError, match="load without assign"):
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_moved_after_enable(run: Any) -> None:
+    model, optimizer, amp = run
+    model.cuda()
+    amp.backward(model(torch.ones(1, 4, device="cuda")).sum())
+    with pytest.raises(RuntimeError, match=r"is on cuda:0, its FP32 master on cpu: move the model .* before"):
+        optimizer.step()
+    model.cpu()
