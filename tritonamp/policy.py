@@ -52,9 +52,10 @@ class Policy:
         modules = self.fp32_modules
         if isinstance(modules, (str, type)):
             modules = (modules,)
-        if not isinstance(modules, Iterable) or not all(isinstance(m, (str, type)) for m in modules):
+        modules = tuple(modules) if isinstance(modules, Iterable) else (modules,)
+        if not all(isinstance(m, (str, type)) for m in modules):
             raise ValueError(f"fp32_modules={self.fp32_modules!r}: allowed are module names and module classes")
-        object.__setattr__(self, "fp32_modules", tuple(modules))
+        object.__setattr__(self, "fp32_modules", modules)
         if self.loss_scale != "dynamic" and _is_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
         problems = [*_bad_values(self), *_conflicts(self)]
@@ -155,7 +156,7 @@ def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
     if isinstance(level, str) and level in BF16_LEVELS:
         return BF16_LEVELS[level], torch.bfloat16
     hint = ""
-    if isinstance(level, str) and level.upper().replace("0", "O", 1) in {**LEVELS, **BF16_LEVELS}:
-        hint = f" (it begins with the capital letter O, not the digit zero: {level.upper().replace('0', 'O', 1)!r})"
+    if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in {**LEVELS, **BF16_LEVELS}:
+        hint = f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
     allowed = ", ".join(map(repr, [*LEVELS, *BF16_LEVELS]))
     raise ValueError(f"unknown level {level!r}{hint}: allowed are {allowed}, or a tritonamp.Policy")

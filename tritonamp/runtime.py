@@ -44,7 +44,7 @@ def enable(
         level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or a Policy.
         dtype: torch.float16 (default) or torch.bfloat16.
         backend: "auto", "triton" or "eager".
-        scaler: a tritonamp.GradScaler with settings of your own.
+        scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
         policy: a Policy, the same as giving it as ``level``.
         policy_fields: fields of Policy that differ from the level's.
 
@@ -55,11 +55,12 @@ def enable(
         ValueError: arguments that contradict one another or the model, named; nothing has been changed then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
+    if scaler is not None:
+        _check_scaler(scaler, policy_fields)
+        policy_fields["loss_scale"] = "dynamic"
     resolved = resolve(level if policy is None else policy, dtype, **policy_fields)
     models = check_models(_as_list(model), resolved)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ValueError(f"scaler: got {type(scaler).__name__}, allowed is a tritonamp.GradScaler")
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     _launch.check_dtype(resolved.dtype, device)
     chosen = _launch.choose_backend(backend, device)
@@ -71,6 +72,18 @@ def enable(
 
 def _as_list(value: T | Iterable[T]) -> list[T]:
     return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
+
+
+def _check_scaler(scaler: Any, policy_fields: dict[str, Any]) -> None:
+    if not isinstance(scaler, GradScaler):
+        kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
+        raise ValueError(f"scaler: got {kind}, allowed is a tritonamp.GradScaler (it takes the same arguments)")
+    if not scaler.is_enabled():
+        raise ValueError("scaler: got a disabled GradScaler; for no loss scaling use loss_scale=1.0 and no scaler")
+    if policy_fields.get("loss_scale", "dynamic") != "dynamic":
+        raise ValueError(
+            f"got both a scaler and loss_scale={policy_fields['loss_scale']!r}: drop one (a fixed scale is loss_scale)"
+        )
 
 
 def _scaler_for(policy: Policy, device: torch.device) -> GradScaler:

@@ -60,7 +60,9 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"got hysteresis={hysteresis}, growth_interval={growth_interval}: allowed is 1 or more")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        settings = (device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(*settings)
+        self._settings = settings, {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
@@ -68,17 +70,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def clone(self) -> "GradScaler":
         """A scaler of the same settings at its initial scale."""
-        return GradScaler(
-            self._device,
-            self._init_scale,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._enabled,
-            min_scale=self._min_scale,
-            max_scale=self._max_scale,
-            hysteresis=self._hysteresis,
-        )
+        positional, keyword = self._settings
+        return GradScaler(*positional, **keyword)
 
     @property
     def rule(self) -> ScaleRule:
@@ -210,6 +203,12 @@ class GradScaler(torch.amp.GradScaler):
             tracker = self._hysteresis_tracker
             state["_hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker)
         return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled and self._hysteresis_tracker is not None:
+            state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker)
+        return {**state, "_hysteresis_tracker": None, "_loss_nonfinite": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds goes to the bound."""

@@ -3,13 +3,19 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tritonamp.demo.train import Run
 
-COLOURS = {"O0": "black", "O1": "tab:blue", "O2": "tab:orange", "O3": "tab:red"}
+STYLES: dict[str, dict[str, Any]] = {  # thinner and thinner, so that curves on top of one another all show
+    "O0": {"color": "lightgray", "linewidth": 8},
+    "O1": {"color": "tab:blue", "linewidth": 5},
+    "O2": {"color": "tab:orange", "linewidth": 2.5},
+    "O3": {"color": "black", "linewidth": 0.8},
+}
 SMOOTHED = 20  # steps that one point of a loss curve is the mean of
 
 
@@ -22,7 +28,7 @@ def save_picture(runs: Sequence[Run], path: Path) -> None:
         own = [run for run in runs if run.task.name == name]
         for run in own:
             _draw_loss(loss, run)
-            scale.plot(*zip(*run.scales, strict=True), color=COLOURS[run.level], drawstyle="steps-post")
+            scale.plot(*zip(*run.scales, strict=True), drawstyle="steps-post", **STYLES[run.level])
         loss.set(title=own[0].task.title, ylabel=f"training loss, mean of {SMOOTHED} steps")
         loss.legend()
         scale.set(xlabel="step", ylabel="loss scale")
@@ -33,8 +39,7 @@ def save_picture(runs: Sequence[Run], path: Path) -> None:
 def _draw_loss(axes: Axes, run: Run) -> None:
     broken = next((step for step, loss in enumerate(run.losses, 1) if not math.isfinite(loss)), None)
     label = f"{run.level}: {run.shown_score}" + (f", not finite from step {broken}" if broken else "")
-    width = 3.5 if run.level == "O0" else 1.3  # the others lie on top of the baseline
-    axes.plot(_running_mean(run.losses), color=COLOURS[run.level], linewidth=width, alpha=0.8, label=label)
+    axes.plot(_running_mean(run.losses), label=label, **STYLES[run.level])
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

@@ -1,0 +1,241 @@
+"""GradScaler on its own, in a torch.amp loop."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tritonamp import GradScaler, optim
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "our AdamW": lambda p: optim.AdamW(p, lr=1e-2),
+}
+
+
+def one_step(
+    scaler: torch.amp.GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, fault: str = "", clip: bool = False
+) -> None:
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4, device=next(model.parameters()).device)).square().mean()
+    scaler.scale(loss * float("nan") if fault == "loss" else loss).backward()
+    if fault == "gradient":
+        model.weight.grad[0, 0] = float("inf")
+    if clip:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def setting(device: torch.device, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(device)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_forward_faults_it_is_torchs(device: torch.device, optimizer: str, clip: bool) -> None:
+    faults = ["", "gradient", "", "", "gradient", "gradient", "", "", "", ""]
+    runs = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        model, opt = setting(device, optimizer)
+        scaler = cls(device.type, init_scale=2.0**10, growth_interval=3)
+        for fault in faults:
+            one_step(scaler, model, opt, fault, clip)
+        runs.append((scaler.state_dict(), [p.detach().clone() for p in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_forward_faults_skip_and_leave_the_scale(device: torch.device, optimizer: str) -> None:
+    model, opt = setting(device, optimizer)
+    scaler = GradScaler(device.type)
+    one_step(scaler, model, opt)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(40):
+        one_step(scaler, model, opt, "loss")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert scaler.get_scale() == 2.0**16
+    assert scaler._get_growth_tracker() == 1
+    one_step(scaler, model, opt)
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_the_floor_keeps_a_healthy_model_healthy(device: torch.device) -> None:
+    """Stock AMP ends with non-finite weights after some 150 halvings: 1/scale leaves FP32."""
+    for optimizer in OPTIMIZERS:
+        model, opt = setting(device, optimizer)
+        scaler = GradScaler(device.type)
+        for _ in range(200):
+            one_step(scaler, model, opt, "gradient")
+        assert scaler.get_scale() == 2.0**-24
+        one_step(scaler, model, opt)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_growth_stops_at_the_cap(device: torch.device) -> None:
+    model, opt = setting(device, "SGD")
+    scaler = GradScaler(device.type, init_scale=4.0, max_scale=16.0, growth_interval=1)
+    for _ in range(5):
+        one_step(scaler, model, opt)
+    assert scaler.get_scale() == 16.0
+
+
+def test_hysteresis_waits_for_overflows_in_a_row(device: torch.device) -> None:
+    model, opt = setting(device, "SGD")
+    scaler = GradScaler(device.type, init_scale=64.0, hysteresis=3)
+    seen = []
+    for fault in ["gradient", "gradient", "", "gradient", "gradient", "gradient", "gradient", "loss", "gradient", ""]:
+        one_step(scaler, model, opt, fault)
+        seen.append(scaler.get_scale())
+    assert seen == [64, 64, 64, 64, 64, 32, 16, 16, 8, 8]
+    assert scaler.state_dict()["_hysteresis_tracker"] == 3
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_saved_and_continued(device: torch.device, how: str, hysteresis: int) -> None:
+    def run(scaler: GradScaler, faults: list[str]) -> list[float]:
+        seen = []
+        for fault in faults:
+            one_step(scaler, model, opt, fault)
+            seen.append(scaler.get_scale())
+        return seen
+
+    model, opt = setting(device, "SGD")
+    first, second = ["", "gradient"], ["gradient", "", "", "gradient"]
+    scaler = GradScaler(device.type, init_scale=64.0, growth_interval=2, hysteresis=hysteresis)
+    run(scaler, first)
+    if how == "state_dict":
+        other = GradScaler(device.type, hysteresis=hysteresis)
+        other.load_state_dict(scaler.state_dict())
+    else:
+        other = copy.deepcopy(scaler) if how == "deepcopy" else pickle.loads(pickle.dumps(scaler))
+    assert run(other, second) == run(scaler, second)
+
+
+def test_state_dict_has_torchs_keys_and_goes_both_ways() -> None:
+    ours, theirs = GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=32.0)
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == 32.0
+    theirs.load_state_dict(GradScaler("cpu", init_scale=2.0).state_dict())
+    assert theirs.get_scale() == 2.0
+    ours.load_state_dict({**theirs.state_dict(), "scale": 2.0**-60})
+    assert ours.get_scale() == 2.0**-24
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        ours.load_state_dict({})
+
+
+def test_half_losses_do_not_overflow(device: torch.device) -> None:
+    scaler = GradScaler(device.type)
+    loss = torch.tensor(2.0, dtype=torch.float16, device=device, requires_grad=True)
+    scaled = scaler.scale(loss)
+    assert scaled.dtype == torch.float32
+    assert scaled == 2.0**17
+
+
+def test_lists_of_losses(device: torch.device) -> None:
+    scaler = GradScaler(device.type, init_scale=4.0)
+    loss = torch.ones((), device=device)
+    assert scaler.scale([loss, (loss, loss * 2)]) == [4.0, (4.0, 8.0)]
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors, got int"):
+        scaler.scale(3)
+
+
+def test_half_gradients_are_explained(device: torch.device) -> None:
+    model = nn.Linear(2, 2).half().to(device)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(device.type)
+    scaler.scale(model.weight.float().sum()).backward()
+    with pytest.raises(ValueError, match=r'Attempting to unscale FP16 gradients.*level="O2"\) keeps FP32 masters'):
+        scaler.step(opt)
+
+
+def test_misuse_is_torchs(device: torch.device) -> None:
+    model, opt = setting(device, "SGD")
+    scaler = GradScaler(device.type)
+    scaler.scale(model(torch.ones(1, 4, device=device)).sum()).backward()
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last"):
+        scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(opt, lambda: None)
+    scaler.step(opt, None)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
+        scaler.step(opt)
+
+
+def test_a_step_without_gradients_is_a_no_op(device: torch.device) -> None:
+    for optimizer in OPTIMIZERS:
+        model, opt = setting(device, optimizer)
+        scaler = GradScaler(device.type)
+        scaler.scale(torch.ones((), device=device, requires_grad=True)).backward()
+        before = model.weight.detach().clone()
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"min_scale": 0.0}, "0 < min_scale <= init_scale <= max_scale < inf"),
+        ({"init_scale": 2.0**30}, "got min_scale=.*init_scale=1073741824.0"),
+        ({"max_scale": float("inf")}, "max_scale=inf"),
+        ({"hysteresis": 0}, "got hysteresis=0.*allowed is 1 or more"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+    ],
+)
+def test_bounds(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        GradScaler("cpu", **arguments)
+
+
+def test_disabled_is_transparent(device: torch.device) -> None:
+    model, opt = setting(device, "SGD")
+    scaler = GradScaler(device.type, enabled=False)
+    one_step(scaler, model, opt)
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    assert copy.deepcopy(scaler).clone().is_enabled() is False
+
+
+def test_new_scale(device: torch.device) -> None:
+    model, opt = setting(device, "SGD")
+    scaler = GradScaler(device.type)
+    one_step(scaler, model, opt)
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
+    scaler.update(torch.tensor(2.0, device=device))
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_host_reads(device: torch.device, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = setting(device, optimizer)
+    scaler = GradScaler(device.type)
+    one_step(scaler, model, opt)
+    reads: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+        return lambda self, *args: (reads.append(name), original(self, *args))[1]
+
+    for name in ("item", "tolist", "cpu", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, counting(name))
+    one_step(scaler, model, opt)
+    skips_on_device = optimizer in ("fused AdamW", "our AdamW")
+    if skips_on_device:
+        assert reads == []
+    else:
+        assert "item" in reads or "__bool__" in reads
