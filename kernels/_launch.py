@@ -82,7 +82,8 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         return Backend("triton", f"{device} has Tensor Cores and Triton {triton_version()} imports")
     if requested == "triton":
         raise UnsupportedDeviceError(
-            f"backend='triton' cannot run: {obstacle}. Use backend='auto' or backend='eager' for the same semantics in eager torch"
+            f"backend='triton' cannot run: {obstacle}. "
+            "Use backend='auto' or backend='eager' for the same semantics in eager torch"
         )
     return Backend("eager", obstacle)
 

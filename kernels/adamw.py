@@ -57,7 +57,7 @@ def adamw_torch(
         if weight_decay != 0:
             p, grad = (p * (1 - lr * weight_decay), grad) if decoupled_weight_decay else (p, grad + weight_decay * p)
         # moments
-        m = m.lerp(grad, 1 - beta1 if isinstance(beta1, float) else (1 - beta1).to(m))
+        m = m.lerp(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
         v = v * beta2 + (1 - beta2) * grad * grad
         v_max = torch.maximum(max_exp_avg_sqs[i], v) if amsgrad else v
         # bias corrections, in FP64 from the step count on the device

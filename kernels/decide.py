@@ -21,12 +21,12 @@ def decide_torch(
     amax: Tensor, square_sum: Tensor, loss_nonfinite: Tensor, scale: Tensor, max_norm: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     inv_scale = scale.double().reciprocal().float()
-    # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
-    nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(inv_scale)
     norm = square_sum.double().sum().sqrt().float() * inv_scale
     grad_scale = inv_scale
     if max_norm is not None:
         grad_scale = inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
+    nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(grad_scale)
     return torch.maximum(nonfinite.float(), loss_nonfinite), norm, grad_scale
 
 

@@ -90,7 +90,9 @@ def test_enable_and_disable_leave_everything_as_it_was(handles: Any, device: tor
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_disable_keeps_what_was_trained_and_the_optimizer_goes_on(handles: Any, device: torch.device, level: str) -> None:
+def test_disable_keeps_what_was_trained_and_the_optimizer_goes_on(
+    handles: Any, device: torch.device, level: str
+) -> None:
     model, optimizer, x = make(device)
     amp = handles(model, optimizer, level=level)
     train(model, optimizer, amp, x)
@@ -150,7 +152,9 @@ def test_schedulers_made_before_and_after(handles: Any, device: torch.device) ->
         after.step()
         seen.append(optimizer.param_groups[0]["lr"])
         assert not all(torch.equal(a, b) for a, b in zip(start, amp.master_params(), strict=True))
-    assert seen == pytest.approx([1e-2 / 2 * 0.5, 1e-2 / 3 * 0.5, 1e-2 / 4 * 0.5])  # LambdaLR sets, ExponentialLR multiplies
+    assert seen == pytest.approx(
+        [1e-2 / 2 * 0.5, 1e-2 / 3 * 0.5, 1e-2 / 4 * 0.5]
+    )  # LambdaLR sets, ExponentialLR multiplies
     amp.disable()
     model(x).mean().backward()
     optimizer.step()

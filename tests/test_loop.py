@@ -133,7 +133,9 @@ def test_torch_amp_loop_gives_the_same_bits(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
-def test_a_skipped_step_changes_no_bit(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str, fault: str) -> None:
+def test_a_skipped_step_changes_no_bit(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str, fault: str
+) -> None:
     model, opt, amp = enabled(level, optimizer)
     for i in range(3):
         amp.backward(loss_of(model, batch(device, i)))
@@ -162,7 +164,9 @@ def test_a_skipped_step_changes_no_bit(enabled: Callable[..., Any], device: torc
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_cancels_exactly(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+def test_the_scale_cancels_exactly(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
+) -> None:
     """bf16 has FP32's exponents, so gradients at two powers of two differ in nothing but the exponent."""
     runs = []
     for scale in (1.0, 2.0**13):
@@ -206,7 +210,9 @@ def test_clipping_inside_the_step_is_clipping_of_true_gradients(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_unscale_gives_true_fp32_gradients(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+def test_unscale_gives_true_fp32_gradients(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
+) -> None:
     torch.manual_seed(0)
     plain = Net().to(device)
     loss_of(plain, batch(device)).backward()
@@ -229,7 +235,9 @@ def test_unscale_gives_true_fp32_gradients(enabled: Callable[..., Any], device: 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_micro_batches_are_one_decision(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+def test_micro_batches_are_one_decision(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
+) -> None:
     model, opt, amp = enabled(level, optimizer)
     amp.backward(loss_of(model, batch(device, 4)))
     opt.step()

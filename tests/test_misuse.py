@@ -36,13 +36,29 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "level 7": (adamw, {"level": "O7"}, "unknown level 'O7': allowed are 'O0'"),
     "dtype": (adamw, {"dtype": torch.float32}, "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16"),
     "backend": (adamw, {"backend": "cuda"}, "unknown backend 'cuda': allowed are 'auto', 'triton', 'eager'"),
-    "field": (adamw, {"keep_batchnorm_fp32": True}, "unknown policy field.*keep_batchnorm_fp32: allowed are cast_inputs"),
+    "field": (
+        adamw,
+        {"keep_batchnorm_fp32": True},
+        "unknown policy field.*keep_batchnorm_fp32: allowed are cast_inputs",
+    ),
     "conflict": (adamw, {"level": "O1", "master_weights": True}, "master_weights=True needs cast_model=True"),
     "fp32_modules": (adamw, {"fp32_modules": "encoder"}, "'encoder' matches no module.*its modules are 0, 1"),
-    "torch's scaler": (adamw, {"scaler": torch.amp.GradScaler("cpu")}, r"scaler: got torch\.amp.*allowed is a tritonamp.GradScaler"),
+    "torch's scaler": (
+        adamw,
+        {"scaler": torch.amp.GradScaler("cpu")},
+        r"scaler: got torch\.amp.*allowed is a tritonamp.GradScaler",
+    ),
     "scaler that is off": (adamw, {"scaler": tritonamp.GradScaler("cpu", enabled=False)}, "got a disabled GradScaler"),
-    "two scales": (adamw, {"scaler": tritonamp.GradScaler("cpu"), "loss_scale": 2.0}, "both a scaler and loss_scale=2.0"),
-    "foreign": (lambda m: adamw(nn.Linear(3, 5)), {}, r"2 parameter.* not the model's \(group 0, number 0, shape \(5, 3\)"),
+    "two scales": (
+        adamw,
+        {"scaler": tritonamp.GradScaler("cpu"), "loss_scale": 2.0},
+        "both a scaler and loss_scale=2.0",
+    ),
+    "foreign": (
+        lambda m: adamw(nn.Linear(3, 5)),
+        {},
+        r"2 parameter.* not the model's \(group 0, number 0, shape \(5, 3\)",
+    ),
     "LBFGS": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS calls its closure many times"),
     "not an optimizer": (lambda m: "adam", {}, "optimizer: got str"),
     "twice": (two, {}, "the same optimizer is in the list twice"),
@@ -226,7 +242,9 @@ def test_explain_on_nonfinite(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_states_of_another_kind(run: Any) -> None:
     _, _, amp = run
-    with pytest.raises(ValueError, match=r"got the keys \['model', 'step'\]; allowed are .*'counts', 'loss_scale', 'loss_s"):
+    with pytest.raises(
+        ValueError, match=r"got the keys \['model', 'step'\]; allowed are .*'counts', 'loss_scale', 'loss_s"
+    ):
         amp.load_state_dict({"model": {}, "step": 3})
     amp.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 128.0})
     assert amp.stats()["scale"] == 128.0

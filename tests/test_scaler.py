@@ -20,7 +20,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def one_step(
-    scaler: torch.amp.GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, fault: str = "", clip: bool = False
+    scaler: torch.amp.GradScaler,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fault: str = "",
+    clip: bool = False,
 ) -> None:
     optimizer.zero_grad()
     loss = model(torch.ones(2, 4, device=next(model.parameters()).device)).square().mean()

@@ -82,7 +82,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
             )
         if "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
             raise ValueError(
-                f"optimizer: the step of this {kind} was replaced on the instance: call tritonamp.enable first, then wrap it"
+                f"optimizer: the step of this {kind} was replaced on the instance: "
+                "call tritonamp.enable first, then wrap it"
             )
         foreign = [
             f"group {g}, number {i}, shape {tuple(p.shape)}"
@@ -92,8 +93,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
         ]
         if foreign:
             raise ValueError(
-                f"optimizer: {kind} holds {len(foreign)} parameter(s) that are not the model's ({'; '.join(foreign[:3])}): "
-                "build it from model.parameters(), or pass all modules it trains: enable([model, criterion], optimizer)"
+                f"optimizer: {kind} holds {len(foreign)} parameter(s) that are not the model's "
+                f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all modules it trains: enable([model, criterion], optimizer)"
             )
     if len(set(map(id, optimizers))) != len(optimizers):
         raise ValueError("optimizer: the same optimizer is in the list twice")

@@ -21,12 +21,17 @@ _HALF = (torch.float16, torch.bfloat16)
 class _Softmax(torch.autograd.Function):
     """softmax whose only saved tensor is its output, in the output's dtype."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        y = _softmax.softmax(x, dim, dtype)
-        ctx.save_for_backward(y)
-        ctx.dim, ctx.dtype = dim, x.dtype
-        return y
+    def forward(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return _softmax.softmax(x, dim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.dim, _ = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -37,12 +42,17 @@ class _Softmax(torch.autograd.Function):
 class _LogSoftmax(torch.autograd.Function):
     """log_softmax whose only saved tensor is its output, in the output's dtype."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        y = _softmax.log_softmax(x, dim, dtype)
-        ctx.save_for_backward(y)
-        ctx.dim, ctx.dtype = dim, x.dtype
-        return y
+    def forward(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return _softmax.log_softmax(x, dim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.dim, _ = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -51,10 +61,16 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
-        ctx.shape, ctx.dims, ctx.keepdim, ctx.dtype = x.shape, dims, keepdim, x.dtype
+    def forward(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
         return _reduce.sum(x, dims, keepdim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.dims, ctx.keepdim, _ = inputs
+        ctx.shape, ctx.dtype = x.shape, x.dtype
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -76,7 +92,7 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
     """
     if dim is None or not _takes(input, dtype):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
-    return _Softmax.apply(input, dim, dtype or input.dtype)  # type: ignore[no-any-return]
+    return _Softmax.apply(input, dim, dtype or input.dtype)
 
 
 def log_softmax(
@@ -85,7 +101,7 @@ def log_softmax(
     """``torch.nn.functional.log_softmax``; on half input computed in FP32, result in ``dtype`` or the input's dtype."""
     if dim is None or not _takes(input, dtype):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
-    return _LogSoftmax.apply(input, dim, dtype or input.dtype)  # type: ignore[no-any-return]
+    return _LogSoftmax.apply(input, dim, dtype or input.dtype)
 
 
 def sum(
@@ -98,9 +114,9 @@ def sum(
         dim: one or several dimensions; None or an empty sequence sums over all of them.
     """
     if not _takes(input, dtype):
-        return torch.sum(input, dim, keepdim, dtype=dtype)
-    dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    return _Sum.apply(input, dims, keepdim, dtype or input.dtype)  # type: ignore[no-any-return]
+        return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]  # torch takes any sequence
+    dims = () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
+    return _Sum.apply(input, dims, keepdim, dtype or input.dtype)
 
 
 def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:

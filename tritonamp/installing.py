@@ -108,7 +108,8 @@ class _Enabled:
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(max(protocol, 2))
         if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is type(self):  # type: ignore[attr-defined]
-            return (_new, (_kind(type(self)), base_class(type(self)), *reduced[1][1:]), *reduced[2:])
+            rebuild = (_kind(type(self)), base_class(type(self)), *reduced[1][1:])
+            return (_new, rebuild, *reduced[2:])
         return reduced
 
 
@@ -214,9 +215,9 @@ class EnabledOptimizer(_Enabled):
 @functools.cache
 def _generated(kind: type, base: type) -> type:
     """The subclass of ``base`` for one kind: same name, module and signatures."""
-    namespace: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    run = {EnabledModule: _forward, Fp32Module: _fp32_forward}.get(kind)
-    if run is not None:
+    namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if issubclass(kind, (EnabledModule, Fp32Module)):
+        run = _forward if kind is EnabledModule else _fp32_forward
         base_forward = base.forward  # type: ignore[attr-defined]
 
         @functools.wraps(base_forward)
@@ -259,7 +260,7 @@ def install(instance: Any, kind: type, **attributes: Any) -> None:
     Raises:
         ValueError: Python cannot change the class of such an object.
     """
-    cls = type(instance)
+    cls: Any = type(instance)
     try:
         instance.__class__ = _generated(kind, cls)
     except TypeError as error:
@@ -292,5 +293,3 @@ def _named_tensors(module: Any) -> list[tuple[str, Tensor]]:
 def base_step(optimizer: Optimizer) -> Any:
     """The step of the class that an enabled optimizer was made from, with its hooks."""
     return base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
-
-

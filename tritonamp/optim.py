@@ -50,8 +50,8 @@ def adam_step(
             [s["step"] for s in states],
             [copies[p].detach() if p in copies else None for p in params],
             AdamRule(
-                group["lr"],
-                *group["betas"],
+                _scalar(group["lr"]),
+                *map(_scalar, group["betas"]),
                 group["eps"],
                 group["weight_decay"],
                 group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
@@ -76,6 +76,11 @@ def _state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any
         elif state[name].dtype != dtype:
             state[name] = state[name].to(dtype)
     return state
+
+
+def _scalar(value: Any) -> Any:
+    """``value``; a tensor of one element without its dimensions."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -129,8 +134,12 @@ class _Fp32State:
                 loss = closure()
         grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         masters = {p: self._master(p) for p in grads if p.dtype in HALF_DTYPES}
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        grad_scale = None if scale is None else scale.double().reciprocal().float()
+        scale, found_inf = _scalar(getattr(self, "grad_scale", None)), _scalar(getattr(self, "found_inf", None))
+        grad_scale = None
+        if scale is not None:
+            grad_scale = scale.double().reciprocal().float()
+            overflow = (~torch.isfinite(grad_scale)).float()  # of a scale that torch's scaler let sink too far
+            found_inf = overflow if found_inf is None else torch.maximum(found_inf, overflow)
         adam_step(self, grads, masters, {p: p for p in masters}, grad_scale, found_inf)  # type: ignore[arg-type]
         self._precise.written(list(masters))
         return loss
@@ -142,14 +151,19 @@ class _Fp32State:
     def _master(self, param: Tensor) -> Tensor:
         """The FP32 master of a half parameter; it lives in the state, under ``master_param``."""
         state = self.state[param]
-        if "master_param" not in state:
-            state["master_param"] = param.detach().float()
+        master = state.get("master_param", param.detach())  # half itself if it has been through a torch optimizer
+        state["master_param"] = master.float()
         return self._precise.adopt(param, state["master_param"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but FP32 state of half parameters stays FP32."""
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        keep_fp32_state(self, state_dict)  # type: ignore[arg-type]
+        loaded: list[dict[str, Any]] = []  # what the user's own pre-hooks make of it
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))  # type: ignore[attr-defined]
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        finally:
+            handle.remove()
+        keep_fp32_state(self, loaded[0])  # type: ignore[arg-type]
 
 
 class Adam(_Fp32State, torch.optim.Adam):

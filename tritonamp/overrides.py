@@ -51,6 +51,13 @@ FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss".split()
 STORAGE = "layer_norm group_norm rms_norm".split()
 """FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""
 
+STORAGE_ON_CPU = """
+    adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fractional_max_pool2d fractional_max_pool3d grid_sampler_2d
+    grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d
+    replication_pad2d replication_pad3d trace
+""".split()
+"""On torch's CPU list for FP32, on no CUDA list: as STORAGE, because half kernels are missing here and there."""
+
 
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with ``to`` applied to every tensor of float16, bfloat16 or float32 in it."""
@@ -97,10 +104,16 @@ def _promote_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any
 
 
 def _storage_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if not policy.op_policy or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if not policy.op_policy:
         return call(*args, **kwargs)
-    return call(*_to_fp32(args), **kwargs).to(x.dtype)
+    return _storage_on_cpu_rule(call, policy, half, args, kwargs)
+
+
+def _storage_on_cpu_rule(
+    call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    result = call(*_to_fp32(args), **kwargs)
+    return _cast(result, lambda t: t.to(args[0].dtype))
 
 
 def _banned_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +147,7 @@ def _table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, _storage_rule)]
     if device_type == "cpu":
         rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
-        rows += [(["binary_cross_entropy"], _banned_rule)]
+        rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
     table = {op: rule for names, rule in rows for op in _overloads(names)}
     return {**table, **functions}
 

@@ -79,7 +79,7 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         if not isinstance(getattr(policy, name), bool):
             yield f"{name}={getattr(policy, name)!r}: allowed are True and False"
     scale = policy.loss_scale
-    if scale != "dynamic" and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
+    if scale != "dynamic" and (not _is_number(scale) or not 0 < float(scale) < math.inf):
         yield f"loss_scale={scale!r}: allowed are 'dynamic' and a positive finite number"
     if policy.cast_outputs not in (None, torch.float32, *HALF_DTYPES):
         yield f"cast_outputs={policy.cast_outputs!r}: allowed are torch.float32, a half dtype, and None"

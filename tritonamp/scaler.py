@@ -1,5 +1,6 @@
 """The loss scale: a drop-in for ``torch.amp.GradScaler`` that never waits for the device and cannot spiral to zero."""
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -62,7 +63,9 @@ class GradScaler(torch.amp.GradScaler):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         settings = (device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         super().__init__(*settings)
-        self._settings = settings, {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
+        self._settings = functools.partial(
+            GradScaler, *settings, min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis
+        )
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
@@ -70,8 +73,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def clone(self) -> "GradScaler":
         """A scaler of the same settings at its initial scale."""
-        positional, keyword = self._settings
-        return GradScaler(*positional, **keyword)
+        return self._settings()
 
     @property
     def rule(self) -> ScaleRule:
@@ -92,8 +94,8 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(outputs, Tensor):
             if not isinstance(outputs, Iterable):
                 raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
-            scaled = [self.scale(item) for item in outputs]
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+            items = [self.scale(item) for item in outputs]
+            return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
         scaled, nonfinite = scale_loss(outputs, self.scale_tensor(outputs.device))
         earlier = self._loss_nonfinite
         self._loss_nonfinite = nonfinite if earlier is None else torch.maximum(earlier, nonfinite)

@@ -227,8 +227,8 @@ def _no_backward(with_grad: int) -> str:
     if with_grad == 0:
         return "optimizer.step() before any backward: call amp.backward(loss) first"
     return (
-        f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed this optimizer since "
-        "its last step. This level scales the loss, so gradients of a plain loss.backward() are wrong: call "
+        f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed this optimizer "
+        "since its last step. This level scales the loss, so gradients of a plain loss.backward() are wrong: call "
         "amp.backward(loss), or amp.scaler.scale(loss).backward(); call step() once per backward"
     )
 
