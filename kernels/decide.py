@@ -61,17 +61,17 @@ def update_scale_torch(
     clean = ~fault & ~overflow
 
     # overflow: use up one unit of patience, back off when there is none left
-    patience = hysteresis_tracker - overflow.to(hysteresis_tracker.dtype)
+    patience = hysteresis_tracker - overflow.int()
     back_off = overflow & (patience <= 0)
     # clean: count, grow after growth_interval in a row
-    tracker = torch.where(overflow, 0, growth_tracker + clean.to(growth_tracker.dtype))
+    tracker = (growth_tracker + clean) * ~overflow
     grow = clean & (tracker >= rule.growth_interval)
 
     lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
     higher = (scale * rule.growth_factor).clamp(max=rule.max_scale)
     scale.copy_(torch.where(back_off, lower, torch.where(grow, higher, scale)))
-    growth_tracker.copy_(torch.where(grow, 0, tracker))
-    hysteresis_tracker.copy_(torch.where(clean, rule.hysteresis, patience.clamp(min=0)))
+    growth_tracker.copy_(tracker * ~grow)
+    hysteresis_tracker.copy_(torch.where(clean, torch.full_like(patience, rule.hysteresis), patience.clamp(min=0)))
 
 
 def update_scale(

@@ -94,7 +94,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
         if foreign:
             raise ValueError(
                 f"optimizer: {kind} holds {len(foreign)} parameter(s) that are not the model's "
-                f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all modules it trains: enable([model, criterion], optimizer)"
+                f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all modules it trains: "
+                "enable([model, criterion], optimizer)"
             )
     if len(set(map(id, optimizers))) != len(optimizers):
         raise ValueError("optimizer: the same optimizer is in the list twice")

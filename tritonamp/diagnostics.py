@@ -52,9 +52,10 @@ class SkipLog:
         """
         none = torch.zeros_like(scale)
         values = torch.stack([amax.get(param, none) for param in self._names] or [none])
-        outcome = torch.where(loss_nonfinite != 0, _FAULT, torch.where(found_inf != 0, _OVERFLOW, _CLEAN))
+        fault = loss_nonfinite != 0
+        outcome = _FAULT * fault + _OVERFLOW * ((found_inf != 0) & ~fault)
         if self._counts is None or self._amax is None or self._scale is None or self._outcome is None:
-            self._counts = torch.tensor(self._loaded, device=scale.device)
+            self._counts = torch.stack([torch.full_like(outcome, n) for n in self._loaded])  # no copy from the host
             self._outcome, self._scale, self._amax = torch.zeros_like(outcome), none, torch.zeros_like(values)
         if self._amax.shape != values.shape:  # parameters were added
             self._amax = torch.nn.functional.pad(self._amax, (0, len(values) - len(self._amax)))

@@ -106,8 +106,8 @@ class _Enabled:
     _tritonamp_forward: Any = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is type(self):  # type: ignore[attr-defined]
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is type(self):
             rebuild = (_kind(type(self)), base_class(type(self)), *reduced[1][1:])
             return (_new, rebuild, *reduced[2:])
         return reduced
