@@ -323,6 +323,14 @@ def test_forward_set_on_the_instance(handles: Any, device: torch.device) -> None
     assert model.forward is own
 
 
+def test_an_attribute_named_step_stays(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    model.step = 7  # type: ignore[assignment]
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, x, 1)
+    assert model.step == 7
+
+
 def test_forward_keeps_its_signature(handles: Any, device: torch.device) -> None:
     import inspect
 

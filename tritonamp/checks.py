@@ -1,6 +1,6 @@
 """What ``enable`` refuses, before it changes anything."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.scaler import GradScaler
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
@@ -100,3 +101,16 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
     if len(set(map(id, optimizers))) != len(optimizers):
         raise ValueError("optimizer: the same optimizer is in the list twice")
     return list(optimizers)
+
+
+def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
+    """Raises ValueError for a scaler of another kind, a disabled one, or one beside a fixed loss scale."""
+    if not isinstance(scaler, GradScaler):
+        kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
+        raise ValueError(f"scaler: got {kind}, allowed is a tritonamp.GradScaler (it takes the same arguments)")
+    if not scaler.is_enabled():
+        raise ValueError("scaler: got a disabled GradScaler; for no loss scaling use loss_scale=1.0 and no scaler")
+    if policy_fields.get("loss_scale", "dynamic") != "dynamic":
+        raise ValueError(
+            f"got both a scaler and loss_scale={policy_fields['loss_scale']!r}: drop one (a fixed scale is loss_scale)"
+        )

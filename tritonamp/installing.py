@@ -104,6 +104,7 @@ class _Enabled:
     """Marks generated classes; copies and pickles go by the class they were generated from."""
 
     _tritonamp_forward: Any = None
+    _set_aside = ("forward", "_tritonamp_forward")  # an attribute of the instance that hides ours, and where it waits
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
@@ -176,6 +177,7 @@ class EnabledOptimizer(_Enabled):
     """An optimizer that steps on unscaled gradients and FP32 masters, or skips. A copy of it is a plain optimizer."""
 
     _stepper: Any  # of the Amp that enabled it
+    _set_aside = ("step", "_tritonamp_step")
 
     def step(self, closure: Any = None) -> None:
         """One step or one skip: unscale, check, clip, update, half copies.
@@ -266,24 +268,21 @@ def install(instance: Any, kind: type, **attributes: Any) -> None:
     except TypeError as error:
         raise ValueError(f"cannot enable an object of class {cls.__name__}: {error}") from error
     own = vars(instance)
-    for name, aside in _SET_ASIDE.items():
-        if name in own:
-            own[aside] = own.pop(name)
+    name, aside = kind._set_aside  # type: ignore[attr-defined]
+    if name in own:
+        own[aside] = own.pop(name)
     own.update(attributes)
 
 
 def uninstall(instance: Any, *attributes: str) -> None:
     """Puts the object's own class back, and removes ``attributes``."""
+    name, aside = instance._set_aside
     instance.__class__ = base_class(type(instance))
     own = vars(instance)
-    for name in attributes:
-        own.pop(name, None)
-    for name, aside in _SET_ASIDE.items():
-        if aside in own:
-            own[name] = own.pop(aside)
-
-
-_SET_ASIDE = {"forward": "_tritonamp_forward", "step": "_tritonamp_step"}
+    for attribute in attributes:
+        own.pop(attribute, None)
+    if aside in own:
+        own[name] = own.pop(aside)
 
 
 def _named_tensors(module: Any) -> list[tuple[str, Tensor]]:

@@ -45,8 +45,8 @@ FP32 = """
 PROMOTE = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
 """All floating inputs are cast to the widest of them."""
 
-FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss".split()
-"""As FP32, on CUDA too: torch lists none of them there, and they overflow or round in half."""
+FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss linalg_matrix_exp".split()
+"""As FP32, on CUDA too: torch lists none of them there, and they overflow, round or (the last) fail in half."""
 
 STORAGE = "layer_norm group_norm rms_norm".split()
 """FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""

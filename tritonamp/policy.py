@@ -25,7 +25,7 @@ class Policy:
         op_policy: the forward runs under the op table (autocast plus overrides).
         master_weights: the optimizer steps on FP32 copies of the half parameters (only with ``cast_model``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
-        cast_inputs: FP32 tensors given to the model are cast to ``dtype``.
+        cast_inputs: FP32 tensors given to the model are cast to ``dtype`` (which may stand for True, None for False).
         cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave them alone.
         softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the input's
             (FP32 accumulation inside either way), torch.float32 is what torch.autocast does.
@@ -56,6 +56,8 @@ class Policy:
         if not all(isinstance(m, (str, type)) for m in modules):
             raise ValueError(f"fp32_modules={self.fp32_modules!r}: allowed are module names and module classes")
         object.__setattr__(self, "fp32_modules", modules)
+        if self.cast_inputs is None or self.cast_inputs is self.dtype:  # what one writes for cast_outputs
+            object.__setattr__(self, "cast_inputs", self.cast_inputs is not None)
         if self.loss_scale != "dynamic" and _is_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
         problems = [*_bad_values(self), *_conflicts(self)]

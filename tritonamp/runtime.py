@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tritonamp import installing, overrides, user_functions
 from tritonamp.casting import cast_model, flatten_rnns, fp32_modules, set_data
-from tritonamp.checks import check_models, check_optimizers
+from tritonamp.checks import check_models, check_optimizers, check_scaler
 from tritonamp.diagnostics import SkipLog
 from tritonamp.installing import FUNCTION_RULES, EnabledModule, EnabledOptimizer, Fp32Module, Precision
 from tritonamp.kernels import _launch
@@ -56,7 +56,7 @@ def enable(
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
     if scaler is not None:
-        _check_scaler(scaler, policy_fields)
+        check_scaler(scaler, policy_fields)
         policy_fields["loss_scale"] = "dynamic"
     resolved = resolve(level if policy is None else policy, dtype, **policy_fields)
     models = check_models(_as_list(model), resolved)
@@ -72,18 +72,6 @@ def enable(
 
 def _as_list(value: T | Iterable[T]) -> list[T]:
     return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
-
-
-def _check_scaler(scaler: Any, policy_fields: dict[str, Any]) -> None:
-    if not isinstance(scaler, GradScaler):
-        kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
-        raise ValueError(f"scaler: got {kind}, allowed is a tritonamp.GradScaler (it takes the same arguments)")
-    if not scaler.is_enabled():
-        raise ValueError("scaler: got a disabled GradScaler; for no loss scaling use loss_scale=1.0 and no scaler")
-    if policy_fields.get("loss_scale", "dynamic") != "dynamic":
-        raise ValueError(
-            f"got both a scaler and loss_scale={policy_fields['loss_scale']!r}: drop one (a fixed scale is loss_scale)"
-        )
 
 
 def _scaler_for(policy: Policy, device: torch.device) -> GradScaler:
