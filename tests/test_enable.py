@@ -1,6 +1,7 @@
 """enable and disable: same objects, copies, pickles, schedulers, groups, checkpoints, odd parameters."""
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -321,6 +322,17 @@ def test_forward_set_on_the_instance(handles: Any, device: torch.device) -> None
     assert seen == [torch.float16]
     amp.disable()
     assert model.forward is own
+
+
+def test_dropped_without_disable(device: torch.device) -> None:
+    tables = dispatch_tables()
+    model, optimizer, x = make(device)
+    tritonamp.enable(model, optimizer, level="O2")  # the handle is not kept
+    assert model(x).dtype == torch.float32
+    assert overrides.is_registered()
+    del model, optimizer
+    gc.collect()
+    assert dispatch_tables() == tables
 
 
 def test_an_attribute_named_step_stays(handles: Any, device: torch.device) -> None:

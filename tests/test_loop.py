@@ -432,6 +432,22 @@ def test_no_host_reads_in_a_step(enabled: Callable[..., Any], device: torch.devi
     assert reads == ["__bool__"]  # what an optimizer costs that cannot skip on the device
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_synchronisation_on_cuda(enabled: Callable[..., Any], level: str) -> None:
+    model, opt, amp = enabled(level, "AdamW")
+    data = batch(torch.device("cuda"))
+    for warm in (False, True):
+        torch.cuda.set_sync_debug_mode("error" if warm else "default")
+        try:
+            amp.backward(loss_of(model, data))
+            amp.clip_grad_norm_(1.0)
+            opt.step()
+            opt.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_resume_is_bit_identical(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -121,6 +122,9 @@ class Amp:
             installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
         overrides.acquire(FUNCTION_RULES)
         user_functions.acquire()
+        # at disable(), or when the last enabled model is gone without it
+        self._release = weakref.finalize(self._precision, _release)
+        self._release.atexit = False
         self._enabled = True
 
     def backward(
@@ -271,13 +275,17 @@ class Amp:
         for model in self._models:
             flatten_rnns(model)
             _uninstall_model(model)
-        overrides.release()
-        user_functions.release()
+        self._release()
         self._enabled = False
 
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
             raise RuntimeError(f"amp.{caller}(): this model was disabled; call tritonamp.enable again")
+
+
+def _release() -> None:
+    overrides.release()
+    user_functions.release()
 
 
 def _install_model(model: nn.Module, precision: Precision) -> None:
