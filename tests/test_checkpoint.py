@@ -316,10 +316,15 @@ def test_foreign_code_is_refused_even_with_a_right_checksum(path, tmp_path, monk
     assert names(tmp_path) == ["model.ckpt"]
 
 
-def test_the_default_mmap_setting_of_torch_does_not_matter(path, monkeypatch):
-    monkeypatch.setattr(torch.utils.serialization.config.load, "mmap", True)
-    write(path, 1)
-    assert read(path) == 1
+def test_the_default_mmap_setting_of_torch_does_not_matter(path):
+    config = torch.utils.serialization.config.load
+    before = config.mmap
+    config.mmap = True  # by hand: monkeypatch would remove the entry at the end
+    try:
+        write(path, 1)
+        assert read(path) == 1
+    finally:
+        config.mmap = before
 
 
 # Misuse

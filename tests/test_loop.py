@@ -295,6 +295,19 @@ def test_zero_grad_between_scaling_and_backward(enabled: Callable[..., Any], dev
     assert amp.stats()["steps"] == 1
 
 
+def test_unscaled_by_hand_then_dropped(enabled: Callable[..., Any], device: torch.device) -> None:
+    for optimizer in OPTIMIZERS:
+        model, opt, amp = enabled("O2", optimizer)
+        for i in range(3):
+            opt.zero_grad()
+            amp.scaler.scale(loss_of(model, batch(device, i)) * (float("nan") if i == 0 else 1.0)).backward()
+            amp.scaler.unscale_(opt)
+            if i != 0:  # the user saw that something was wrong, and went on
+                amp.scaler.step(opt)
+            amp.scaler.update()
+        assert amp.stats() == {**amp.stats(), "steps": 2, "skipped": 1, "scale": 2.0**16}
+
+
 def test_failed_backward_never_was(enabled: Callable[..., Any], device: torch.device) -> None:
     model, opt, amp = enabled("O2")
     loss = loss_of(model, batch(device, 0))

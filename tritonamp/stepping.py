@@ -86,9 +86,11 @@ class Stepper:
         for param in w.copies().values():
             if param.grad is not None:
                 param.grad = None if set_to_none else param.grad.detach().zero_()
-        for decision in self._decisions:
-            if w in decision.feeds:
-                decision.zeroed.add(w)
+        for decision in [d for d in self._decisions if w in d.feeds]:
+            if decision.automatic:
+                decision.zeroed.add(w)  # its backward may still come
+            else:
+                self._leave(w, [decision])
 
     # between backward and step
 
