@@ -1,6 +1,7 @@
 """What `save` promises, with the process killed, the disk failing and the file damaged at every point there is."""
 
 import errno
+import importlib
 import io
 import os
 import random
@@ -317,7 +318,7 @@ def test_foreign_code_is_refused_even_with_a_right_checksum(path, tmp_path, monk
 
 
 def test_the_default_mmap_setting_of_torch_does_not_matter(path):
-    config = torch.utils.serialization.config.load
+    config = importlib.import_module("torch.utils.serialization.config").load  # torch itself imports it late
     before = config.mmap
     config.mmap = True  # by hand: monkeypatch would remove the entry at the end
     try:
