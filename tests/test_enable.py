@@ -277,6 +277,19 @@ def test_writing_to_a_half_parameter_reaches_the_master(handles: Any, device: to
     assert not torch.equal(before[1:], before[1:].half().float())
 
 
+def test_writing_to_a_master_reaches_the_forward(handles: Any, device: torch.device) -> None:
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, x, 1)
+    with torch.no_grad():
+        for p in amp.master_params():
+            p.zero_()
+    assert torch.equal(model(x), model.table.expand(8, 3))
+    assert not model.last.weight.any()
+    model.state_dict()["last.bias"].fill_(1.0)
+    assert torch.equal(model(x), model.table + torch.ones_like(model.table).expand(8, 3))
+
+
 def test_ema_over_masters_moves_where_a_half_one_is_stuck(handles: Any, device: torch.device) -> None:
     model = nn.Linear(8, 8).to(device)
     nn.init.uniform_(model.weight, 0.5, 1.0)

@@ -85,31 +85,32 @@ def _with(value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., Non
 
 def _with_to(value: Any, cast: Cast) -> tuple[Any, bool]:
     try:
-        return value.to(cast.target), True
+        new = value.to(cast.target)
+        return new, new is not value
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return value, False  # its ``to`` is about something else
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """The modules that ``policy.fp32_modules`` names, and, without an op policy, the norms it keeps in FP32.
+    """The modules inside ``model`` that ``policy.fp32_modules`` names, and, without an op policy, the norms it keeps.
 
     Raises:
         ValueError: a name or class that matches nothing in ``model``.
     """
-    named = dict(model.named_modules())
-    found: list[nn.Module] = []
+    named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    found: dict[nn.Module, None] = {}
     for wanted in policy.fp32_modules:
         if isinstance(wanted, str):
-            matches = [named[wanted]] if wanted in named and wanted else []
+            matches = [named[wanted]] if wanted in named else []
         else:
             matches = [m for m in named.values() if isinstance(m, wanted)]
         if not matches:
-            names = ", ".join(sorted(n for n in named if n)[:20]) or "(it has no submodules)"
+            names = ", ".join(sorted(named)[:20]) or "(it has no submodules)"
             raise ValueError(f"fp32_modules: {wanted!r} matches no module of the model; its modules are {names}")
-        found += [m for m in matches if m not in found]
+        found |= dict.fromkeys(matches)
     if policy.keep_norms_fp32 and not policy.op_policy:
-        found += [m for m in named.values() if isinstance(m, NORMS) and m not in found]
-    return found
+        found |= dict.fromkeys(m for m in named.values() if isinstance(m, NORMS))
+    return list(found)
 
 
 def _kept(model: nn.Module, policy: Policy) -> set[int]:
@@ -154,6 +155,8 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
     """Gives ``tensor`` other storage and dtype, its gradient (where there is one) the same dtype."""
     grad, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
     tensor.data = data
+    if tensor.is_leaf:
+        tensor.grad_dtype = data.dtype
     if grad is not None:
         tensor.grad = grad.to(data.dtype)
 

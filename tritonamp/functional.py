@@ -90,8 +90,10 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
         dim: the dimension that sums to one; None as in torch (deprecated there).
         dtype: of the result, taken from the FP32 values.
     """
-    if dim is None or not _takes(input, dtype):
+    if not _takes(input, dtype):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
+    if dim is None:
+        dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
     return _Softmax.apply(input, dim, dtype or input.dtype)
 
 
@@ -99,8 +101,10 @@ def log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
     """``torch.nn.functional.log_softmax``; on half input computed in FP32, result in ``dtype`` or the input's dtype."""
-    if dim is None or not _takes(input, dtype):
+    if not _takes(input, dtype):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
+    if dim is None:
+        dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
     return _LogSoftmax.apply(input, dim, dtype or input.dtype)
 
 
@@ -120,4 +124,4 @@ def sum(
 
 
 def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
-    return isinstance(input, Tensor) and input.dtype in _HALF and dtype in (None, input.dtype, torch.float32)
+    return isinstance(input, Tensor) and input.dtype in _HALF and dtype in (None, torch.float32, *_HALF)

@@ -157,6 +157,8 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
     """An enabled model's forward; ``bound`` holds the arguments that come before the caller's."""
     precision = module._tritonamp
     policy = precision.policy
+    if policy.cast_model and not torch.compiler.is_compiling():
+        precision.precise.push()
     if policy.cast_inputs:
         args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
     output = precision.run(forward, *bound, *args, **kwargs)

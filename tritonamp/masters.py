@@ -15,6 +15,13 @@ def _stamp(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
+def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
+    """Makes ``grad``, of any floating dtype, the gradient of ``param``."""
+    param.grad = None
+    param.grad_dtype = param.dtype if grad is None else grad.dtype
+    param.grad = grad
+
+
 class PreciseValues:
     """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
 
@@ -25,6 +32,7 @@ class PreciseValues:
     def __init__(self, originals: Mapping[Tensor, Tensor]) -> None:
         self._values = dict(originals)
         self._stamps: dict[Tensor, tuple[int, int] | None] = {half: _stamp(half) for half in originals}
+        self._versions: list[int] = []  # of all values, when they were last rounded into their half tensors
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._values
@@ -40,6 +48,18 @@ class PreciseValues:
                 value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
             self._stamps[half] = _stamp(half)
         return value
+
+    def push(self) -> None:
+        """Rounds FP32 values that somebody wrote to into their half tensors."""
+        versions = [value._version for value in self._values.values()]
+        if len(versions) == len(self._versions):
+            for i, half in enumerate(self._values):
+                if versions[i] != self._versions[i]:
+                    with torch.no_grad():
+                        half.copy_(self.get(half))
+                    self._stamps[half] = _stamp(half)
+            versions = [value._version for value in self._values.values()]
+        self._versions = versions
 
     def master(self, half: Tensor) -> Tensor:
         """The FP32 value as a leaf on the device of ``half`` that an optimizer can step on."""
@@ -67,6 +87,7 @@ class PreciseValues:
         """``halves`` hold the rounded FP32 values now."""
         for half in halves:
             self._stamps[half] = _stamp(half)
+        self._versions = [value._version for value in self._values.values()]
 
 
 class MasterWeights:
@@ -160,7 +181,8 @@ class MasterWeights:
             for master, param in self._sources.items():
                 if master.grad is not None:
                     self._earlier[master] = master.grad
-                master.grad = param.grad = None
+                master.grad = None
+                _show_gradient(param, None)
         self.scaled_by, self.unscaled = cause, False
 
     def unscale_(self, grad_scale: Tensor) -> None:
@@ -172,6 +194,19 @@ class MasterWeights:
                     true = true + earlier
                 master.grad = earlier if true is None else true
         self.scaled_by, self.unscaled = None, True
+
+    def show_true_gradients(self) -> None:
+        """Makes the true gradients also those of the half parameters: work on either is work on the other."""
+        for master, param in self.copies().items():
+            _show_gradient(param, master.grad)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the gradients of the half parameters."""
+        for param in self.copies().values():
+            had = param.grad is not None
+            _show_gradient(param, None)
+            if had and not set_to_none:
+                param.grad = torch.zeros_like(param)
 
     def finish(self) -> None:
         """The step is over: the gradients belong to the past."""

@@ -51,7 +51,8 @@ def adam_step(
             [copies[p].detach() if p in copies else None for p in params],
             AdamRule(
                 _scalar(group["lr"]),
-                *map(_scalar, group["betas"]),
+                _scalar(group["betas"][0]),
+                _scalar(group["betas"][1]),
                 group["eps"],
                 group["weight_decay"],
                 group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),

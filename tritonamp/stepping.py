@@ -83,9 +83,7 @@ class Stepper:
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """The user clears the gradients: the model's half ones too. A pending decision ends at the next backward."""
         w = self._weights[optimizer]
-        for param in w.copies().values():
-            if param.grad is not None:
-                param.grad = None if set_to_none else param.grad.detach().zero_()
+        w.zero_grad(set_to_none)
         for decision in [d for d in self._decisions if w in d.feeds]:
             if decision.automatic:
                 decision.zeroed.add(w)  # its backward may still come
@@ -113,6 +111,7 @@ class Stepper:
             if w.scaled_by is decision:
                 assert decision.grad_scale is not None
                 w.unscale_(decision.grad_scale)
+                w.show_true_gradients()
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clips the gradients of ``optimizers`` together; returns their norm before."""
