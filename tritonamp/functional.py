@@ -124,4 +124,6 @@ def sum(
 
 
 def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
+    if torch._C._are_functorch_transforms_active():
+        return False  # inside a rule torch.func cannot see a Function
     return isinstance(input, Tensor) and input.dtype in _HALF and dtype in (None, torch.float32, *_HALF)

@@ -1,6 +1,7 @@
 """Adam and AdamW with FP32 arithmetic whatever the parameters are stored in."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,7 +115,7 @@ class _Fp32State:
     _step_supports_amp_scaling = True
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
+    state: defaultdict[Tensor, Any]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -128,7 +129,7 @@ class _Fp32State:
         """
         if self.defaults["differentiable"]:
             with torch.enable_grad():
-                return inspect.unwrap(torch.optim.Adam.step)(self, closure)  # type: ignore[arg-type]
+                return inspect.unwrap(torch.optim.Adam.step)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

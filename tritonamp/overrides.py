@@ -261,6 +261,7 @@ def _implementation(op: str, rule: Rule, device_type: str, key_name: str) -> Cal
 
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = active_policy()
+        # torch.func differentiates and batches below this point, where rules cannot follow: torch's own apply there
         if policy is not None:
             with torch._C._ExcludeDispatchKeyGuard(below):  # no rule applies to what a rule calls
                 return rule(target, policy, torch.get_autocast_dtype(device_type), args, kwargs)

@@ -143,6 +143,7 @@ class Amp:
             loss_id: losses with different ids have loss scales of their own.
             retain_graph: as in ``Tensor.backward``.
         """
+        self._check_enabled("backward")
         with self.scale_loss(loss, optimizer, loss_id) as scaled:
             scaled.backward(retain_graph=retain_graph)
 
@@ -254,8 +255,9 @@ class Amp:
                 f"amp.load_state_dict: the state has loss_scale={loss_scale!r}, this policy has the fixed "
                 f"{self.policy.loss_scale!r}: enable with loss_scale={loss_scale!r}, or leave this state out"
             )
-        for loss_id, state in scalers.items():
-            self._scalers.setdefault(loss_id, self.scaler.clone()).load_state_dict(state)
+        if loss_scale == self.policy.loss_scale:  # else the state had a fixed scale, which says nothing about this one
+            for loss_id, state in scalers.items():
+                self._scalers.setdefault(loss_id, self.scaler.clone()).load_state_dict(state)
         self._log.load_counts(counts)
 
     def disable(self) -> None:
