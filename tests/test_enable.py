@@ -192,6 +192,52 @@ def test_add_param_group_later(handles: Any, device: torch.device) -> None:
     assert torch.equal(model.last.weight, master.half())
 
 
+def test_parameters_that_came_later_are_named(handles: Any, device: torch.device) -> None:
+    model, _, x = make(device)
+    amp = handles(model, torch.optim.SGD(model.conv.parameters(), lr=0.1), level="O2")
+    amp.backward(model(x).square().mean() * 1e-2)
+    optimizer = amp._optimizers[0]
+    optimizer.step()
+    model.extra = nn.Linear(3, 3).to(device)
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    optimizer.zero_grad()
+    amp.backward(model.extra(model(x)).square().mean() * 1e-2)
+    model.extra.weight.grad.fill_(float("inf"))
+    optimizer.step()
+    assert "1 parameter(s) were not: extra.weight (inf)" in amp.explain()
+
+
+def test_moving_an_enabled_model_moves_its_op_policy(handles: Any, device: torch.device) -> None:
+    model, _, _ = make(device)
+    handles(model, level="O1")
+    nn.Sequential(model).to("meta")
+    assert model._tritonamp.device_type == "meta"
+    model.to_empty(device=device)
+    assert model._tritonamp.device_type == device.type
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_stock_checkpoints_beside_an_enabled_model(handles: Any, device: torch.device, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        torch.manual_seed(1)
+        linear, x = nn.Linear(4, 4).to(device), torch.ones(2, 4, device=device, requires_grad=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            y = checkpoint(lambda t: linear(t).softmax(-1).sum(), x, use_reentrant=reentrant)
+        y.backward()
+        return y.detach(), x.grad
+
+    plain = run()
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, x, 1)
+    beside = run()
+    assert plain[0].dtype == beside[0].dtype
+    assert torch.equal(plain[0], beside[0])
+    assert torch.equal(plain[1], beside[1])
+
+
 def test_frozen_and_later_unfrozen(handles: Any, device: torch.device) -> None:
     model, _, x = make(device)
     model.conv.requires_grad_(False)

@@ -308,6 +308,24 @@ def test_unscaled_by_hand_then_dropped(enabled: Callable[..., Any], device: torc
         assert amp.stats() == {**amp.stats(), "steps": 2, "skipped": 1, "scale": 2.0**16}
 
 
+def test_failed_micro_batch_leaves_the_earlier_one(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2")
+    amp.backward(loss_of(model, batch(device, 0)))
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, batch(device, 1)) * float("nan")):
+        raise ZeroDivisionError
+    opt.step()
+    assert amp.stats() == {**amp.stats(), "steps": 1, "skipped": 0}
+
+
+def test_zero_grad_may_keep_the_tensors(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2")
+    amp.backward(loss_of(model, batch(device, 0)))
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    assert not model.first.weight.grad.any()
+    assert model.first.weight.grad.dtype == torch.float16
+
+
 def test_failed_backward_never_was(enabled: Callable[..., Any], device: torch.device) -> None:
     model, opt, amp = enabled("O2")
     loss = loss_of(model, batch(device, 0))
@@ -370,6 +388,27 @@ def test_one_loss_that_feeds_two_optimizers_is_one_decision(gan: Any, device: to
     assert same(snapshot(generator, opt_g) + snapshot(discriminator, opt_d), before)
     assert amp.stats()["skipped"] == 1
     assert amp.stats()["scale"] == 2.0**15
+
+
+@pytest.mark.parametrize("overflow", [0, 1, None])
+def test_two_losses_with_own_scales_step_together(gan: Any, device: torch.device, overflow: int | None) -> None:
+    """Without unscale_: both losses' gradients are in the step, and an overflow of either one skips it."""
+    _, discriminator, _, opt_d, amp = gan
+    before = [p.detach().clone() for p in opt_d.param_groups[0]["params"]]
+    reference = Net().to(device)
+    reference.load_state_dict(discriminator.state_dict())
+    (loss_of(reference, batch(device, 0)) + loss_of(reference, batch(device, 1))).backward()
+    for i in range(2):
+        amp.backward(loss_of(discriminator, batch(device, i)), opt_d, loss_id=i)
+        if overflow == i:
+            discriminator.first.weight.grad[0, 0] = float("inf")
+    opt_d.step()
+    after = opt_d.param_groups[0]["params"]
+    if overflow is not None:
+        assert same(before, list(after))
+        return
+    for p, q, r in zip(before, after, reference.parameters(), strict=True):
+        torch.testing.assert_close((p - q.detach()) / 1e-2, r.grad, rtol=2e-2, atol=2e-3)
 
 
 def test_two_losses_with_own_scales_into_one_optimizer(gan: Any, device: torch.device) -> None:

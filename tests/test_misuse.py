@@ -19,6 +19,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        """As SAM has it."""
+
+
 def two(model: nn.Module) -> list[Any]:
     optimizer = adamw(model)
     return [optimizer, optimizer]
@@ -60,6 +65,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         r"2 parameter.* not the model's \(group 0, number 0, shape \(5, 3\)",
     ),
     "LBFGS": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS calls its closure many times"),
+    "closure needed": (lambda m: NeedsClosure(m.parameters()), {}, "step of this NeedsClosure needs a closure"),
+    "level and policy": (adamw, {"policy": tritonamp.O1}, "got both level='O2' and policy"),
     "not an optimizer": (lambda m: "adam", {}, "optimizer: got str"),
     "twice": (two, {}, "the same optimizer is in the list twice"),
     "replaced step": (replaced_step, {}, "step of this AdamW was replaced on the instance"),
@@ -117,7 +124,7 @@ def test_enabled_twice() -> None:
     amp.disable()
     with pytest.raises(RuntimeError, match="this model was disabled"):
         amp.disable()
-    with pytest.raises(RuntimeError, match="this model was disabled"):
+    with pytest.raises(RuntimeError, match=r"amp.backward\(\): this model was disabled"):
         amp.backward(model(torch.ones(1, 4)).sum())
     other = tritonamp.enable(model, optimizer, level="O2")  # and again, at another level
     other.disable()
@@ -202,6 +209,8 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
     amp = tritonamp.enable(model, adamw(model))
     with pytest.raises(ValueError, match=r"optimizer 0 \(AdamW\) was not given to tritonamp.enable"):
         amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
+    with pytest.raises(ValueError, match="loss_id: got 'gen', allowed is an int"):
+        amp.backward(model(torch.ones(1, 4)).sum(), loss_id="gen")
     with pytest.raises(ValueError, match="loss: got float"):
         amp.backward(1.0)
     amp.disable()

@@ -148,6 +148,20 @@ def test_half_losses_do_not_overflow(device: torch.device) -> None:
     assert scaled == 2.0**17
 
 
+def test_a_nan_in_an_earlier_micro_batch_counts(device: torch.device) -> None:
+    model, opt = setting(device, "SGD")
+    scaler = GradScaler(device.type)
+    for factor in (float("nan"), 1.0):
+        scaler.scale(model(torch.ones(2, 4, device=device)).mean() * factor).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**16  # a fault of the forward, not an overflow
+    scaler.scale(torch.full((), float("nan"), device=device))
+    scaler.update(8.0)
+    one_step(scaler, model, opt, "gradient")
+    assert scaler.get_scale() == 4.0  # the fault before update(8.0) is forgotten
+
+
 def test_lists_of_losses(device: torch.device) -> None:
     scaler = GradScaler(device.type, init_scale=4.0)
     loss = torch.ones((), device=device)

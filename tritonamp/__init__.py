@@ -1,4 +1,4 @@
-"""Mixed precision for PyTorch that stays finite, runs at memory speed, and explains itself."""
+"""Mixed precision for PyTorch that stays finite and explains itself."""
 
 from tritonamp import functional as functional
 from tritonamp import optim as optim

@@ -107,10 +107,17 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
         if not matches:
             names = ", ".join(sorted(named)[:20]) or "(it has no submodules)"
             raise ValueError(f"fp32_modules: {wanted!r} matches no module of the model; its modules are {names}")
-        found |= dict.fromkeys(matches)
+        found |= dict.fromkeys(m for match in matches for m in _with_forward(match))
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in named.values() if isinstance(m, NORMS))
     return list(found)
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """The module, or, for a container without a forward of its own, what it holds."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [m for child in module.children() for m in _with_forward(child)]
+    return [module]
 
 
 def _kept(model: nn.Module, policy: Policy) -> set[int]:

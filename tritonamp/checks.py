@@ -1,5 +1,6 @@
 """What ``enable`` refuses, before it changes anything."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,12 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
             raise ValueError(
                 "optimizer: LBFGS calls its closure many times inside one step, so a step cannot be skipped or "
                 "unscaled: use a first-order optimizer, or train in plain FP32"
+            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"optimizer: the step of this {kind} needs a closure, which a skipped step cannot run again: "
+                "enable the optimizer it is built on, or train in plain FP32"
             )
         if "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
             raise ValueError(

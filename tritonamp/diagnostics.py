@@ -1,7 +1,7 @@
 """Why a step was skipped: kept on the device, read only when somebody asks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,21 +20,17 @@ class SkipLog:
     """Counts of decisions, and what the last skipped one looked like.
 
     Args:
-        names: parameter of the model to its full name.
+        names: gives parameter of the model to its full name; asked again when parameters are added.
     """
 
-    def __init__(self, names: Mapping[Tensor, str]) -> None:
-        self._names = dict(names)
+    def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
+        self._ask_names = names
+        self._names = dict(names())
         self._counts: Tensor | None = None  # decisions by outcome: clean, scale overflow, forward fault
         self._loaded = (0, 0, 0)
         self._outcome: Tensor | None = None  # of the last skipped decision, as the rest
         self._scale: Tensor | None = None
         self._amax: Tensor | None = None
-
-    def add_names(self, names: Mapping[Tensor, str]) -> None:
-        """Parameters that came to the model later."""
-        for param, name in names.items():
-            self._names.setdefault(param, name)
 
     def record(
         self,
@@ -50,20 +46,25 @@ class SkipLog:
             amax: parameter to the largest magnitude in its scaled gradient, 0-d.
             found_inf, loss_nonfinite, scale, grad_scale: 0-d, of the decision.
         """
+        if not amax.keys() <= self._names.keys():
+            later = self._ask_names()
+            self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in amax.keys() - self._names}
         none = torch.zeros_like(scale)
         values = torch.stack([amax.get(param, none) for param in self._names] or [none])
         fault = loss_nonfinite != 0
         outcome = _FAULT * fault + _OVERFLOW * ((found_inf != 0) & ~fault)
         if self._counts is None or self._amax is None or self._scale is None or self._outcome is None:
             self._counts = torch.stack([torch.full_like(outcome, n) for n in self._loaded])  # no copy from the host
-            self._outcome, self._scale, self._amax = torch.zeros_like(outcome), none, torch.zeros_like(values)
+            self._outcome, self._scale = torch.zeros_like(outcome), torch.zeros_like(scale)
+            self._amax = torch.zeros_like(values)
         if self._amax.shape != values.shape:  # parameters were added
             self._amax = torch.nn.functional.pad(self._amax, (0, len(values) - len(self._amax)))
-        self._counts = self._counts + (torch.arange(3, device=scale.device) == outcome)
+        # in place, so that a CUDA graph that captured this goes on counting
+        self._counts += torch.arange(3, device=scale.device) == outcome
         skipped = outcome != _CLEAN
-        self._outcome = torch.where(skipped, outcome, self._outcome)
-        self._scale = torch.where(skipped, scale, self._scale)
-        self._amax = torch.where(skipped, values, self._amax)
+        self._outcome.copy_(torch.where(skipped, outcome, self._outcome))
+        self._scale.copy_(torch.where(skipped, scale, self._scale))
+        self._amax.copy_(torch.where(skipped, values, self._amax))
 
     def counts(self) -> tuple[int, int, int]:
         """Decisions that were clean, scale overflows, forward faults. Reads the device."""

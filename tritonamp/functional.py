@@ -21,17 +21,12 @@ _HALF = (torch.float16, torch.bfloat16)
 class _Softmax(torch.autograd.Function):
     """softmax whose only saved tensor is its output, in the output's dtype."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        return _softmax.softmax(x, dim, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.dim, _ = inputs
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(output)
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        y = _softmax.softmax(x, dim, dtype)
+        ctx.save_for_backward(y)
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -42,17 +37,12 @@ class _Softmax(torch.autograd.Function):
 class _LogSoftmax(torch.autograd.Function):
     """log_softmax whose only saved tensor is its output, in the output's dtype."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        return _softmax.log_softmax(x, dim, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.dim, _ = inputs
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(output)
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        y = _softmax.log_softmax(x, dim, dtype)
+        ctx.save_for_backward(y)
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -61,16 +51,10 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+        ctx.shape, ctx.dims, ctx.keepdim, ctx.dtype = x.shape, dims, keepdim, x.dtype
         return _reduce.sum(x, dims, keepdim, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.dims, ctx.keepdim, _ = inputs
-        ctx.shape, ctx.dtype = x.shape, x.dtype
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

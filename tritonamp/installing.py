@@ -60,11 +60,19 @@ class Precision:
     """
 
     def __init__(self, policy: Policy, device_type: str, precise: PreciseValues) -> None:
-        self.policy, self.device_type, self.precise = policy, device_type, precise
+        self.policy, self.precise = policy, precise
         self.number = overrides.policy_id(policy)
+        self.move(device_type)
+
+    def move(self, device_type: str) -> None:
+        """The parameters are on a device of this type now."""
+        self.device_type = device_type
         # on CPU the op table also keeps half matmuls and convolutions from torch's slow half kernels
-        half_on_cpu = policy.cast_model and device_type == "cpu"
-        self.autocast = torch.amp.is_autocast_available(device_type) and (policy.op_policy or half_on_cpu)
+        half_on_cpu = self.policy.cast_model and device_type == "cpu"
+        self.autocast = torch.amp.is_autocast_available(device_type) and (self.policy.op_policy or half_on_cpu)
+        # autocast's cache is of use where weights are FP32; where it is off, the recomputation of a checkpointed
+        # segment can be told from one of torch's own autocast
+        self.cache = device_type == "cuda" and not self.policy.cast_model
 
     def __reduce__(self) -> Any:
         return Precision, (self.policy, self.device_type, PreciseValues({}))
@@ -72,29 +80,31 @@ class Precision:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Precision":
         return Precision(self.policy, self.device_type, PreciseValues({}))
 
+    @overrides.undivided
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` under the op policy. No ``with`` of our own: torch.compile must see through."""
         if not self.autocast:
             return function(*args, **kwargs)
         if not overrides.is_registered():  # a copy that outlived its original
             overrides.ensure(FUNCTION_RULES)
-        overrides.enter(self.number)
+        overrides.enter(self.number, self.cache)
         try:
-            with torch.autocast(self.device_type, dtype=self.policy.dtype):
+            with torch.autocast(self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache):
                 result = function(*args, **kwargs)
         finally:
             overrides.leave()
         return result
 
     @contextlib.contextmanager
+    @overrides.undivided
     def context(self) -> Iterator[None]:
         """The op policy as a context manager."""
         if not self.autocast:
             yield
             return
-        overrides.enter(self.number)
+        overrides.enter(self.number, self.cache)
         try:
-            with torch.autocast(self.device_type, dtype=self.policy.dtype):
+            with torch.autocast(self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache):
                 yield
         finally:
             overrides.leave()
@@ -130,6 +140,14 @@ class EnabledModule(_Enabled):
             if prefix + name in result and tensor.dtype in HALF_DTYPES:
                 value = precise.get(tensor).to(tensor.device) if tensor in precise else tensor.float()
                 result[prefix + name] = value if keep_vars else value.detach()
+        return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Called by ``to``, ``cuda``, ``cpu`` of the module and of modules around it."""
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for param in self.parameters():  # type: ignore[attr-defined]
+            self._tritonamp.move(param.device.type)
+            break
         return result
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:

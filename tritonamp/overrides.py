@@ -10,14 +10,16 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._guards import TracingContext
 
 from tritonamp.policy import Policy
 
+F = TypeVar("F", bound=Callable[..., Any])
 Call = Callable[..., Any]
 Rule = Callable[[Call, Policy, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -153,10 +155,17 @@ def _table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
 
 
 class _Active(threading.local):
-    """The policies of the enabled forwards that this thread is in, innermost last, and whether each was traced."""
+    """The policies of the enabled forwards that this thread is in, innermost last, and the trace that each is part of."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[int, bool]] = []
+        self.stack: list[tuple[int, TracingContext | None]] = []
+
+    def live(self) -> list[tuple[int, TracingContext | None]]:
+        """The stack, without what traces that were given up half-way have left on it."""
+        trace = TracingContext.try_get()
+        while self.stack and self.stack[-1][1] not in (None, trace):
+            self.stack.pop()
+        return self.stack
 
 
 class _Registration:
@@ -164,8 +173,9 @@ class _Registration:
 
     def __init__(self) -> None:
         self.policies: list[Policy] = []
-        self.latest: Policy | None = None
+        self.latest: tuple[Policy, bool] | None = None
         self.libraries: list[torch.library.Library] = []
+        self.undivided: list[Callable[..., Any]] = []
         self.owners = 0
 
 
@@ -180,31 +190,45 @@ def policy_id(policy: Policy) -> int:
     return _registration.policies.index(policy)
 
 
-def enter(number: int) -> None:
+def undivided(function: F) -> F:
+    """Has torch.compile trace ``function`` as a part of its caller, or else run it as it is.
+
+    Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter`` would lack it.
+    """
+    _registration.undivided.append(function)
+    return function
+
+
+@undivided
+def enter(number: int, cache: bool = True) -> None:
     """From here to ``leave``, ops of this thread that run under autocast follow the policy of that number.
+
+    ``cache`` is the setting of autocast's cache in that forward.
 
     Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the rules chose.
     """
-    _registration.latest = _registration.policies[number]
-    _active.stack.append((number, torch.compiler.is_compiling()))
+    _registration.latest = _registration.policies[number], cache
+    _active.live().append((number, TracingContext.try_get()))
 
 
+@undivided
 def leave() -> None:
     """Ends the innermost ``enter``."""
-    if _active.stack:
-        _active.stack.pop()
+    stack = _active.live()
+    if stack:
+        stack.pop()
 
 
 def active_policy() -> Policy | None:
     """The policy that ops of this thread follow now, or None outside enabled forwards."""
-    while _active.stack and _active.stack[-1][1] and not torch.compiler.is_compiling():
-        _active.stack.pop()  # left behind by a trace that was given up half-way
-    if _active.stack:
-        return _registration.policies[_active.stack[-1][0]]
+    stack = _active.live()
+    if stack:
+        return _registration.policies[stack[-1][0]]
     if torch._C._current_graph_task_id() != -1:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment: torch.utils.checkpoint
-        # restores autocast but cannot know of ``enter``
-        return _registration.latest
+        # restores autocast but cannot know of ``enter``. Its cache setting tells torch's own from the latest of ours
+        policy, cache = _registration.latest or (None, None)
+        return policy if torch.is_autocast_cache_enabled() == cache else None
     return None
 
 
@@ -227,16 +251,18 @@ def ensure(functions: dict[str, Rule]) -> None:
     """Registers the op table if it is not: a copy of an enabled model may outlive it."""
     if _registration.libraries:
         return
-    torch.compiler.allow_in_graph(enter)
-    torch.compiler.allow_in_graph(leave)
-    torch.fx.node.has_side_effect(enter)
-    torch.fx.node.has_side_effect(leave)
+    for function in (enter, leave):
+        torch.compiler.allow_in_graph(function)
+        torch.fx.node.has_side_effect(function)
+    for function in _registration.undivided:
+        torch._dynamo.eval_frame.skip_code(function.__code__)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             library = torch.library.Library("aten", "IMPL")
             for op, rule in _table(device_type, functions).items():
-                library.impl(op, _implementation(op, rule, device_type, key), key, with_keyset=True)
+                kernel = torch.compiler.disable(_implementation(op, rule, device_type, key))
+                library.impl(op, kernel, key, with_keyset=True)
             _registration.libraries.append(library)
 
 

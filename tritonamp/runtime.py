@@ -1,6 +1,7 @@
 """``enable`` and ``Amp``: the only place that knows all the parts."""
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,8 @@ def enable(
         ValueError: arguments that contradict one another or the model, named; nothing has been changed then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
+    if policy is not None and level != "O1":
+        raise ValueError(f"got both level={level!r} and policy: a policy takes the place of the level, drop one")
     if scaler is not None:
         check_scaler(scaler, policy_fields)
         policy_fields["loss_scale"] = "dynamic"
@@ -116,7 +119,7 @@ class Amp:
                 self._precise.adopt(half, original)
             _install_model(model, self._precision)
         self._weights = {o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers}
-        self._log = SkipLog({p: name for model in models for name, p in model.named_parameters()})
+        self._log = SkipLog(functools.partial(_names, models))
         self._stepper = Stepper(policy, scaler, self._weights, self._log)
         for optimizer in optimizers:
             installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
@@ -155,6 +158,8 @@ class Amp:
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
             raise ValueError(f"loss: got {type(loss).__name__}, allowed is a Tensor")
+        if not isinstance(loss_id, int):
+            raise ValueError(f"loss_id: got {loss_id!r}, allowed is an int")
         feeds = self._feeds(optimizer)
         scaler = self._scalers.get(loss_id)
         if scaler is None:
@@ -219,7 +224,7 @@ class Amp:
     def stats(self) -> dict[str, Any]:
         """Numbers of the run so far, as plain values. The one call that may wait for the device.
 
-        Keys: scale, steps, skipped, scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend,
+        Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped, scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend,
         backend_reason, and scales (by loss_id).
         """
         return {
@@ -285,6 +290,12 @@ class Amp:
             raise RuntimeError(f"amp.{caller}(): this model was disabled; call tritonamp.enable again")
 
 
+def _names(models: list[nn.Module]) -> dict[Tensor, str]:
+    """Parameter to full name, with the model's number in front where there are several."""
+    prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
+    return {p: prefix + name for prefix, m in zip(prefixes, models, strict=True) for name, p in m.named_parameters()}
+
+
 def _release() -> None:
     overrides.release()
     user_functions.release()
@@ -305,12 +316,16 @@ def _uninstall_model(model: nn.Module) -> None:
 def _parse_state(state_dict: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], tuple[int, int, int], Any]:
     """Scaler states by loss_id, counts and loss_scale, from any of the formats that ``load_state_dict`` takes."""
     own = {"loss_scalers", "counts", "loss_scale"}
-    if set(state_dict) == own:
+    scaler_keys = set(GradScaler("cpu").state_dict())
+
+    def is_scaler(state: Any) -> bool:
+        return isinstance(state, dict) and scaler_keys <= set(state) <= scaler_keys | {"_hysteresis_tracker"}
+
+    if set(state_dict) == own and all(map(is_scaler, state_dict["loss_scalers"].values())):
         scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
         clean, overflow, fault = state_dict["counts"]
         return scalers, (clean, overflow, fault), state_dict["loss_scale"]
-    scaler_keys = set(GradScaler("cpu").state_dict())
-    if scaler_keys <= set(state_dict) <= scaler_keys | {"_hysteresis_tracker"}:
+    if is_scaler(state_dict):
         return {0: state_dict}, (0, 0, 0), "dynamic"
     raise ValueError(
         f"amp.load_state_dict: got the keys {sorted(map(str, state_dict))}; allowed are those of amp.state_dict() "

@@ -137,7 +137,7 @@ def test_one_step_is_the_textbook_step(
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hyperparameters_may_be_tensors(device: torch.device, dtype: torch.dtype, decoupled: bool) -> None:
-    """FP32 holds these values exactly, so nothing differs but the lerp: with a tensor it may contract product and sum."""
+    """FP32 holds these values exactly, so nothing differs but the lerp: a tensor's may contract product and sum."""
     start = Tensors(device, torch.float32, torch.float32, steps=3)
     rule = RULE._replace(lr=0.125, beta1=0.875, beta2=0.96875, decoupled_weight_decay=decoupled)
     lr, beta1, beta2 = (torch.tensor(h, dtype=dtype) for h in (rule.lr, rule.beta1, rule.beta2))

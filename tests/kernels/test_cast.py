@@ -60,7 +60,7 @@ def test_one_call_takes_several_dtypes(device: torch.device) -> None:
 
 
 def test_every_source_has_a_copy() -> None:
-    with pytest.raises(ValueError, match="^got 2 sources for 1 copies$"):
+    with pytest.raises(ValueError, match=r"^got 2 sources for 1 copies$"):
         cast([torch.zeros(1)] * 2, [torch.zeros(1)])
 
 

@@ -159,9 +159,7 @@ def judge(
     ],
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_what_skips(
-    device: torch.device, amax: list[float], scale: float, skips: bool, max_norm: float | None
-) -> None:
+def test_what_skips(device: torch.device, amax: list[float], scale: float, skips: bool, max_norm: float | None) -> None:
     assert bool(judge(amax, scale=scale, max_norm=max_norm, device=device)[0]) == skips
 
 
@@ -181,7 +179,7 @@ def test_norm_and_factor(device: torch.device, scale: float) -> None:
 
 
 def test_the_squares_are_summed_beyond_fp32(device: torch.device) -> None:
-    """4096 of 2**24 + 2**6: in FP32 one after another the small part is lost, and the whole overflows at 2**127 each."""
+    """In FP32 one after another, the 2**6 are lost after a while, and the 2**127 overflow at once."""
     assert judge([1.0] * 4096, [2.0**24 + 2.0**6] * 4096, device=device)[1] == pytest.approx(
         2.0**18 * (1 + 2.0**-19), rel=2**-23
     )

@@ -25,9 +25,7 @@ def test_against_fp64(device: torch.device, dtype: torch.dtype) -> None:
     for i, grad in enumerate(grads):
         exact = grad.double()
         assert amax[i] == exact.abs().max().float()
-        torch.testing.assert_close(
-            square_sum[i].double(), exact.square().sum(), rtol=(exact.numel() + 4) * U, atol=0
-        )
+        torch.testing.assert_close(square_sum[i].double(), exact.square().sum(), rtol=(exact.numel() + 4) * U, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
 
 

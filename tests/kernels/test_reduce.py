@@ -36,7 +36,7 @@ def assert_is_sum(result: Tensor, x: Tensor, dims: tuple[int, ...], keepdim: boo
 @each_result
 @each_half
 def test_long_sums(device: torch.device, half: torch.dtype, dtype: torch.dtype | None, values: str, n: int) -> None:
-    """"steps": 1 + eps everywhere; one after another in FP32, the steps are rounded away from 2**17 on."""
+    """The "steps" are 1 + eps everywhere: one after another in FP32, each eps is rounded away from 2**17 on."""
     x = {
         "normal": lambda: torch.randn(n, device=device),
         "uniform": lambda: torch.rand(n, device=device),
@@ -72,7 +72,12 @@ def test_it_never_overflows_on_the_way(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("terms", "expected"),
-    [([2048.0, 1.0], 2048.0), ([2048.0, 3.0], 2052.0), ([2048.0, 1.0, 2.0**-10], 2050.0), ([2048.0] + [1.0] * 6, 2054.0)],
+    [
+        ([2048.0, 1.0], 2048.0),
+        ([2048.0, 3.0], 2052.0),
+        ([2048.0, 1.0, 2.0**-10], 2050.0),
+        ([2048.0] + [1.0] * 6, 2054.0),
+    ],
 )
 def test_it_is_rounded_once(device: torch.device, terms: list[float], expected: float) -> None:
     """Ties to even; in half each 1 would be lost beside 2048. FP32 holds 2049 + 2**-10 exactly."""

@@ -159,7 +159,9 @@ def test_softmax_backward(device: torch.device, layout: str, half: torch.dtype, 
 @each_half
 @each_layout
 @pytest.mark.parametrize("y_dtype", [None, torch.float32], ids=str)
-def test_log_softmax_backward(device: torch.device, layout: str, half: torch.dtype, y_dtype: torch.dtype | None) -> None:
+def test_log_softmax_backward(
+    device: torch.device, layout: str, half: torch.dtype, y_dtype: torch.dtype | None
+) -> None:
     """Half an ulp for the result, n + 5 FP32 roundings of |grad| + exp(y) sum |grad|."""
     x, dim = inputs(layout, half, 2.0, device)
     y = torch.log_softmax(x.float(), dim).to(y_dtype or half)
