@@ -525,3 +525,73 @@ def test_resume_is_bit_identical(enabled: Callable[..., Any], device: torch.devi
     assert same(snapshot(*straight[:2]), snapshot(*resumed[:2]))
     # the reason of the last skip is for people, and is not saved
     assert straight[2].stats() == {**resumed[2].stats(), "last_skip_reason": straight[2].stats()["last_skip_reason"]}
+
+
+def test_clipping_leaves_out_what_is_skipped(gan: Any, device: torch.device) -> None:
+    generator, discriminator, opt_g, opt_d, amp = gan
+    x, y = batch(device)
+    amp.backward(generator(x[:, :4]).square().mean(), opt_g, loss_id=0)
+    amp.backward(nn.functional.cross_entropy(discriminator(x), y) * float("nan"), opt_d, loss_id=1)
+    before = snapshot(discriminator, opt_d)
+    norm = amp.clip_grad_norm_(1e-3)
+    opt_g.step()
+    opt_d.step()
+    assert torch.isfinite(norm)
+    assert norm > 0
+    assert same(snapshot(discriminator, opt_d), before)
+    assert all(torch.isfinite(p).all() for p in generator.parameters())
+
+
+def test_failed_backward_gives_true_gradients_back(enabled: Callable[..., Any], device: torch.device) -> None:
+    for level in ("O1", "O2"):
+        model, opt, amp = enabled(level, "SGD")
+        amp.backward(loss_of(model, batch(device, 0)))
+        amp.unscale_()
+        true = [p.grad.clone() for p in amp.master_params()]
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, batch(device, 1))):
+            raise ZeroDivisionError
+        assert same(true, [p.grad for p in amp.master_params()])
+        before = [p.detach().clone() for p in amp.master_params()]
+        opt.step()
+        for p, q, g in zip(before, amp.master_params(), true, strict=True):
+            torch.testing.assert_close(q.detach(), p - 0.1 * g)
+
+
+def test_model_zero_grad_drops_a_bad_batch(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2")
+    amp.backward(loss_of(model, batch(device, 0)) * float("nan"))
+    model.zero_grad()
+    amp.backward(loss_of(model, batch(device, 1)))
+    opt.step()
+    assert amp.stats() == {**amp.stats(), "steps": 1, "skipped": 0}
+
+
+def test_scaled_by_hand_and_stepped_directly(enabled: Callable[..., Any], device: torch.device) -> None:
+    """Nobody calls update(): the decision moves the scale itself, and a fault is forgotten with its step."""
+    model, opt, amp = enabled("O2")
+    for fault in ("loss", "gradient", ""):
+        amp.scaler.scale(loss_of(model, batch(device)) * (float("nan") if fault == "loss" else 1.0)).backward()
+        if fault == "gradient":
+            model.first.weight.grad[0, 0] = float("inf")
+        opt.step()
+        opt.zero_grad()
+    assert amp.stats() == {**amp.stats(), "steps": 1, "forward_faults": 1, "scale_overflows": 1, "scale": 2.0**15}
+
+
+@pytest.mark.parametrize("scaler", [tritonamp.GradScaler, torch.amp.GradScaler])
+def test_foreign_scalers_are_refused(enabled: Callable[..., Any], device: torch.device, scaler: Any) -> None:
+    for level, fields in (("O0", {}), ("O1", {}), ("O2", {"dtype": torch.bfloat16})):
+        model, opt, amp = enabled(level, "SGD", **fields)
+        other = scaler(device.type)
+        other.scale(loss_of(model, batch(device))).backward()
+        with pytest.raises(RuntimeError, match="this optimizer was enabled with another GradScaler: use amp.scaler"):
+            other.step(opt)
+
+
+def test_disable_between_backward_and_step(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2", "SGD")
+    amp.backward(loss_of(model, batch(device)))
+    amp.disable()
+    before = model.first.weight.detach().clone()
+    opt.step()
+    assert torch.equal(model.first.weight, before)

@@ -131,7 +131,7 @@ def samples() -> dict[str, list[Call]]:
         for info in op_db:
             if FP32 not in info.dtypes:
                 continue
-            for sample, _ in zip(info.sample_inputs("cpu", FP32), range(2), strict=False):
+            for sample, _ in zip(info.sample_inputs("cpu", FP32), range(3), strict=False):
                 with contextlib.suppress(Exception), torch.autocast("cpu", dtype=BF16):  # some expect other states
                     info.op(sample.input, *sample.args, **sample.kwargs)
     for op, make in MORE_SAMPLES.items():

@@ -20,6 +20,7 @@ class Decision:
         scale: 0-d, the scale that the backward used.
         loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
         feeds: the optimizers that have not stepped yet.
+        blocks: how many ``with scale_loss`` blocks we are inside of.
         zeroed: those of them whose gradients the user has cleared since.
         found_inf, norm, grad_scale: results of ``decide``, None until made.
     """
@@ -30,6 +31,7 @@ class Decision:
         self.scaler, self.scale, self.loss_nonfinite = scaler, scale, loss_nonfinite
         self.feeds, self.automatic = list(feeds), automatic
         self.zeroed: set[MasterWeights] = set()
+        self.blocks = 0
         self.found_inf: Tensor | None = None
         self.norm: Tensor | None = None
         self.grad_scale: Tensor | None = None

@@ -197,6 +197,7 @@ class EnabledOptimizer(_Enabled):
     """An optimizer that steps on unscaled gradients and FP32 masters, or skips. A copy of it is a plain optimizer."""
 
     _stepper: Any  # of the Amp that enabled it
+    _step_supports_amp_scaling = True  # so that torch's GradScaler shows itself, see ``step``
     _set_aside = ("step", "_tritonamp_step")
 
     def step(self, closure: Any = None) -> None:
@@ -210,6 +211,8 @@ class EnabledOptimizer(_Enabled):
                 "optimizer.step(closure): a skipped step cannot run the closure again. Compute the loss first, "
                 "call amp.backward(loss), then optimizer.step() without arguments"
             )
+        if "found_inf" in vars(self):  # what torch's GradScaler tells optimizers that skip on the device
+            self._stepper.check_scaler(None)
         self._opt_called = True  # what an LR scheduler looks for
         self._stepper.step(self)
 
@@ -229,9 +232,16 @@ class EnabledOptimizer(_Enabled):
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._stepper.state_loaded(self, state_dict)
 
-    def _amp_unscale_(self) -> None:
+    def _amp_unscale_(self, scaler: Any) -> None:
         """Called by ``GradScaler.unscale_``."""
+        self._stepper.check_scaler(scaler)
         self._stepper.unscale_(self)
+
+    def _amp_step(self, scaler: Any) -> None:
+        """Called by ``GradScaler.step``."""
+        self._stepper.check_scaler(scaler)
+        self._opt_called = True
+        self._stepper.step(self, by_scaler=True)
 
 
 @functools.cache

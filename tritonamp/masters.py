@@ -32,7 +32,7 @@ class PreciseValues:
     def __init__(self, originals: Mapping[Tensor, Tensor]) -> None:
         self._values = dict(originals)
         self._stamps: dict[Tensor, tuple[int, int] | None] = {half: _stamp(half) for half in originals}
-        self._versions: list[int] = []  # of all values, when they were last rounded into their half tensors
+        self._versions = {half: value._version for half, value in originals.items()}  # when last rounded into ``half``
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._values
@@ -51,15 +51,11 @@ class PreciseValues:
 
     def push(self) -> None:
         """Rounds FP32 values that somebody wrote to into their half tensors."""
-        versions = [value._version for value in self._values.values()]
-        if len(versions) == len(self._versions):
-            for i, half in enumerate(self._values):
-                if versions[i] != self._versions[i]:
-                    with torch.no_grad():
-                        half.copy_(self.get(half))
-                    self._stamps[half] = _stamp(half)
-            versions = [value._version for value in self._values.values()]
-        self._versions = versions
+        for half, value in self._values.items():
+            if value._version != self._versions[half]:
+                with torch.no_grad():
+                    half.copy_(self.get(half))
+                self.written([half])
 
     def master(self, half: Tensor) -> Tensor:
         """The FP32 value as a leaf on the device of ``half`` that an optimizer can step on."""
@@ -67,13 +63,13 @@ class PreciseValues:
         if not isinstance(value, torch.nn.Parameter):
             data = value.detach().to(half.device, copy=True)
             value = torch.nn.Parameter(data, requires_grad=half.requires_grad)
-            self._values[half] = value
+            self._values[half], self._versions[half] = value, value._version
         return value
 
     def adopt(self, half: Tensor, value: Tensor) -> Tensor:
         """From now on ``value`` is the FP32 value of ``half``; returns it, brought up to date in place."""
         if self._values.get(half) is not value:
-            self._values[half], self._stamps[half] = value, None
+            self._values[half], self._stamps[half], self._versions[half] = value, None, value._version
         return self.get(half)
 
     def load(self, half: Tensor, value: Tensor) -> None:
@@ -86,8 +82,7 @@ class PreciseValues:
     def written(self, halves: list[Tensor]) -> None:
         """``halves`` hold the rounded FP32 values now."""
         for half in halves:
-            self._stamps[half] = _stamp(half)
-        self._versions = [value._version for value in self._values.values()]
+            self._stamps[half], self._versions[half] = _stamp(half), self._values[half]._version
 
 
 class MasterWeights:
@@ -148,6 +143,10 @@ class MasterWeights:
                 pairs.append((param, param.grad))
         return pairs
 
+    def has_gradients(self) -> bool:
+        """Whether any backward since the last step, or the last clearing, has left something."""
+        return bool(self._earlier) or any(param.grad is not None for param in self._sources.values())
+
     def gradients(self) -> dict[Tensor, Tensor]:
         """Master to the gradient that the step will use: scaled, on the model's parameter, or true, on the master."""
         grads = {}
@@ -201,7 +200,8 @@ class MasterWeights:
             _show_gradient(param, master.grad)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clears the gradients of the half parameters."""
+        """Clears the gradients of the half parameters, and those set aside."""
+        self._earlier.clear()
         for param in self.copies().values():
             had = param.grad is not None
             _show_gradient(param, None)
@@ -212,6 +212,17 @@ class MasterWeights:
         """The step is over: the gradients belong to the past."""
         self.scaled_by, self.unscaled = None, False
         self._earlier.clear()
+
+    def take_back(self) -> None:
+        """The backward that ``begin`` announced has failed: the true gradients that were set aside count again."""
+        earlier = dict(self._earlier)
+        self.finish()
+        if earlier:
+            for master, param in self._sources.items():
+                param.grad = None
+                master.grad = earlier.get(master)
+            self.unscaled = True
+            self.show_true_gradients()
 
     def write_back(self) -> None:
         """Rounds the masters into the half parameters."""

@@ -183,7 +183,9 @@ class Amp:
             RuntimeError: called twice before a step, or before any backward.
         """
         self._check_enabled("unscale_")
-        for optimizer in self._pending("unscale_"):
+        pending = self._pending("unscale_")
+        scaled = [o for o in pending if not self._weights[o].unscaled]
+        for optimizer in scaled or pending:  # the latter refuses: called twice
             self._stepper.unscale_(optimizer)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -274,6 +276,8 @@ class Amp:
         self._check_enabled("disable")
         for optimizer, weights in self._weights.items():
             weights.refresh()
+            if self.policy.scales_loss and not weights.unscaled:
+                optimizer.zero_grad()  # gradients with a scale that nobody will take off
             installing.uninstall(optimizer, "_stepper")
             weights.give_back()
             settle_state(optimizer)

@@ -140,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: called twice since the last update, or after ``step``.
         """
         if self._enabled and hasattr(optimizer, "_amp_unscale_"):  # an enabled optimizer, which has masters
-            optimizer._amp_unscale_()
+            optimizer._amp_unscale_(self)
         else:
             super().unscale_(optimizer)
 
@@ -176,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled: a skipped step cannot run it again"
             )
         if self._enabled and hasattr(optimizer, "_amp_unscale_"):
-            return optimizer.step()
+            return optimizer._amp_step(self)
         if self._enabled:
             kwargs.pop("closure", None)
             args = args[1:]

@@ -66,19 +66,25 @@ class Stepper:
                 w.begin(decision)
         scaled, nonfinite = scale_loss(loss, decision.scale)
         before, decision.loss_nonfinite = decision.loss_nonfinite, torch.maximum(decision.loss_nonfinite, nonfinite)
+        decision.blocks += 1
         try:
             yield scaled
         except BaseException:  # the backward failed: this loss never was
             decision.loss_nonfinite = before
             if new:
                 for w in weights:
-                    self._leave(w, [decision])
+                    w.take_back()
+                    self._remove(w, [decision])
             raise
+        finally:
+            decision.blocks -= 1
 
     def _drop_zeroed(self, weights: list[MasterWeights]) -> None:
-        for decision in list(self._decisions):
-            for w in decision.zeroed.intersection(weights):
-                self._leave(w, [decision])
+        """Ends decisions whose gradients the user has cleared, by the optimizer or by the model."""
+        for decision in [d for d in self._decisions if d.blocks == 0]:
+            for w in weights:
+                if w in decision.feeds and (w in decision.zeroed or not w.has_gradients()):
+                    self._leave(w, [decision])
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """The user clears the gradients: the model's half ones too. A pending decision ends at the next backward."""
@@ -121,22 +127,42 @@ class Stepper:
             self._make(decisions[0], max_norm)  # the step multiplies by the clip coefficient, at no extra pass
             assert decisions[0].norm is not None
             return decisions[0].norm
+        for decision in decisions:
+            self._make(decision)
+        norms = []
         for o in optimizers:
             if not self._weights[o].unscaled:
                 self.unscale_(o)
-        return nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], max_norm)
+            grads = [g.float() for g in self._weights[o].gradients().values()]
+            norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+            bad = [d.found_inf for d in self._decisions_of(o) if d.found_inf is not None]
+            norms.append(_or_zero(norm, bad))  # what is skipped does not count
+        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        nn.utils.clip_grads_with_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], max_norm, total)
+        return total
+
+    def check_scaler(self, scaler: Any) -> None:
+        """Refuses a GradScaler that the backward of an enabled model did not use."""
+        if scaler is not self._scaler:
+            raise RuntimeError(
+                "this optimizer was enabled with another GradScaler: use amp.scaler, or "
+                "tritonamp.enable(..., scaler=scaler) with a tritonamp.GradScaler"
+            )
 
     # the step
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, by_scaler: bool = False) -> None:
         """Makes the decisions that concern ``optimizer``, then steps or skips.
+
+        Args:
+            by_scaler: called by ``GradScaler.step``, so that an ``update`` will follow.
 
         Raises:
             RuntimeError: there was no backward of a scaled loss.
             NonFiniteError: a skip, under ``on_nonfinite="raise"``.
         """
         w = self._weights[optimizer]
-        decisions = self._decisions_of(optimizer)
+        decisions = self._decisions_of(optimizer, automatic=not by_scaler)
         w.refresh()
         for decision in decisions:
             self._make(decision)
@@ -182,7 +208,7 @@ class Stepper:
         if not decision.made:
             decision.make(self._log, max_norm)
 
-    def _decisions_of(self, optimizer: Optimizer) -> list[Decision]:
+    def _decisions_of(self, optimizer: Optimizer, automatic: bool = False) -> list[Decision]:
         """The pending decisions that feed ``optimizer``; one is opened for gradients that came another way."""
         w = self._weights[optimizer]
         found = [d for d in self._decisions if w in d.feeds]
@@ -197,15 +223,23 @@ class Stepper:
         # the user called scaler.scale(loss).backward(), or a plain loss.backward() where there is no scale
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         scale = self._scaler.scale_tensor(device)
-        flag = torch.zeros_like(scale) if by_hand is None else by_hand
-        decision = Decision(self._scaler, scale.clone(), flag, [w], automatic=by_hand is None)
+        flag, feeds = torch.zeros_like(scale) if by_hand is None else by_hand, [w]
+        if by_hand is not None and automatic:  # scaled by hand, but nobody will call update()
+            flag = self._scaler.take_loss_nonfinite()
+            taken = [fed for d in self._decisions for fed in d.feeds]
+            feeds += [o for o in self._weights.values() if o is not w and o not in taken and o.scaled_gradients()]
+        decision = Decision(self._scaler, scale.clone(), flag, feeds, automatic or by_hand is None)
         self._decisions.append(decision)
-        w.begin(decision)
+        for fed in feeds:
+            fed.begin(decision)
         return [decision]
 
     def _leave(self, w: MasterWeights, decisions: list[Decision]) -> None:
         """``w`` is done with ``decisions``; those that feed nobody else are over."""
         w.finish()
+        self._remove(w, decisions)
+
+    def _remove(self, w: MasterWeights, decisions: list[Decision]) -> None:
         for decision in decisions:
             decision.zeroed.discard(w)
             if w in decision.feeds:
@@ -222,6 +256,13 @@ class Stepper:
             raise NonFiniteError(text)
         else:
             logger.warning(text)
+
+
+def _or_zero(norm: Tensor, found_inf: list[Tensor]) -> Tensor:
+    """``norm``, or 0 where one of the flags is set."""
+    for flag in found_inf:
+        norm = torch.where(flag.to(norm.device) != 0, torch.zeros_like(norm), norm)
+    return norm
 
 
 def _no_backward(with_grad: int) -> str:
@@ -247,6 +288,6 @@ def _fused_step(optimizer: Optimizer, w: MasterWeights, grad_scale: Tensor | Non
     def step(optimizer: Optimizer) -> None:
         with torch.no_grad():
             adam_step(optimizer, w.gradients(), {}, w.copies(), grad_scale, found_inf)
+            w.written()  # before the user's hooks, which may write to masters
 
     step(optimizer)
-    w.written()
