@@ -313,7 +313,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         lambda: (pack_padded_sequence(R(5, 3, 4), [5, 3, 2]),),
         10,
     ),
-    "packed gru": (lambda: nn.GRU(4, 6), lambda: (pack_padded_sequence(R(5, 3, 4), [2, 5, 3], enforce_sorted=False),), 5),
+    "packed gru": (lambda: nn.GRU(4, 6), lambda: (pack_padded_sequence(R(5, 3, 4), [2, 5, 3], enforce_sorted=False),), 5),  # noqa: E501
     "lstm cell": (lambda: Lambda(nn.LSTMCell(4, 6), steps), lambda: (R(5, 3, 4),), 5),
     "gru cell": (lambda: Lambda(nn.GRUCell(4, 6), steps), lambda: (R(5, 3, 4),), 5),
     "rnn cell": (lambda: Lambda(nn.RNNCell(4, 6), steps), lambda: (R(5, 3, 4),), 5),
@@ -330,7 +330,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         lambda: (R(2, 5, 8), R(2, 7, 4), R(2, 7, 6)),
         4,
     ),
-    "causal attention": (lambda: Lambda(nn.MultiheadAttention(8, 2, batch_first=True), causal), lambda: (R(2, 5, 8),), 4),
+    "causal attention": (lambda: Lambda(nn.MultiheadAttention(8, 2, batch_first=True), causal), lambda: (R(2, 5, 8),), 4),  # noqa: E501
     "transformer layer": (transformer_layer, lambda: (R(2, 5, 8),), 8),
     "transformer layer, norm first": (lambda: transformer_layer(norm_first=True), lambda: (R(2, 5, 8),), 8),
     "transformer": (
@@ -409,7 +409,7 @@ each_model = pytest.mark.parametrize("name", MODELS)
 MIXED_INSIDE = {"causal attention", "orthogonal"}
 each_model_and_level = pytest.mark.parametrize(
     ("name", "level"),
-    [(name, level) for name in MODELS for level in ("O1", "O2", "O3", "O5") if level != "O3" or name not in MIXED_INSIDE],
+    [(name, level) for name in MODELS for level in ("O1", "O2", "O3", "O5") if level != "O3" or name not in MIXED_INSIDE],  # noqa: E501
 )
 
 
@@ -657,7 +657,7 @@ def test_fp32_modules_that_match_nothing(wanted: Any) -> None:
     with pytest.raises(ValueError, match=r"fp32_modules: .* matches no module of the model; its modules are 0, 1"):
         tritonamp.enable(model, fp32_modules=[wanted])
     assert type(model) is nn.Sequential
-    with pytest.raises(ValueError, match="its modules are .it has no submodules."):
+    with pytest.raises(ValueError, match=r"its modules are .it has no submodules."):
         tritonamp.enable(nn.Linear(2, 2), fp32_modules="head")
 
 

@@ -48,7 +48,9 @@ class SkipLog:
         """
         if not amax.keys() <= self._names.keys():
             later = self._ask_names()
-            self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in amax.keys() - self._names}
+            self._names |= {
+                p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in amax.keys() - self._names
+            }
         none = torch.zeros_like(scale)
         values = torch.stack([amax.get(param, none) for param in self._names] or [none])
         fault = loss_nonfinite != 0

@@ -118,9 +118,11 @@ class _Enabled:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is type(self):
-            rebuild = (_kind(type(self)), base_class(type(self)), *reduced[1][1:])
-            return (_new, rebuild, *reduced[2:])
+        new_object = copyreg.__newobj__  # type: ignore[attr-defined]
+        if isinstance(reduced, tuple) and reduced[0] is new_object and reduced[1][0] is type(self):
+            arguments: tuple[Any, ...] = (_kind(type(self)), base_class(type(self)), *reduced[1][1:])
+            rebuilt: tuple[Any, ...] = reduced[2:]
+            return (_new, arguments, *rebuilt)
         return reduced
 
 

@@ -176,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled: a skipped step cannot run it again"
             )
         if self._enabled and hasattr(optimizer, "_amp_unscale_"):
-            return optimizer._amp_step(self)
+            return optimizer._amp_step(self)  # type: ignore[attr-defined]
         if self._enabled:
             kwargs.pop("closure", None)
             args = args[1:]

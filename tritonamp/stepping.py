@@ -138,7 +138,9 @@ class Stepper:
             bad = [d.found_inf for d in self._decisions_of(o) if d.found_inf is not None]
             norms.append(_or_zero(norm, bad))  # what is skipped does not count
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        nn.utils.clip_grads_with_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], max_norm, total)
+        nn.utils.clip_grads_with_norm_(
+            [p for o in optimizers for g in o.param_groups for p in g["params"]], max_norm, total
+        )
         return total
 
     def check_scaler(self, scaler: Any) -> None:
