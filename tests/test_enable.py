@@ -65,7 +65,7 @@ def dispatch_tables() -> dict[str, str]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_enable_and_disable_leave_everything_as_it_was(handles: Any, device: torch.device, level: str) -> None:
     tables = dispatch_tables()
-    model, optimizer, x = make(device)
+    model, optimizer, _ = make(device)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     values = {name: t.clone() for name, t in model.state_dict().items()}
     params, groups, attributes = list(model.parameters()), copy.copy(optimizer.param_groups), set(vars(optimizer))

@@ -21,7 +21,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 
 COMMANDS = {"__main__", "demo", "doctor"}
 CORE_FILES = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in {"__init__", *COMMANDS})
-RUNTIME = ["checks", "user_functions", "installing", "decision", "stepping", "runtime"]  # one job in parts, in import order
+RUNTIME = ["checks", "user_functions", "installing", "decision", "stepping", "runtime"]  # one job in parts, in import order  # noqa: E501
 MIDDLE_FILES = [path for path in CORE_FILES if path.stem not in {"policy", *RUNTIME}]
 ENTRY_FILES = sorted({*PACKAGE.rglob("*.py")} - {*CORE_FILES, PACKAGE / "__init__.py"})
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))

@@ -581,10 +581,10 @@ def test_scaled_by_hand_and_stepped_directly(enabled: Callable[..., Any], device
 @pytest.mark.parametrize("scaler", [tritonamp.GradScaler, torch.amp.GradScaler])
 def test_foreign_scalers_are_refused(enabled: Callable[..., Any], device: torch.device, scaler: Any) -> None:
     for level, fields in (("O0", {}), ("O1", {}), ("O2", {"dtype": torch.bfloat16})):
-        model, opt, amp = enabled(level, "SGD", **fields)
+        model, opt, _ = enabled(level, "SGD", **fields)
         other = scaler(device.type)
         other.scale(loss_of(model, batch(device))).backward()
-        with pytest.raises(RuntimeError, match="this optimizer was enabled with another GradScaler: use amp.scaler"):
+        with pytest.raises(RuntimeError, match=r"this optimizer was enabled with another GradScaler: use amp.scaler"):
             other.step(opt)
 
 

@@ -164,7 +164,7 @@ def test_closure(run: Any) -> None:
 
 
 def test_step_without_backward(run: Any) -> None:
-    model, optimizer, amp = run
+    _, optimizer, amp = run
     with pytest.raises(RuntimeError, match=r"optimizer.step\(\) before any backward"):
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"unscale_\(\) before any backward"):

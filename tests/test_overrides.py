@@ -293,7 +293,7 @@ def test_every_op_of_the_cuda_list_has_a_sample(samples: dict[str, list[Call]]) 
     assert {op for op in CUDA_LIST if op not in TABLE} <= {*CUDA_KERNELS_ONLY, *CPU_LIST}  # or torch's own rule serves
 
 
-def expected_dtypes(op: str, call: Call, half: torch.dtype, torchs: list[torch.dtype] | None) -> list[torch.dtype] | None:
+def expected_dtypes(op: str, call: Call, half: torch.dtype, torchs: list[torch.dtype] | None) -> list[torch.dtype] | None:  # noqa: E501
     """What CUDA autocast gives, but for the differences that the design names; None where it fails."""
     given = dtypes(call)
     asked = next((value for value in tree_leaves(call) if isinstance(value, torch.dtype)), None)
@@ -398,7 +398,7 @@ def test_an_explicit_dtype_wins(op: str, asked: torch.dtype, given: torch.dtype,
     assert found.dtype is asked
     expected = EXPLICIT[op](x.double(), dtype=FP64)
     # at most twelve roundings in the narrower of the two formats, of values that grow to the result
-    torch.testing.assert_close(found.double(), expected, rtol=12 * max(torch.finfo(d).eps for d in (asked, given)), atol=0)
+    torch.testing.assert_close(found.double(), expected, rtol=12 * max(torch.finfo(d).eps for d in (asked, given)), atol=0)  # noqa: E501
 
 
 # values
@@ -524,7 +524,7 @@ def test_cross_entropy_is_that_of_fp32(half: torch.dtype, reduction: str, amps: 
 def test_binary_cross_entropy_is_refused_with_the_remedy(fused: Callable[..., Tensor], amps: Any) -> None:
     p, y = torch.rand(3).half(), torch.ones(3).half()
     with amps[FP16].autocast():
-        with pytest.raises(RuntimeError, match=r"Use binary_cross_entropy_with_logits \(nn.BCEWithLogitsLoss\) without"):
+        with pytest.raises(RuntimeError, match=r"Use binary_cross_entropy_with_logits \(nn.BCEWithLogitsLoss\) without"):  # noqa: E501
             fused(p, y)
         assert F.binary_cross_entropy_with_logits(p, y).dtype is FP32
         with tritonamp.disable_casts():
@@ -633,7 +633,7 @@ def test_nested_enabled_models_follow_their_own_policies() -> None:
     dtypes_seen = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        dtypes_seen.append([overrides.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]
+        dtypes_seen.append([overrides.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]  # noqa: E501
         dtypes_seen.append([overrides.active_policy().dtype, (output @ output.t()).dtype])  # type: ignore[union-attr]
 
     outer[0].register_forward_hook(hook)
@@ -686,6 +686,40 @@ def test_an_enabled_model_is_followed_by_backwards_in_other_threads(level: str) 
     thread.join()
     assert torch.equal(found[0], expected)
     amp.disable()
+
+
+# torch.func
+
+
+def _loss(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.func.functional_call(model, params, (x,)).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
+    "functional_call": lambda m, p, x: torch.func.functional_call(m, p, (x,)),
+    "vmap": lambda m, p, x: torch.func.vmap(m)(x),
+    "grad": lambda m, p, x: torch.func.grad(lambda p: _loss(m, p, x))(p),
+    "per-sample grad": lambda m, p, x: torch.func.vmap(
+        torch.func.grad(lambda p, x: _loss(m, p, x)), in_dims=(None, 0)
+    )(p, x),
+    "jvp": lambda m, p, x: torch.func.jvp(m, (x,), (x,)),
+    "jacrev": lambda m, p, x: torch.func.jacrev(m)(x[0]),
+    "jacfwd": lambda m, p, x: torch.func.jacfwd(m)(x[0]),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func(transform: str, level: str) -> None:
+    model, amp, x = made(level=level)
+    params, x = {name: p.detach() for name, p in model.named_parameters()}, x.detach()
+    found = tree_leaves(TRANSFORMS[transform](model, params, x))
+    amp.disable()
+    expected = tree_leaves(TRANSFORMS[transform](model, {n: p.float() for n, p in params.items()}, x))
+    largest = max(float(e.abs().max()) for e in expected)
+    for f, e in zip(found, expected, strict=True):
+        # forward and backward pass some eight roundings each; 2: the gain of what comes after a rounding
+        torch.testing.assert_close(f.float(), e, rtol=0, atol=2 * 16 * torch.finfo(FP16).eps / 2 * largest)
 
 
 # torch.compile and checkpoints

@@ -111,7 +111,7 @@ def test_fp32_modules_becomes_a_tuple(given: Any) -> None:
 
 @pytest.mark.parametrize("level", ["02", "o2", "O2 ", 2, None, "O6", "", "00", "o5"])
 def test_unknown_level(level: Any) -> None:
-    with pytest.raises(ValueError, match="allowed are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5', or a tritonamp.Policy") as e:
+    with pytest.raises(ValueError, match=r"allowed are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5', or a tritonamp.Policy") as e:
         resolve(level)
     assert f"unknown level {level!r}" in str(e.value)
 
@@ -194,7 +194,7 @@ def test_every_problem_is_named_at_once() -> None:
         {"level": tritonamp.O2},
         {"policy": tritonamp.O2},
         {"policy": "O2"},
-        {"level": "O1", **{name: TABLE[name][2] for name in ("cast_model", "keep_norms_fp32", "master_weights")}, "cast_inputs": True},
+        {"level": "O1", **{name: TABLE[name][2] for name in ("cast_model", "keep_norms_fp32", "master_weights")}, "cast_inputs": True},  # noqa: E501
     ],
     ids=repr,
 )

@@ -133,7 +133,8 @@ class EnabledModule(_Enabled):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         if args:  # positional as torch still allows
-            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+            defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
+            destination, prefix, keep_vars = args + defaults[len(args) :]
         result = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[misc]
         policy, precise = self._tritonamp.policy, self._tritonamp.precise
         if not policy.cast_model or policy.state_dict_dtype in HALF_DTYPES:

@@ -155,10 +155,15 @@ def _table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
 
 
 class _Active(threading.local):
-    """The policies of the enabled forwards that this thread is in, innermost last, and the trace that each is part of."""
+    """The policies of the enabled forwards that this thread is in, innermost last, and the trace that each is part of.
+
+    Attributes:
+        in_rule: this thread is inside a rule; none applies to what a rule calls.
+    """
 
     def __init__(self) -> None:
         self.stack: list[tuple[int, TracingContext | None]] = []
+        self.in_rule = False
 
     def live(self) -> list[tuple[int, TracingContext | None]]:
         """The stack, without what traces that were given up half-way have left on it."""
@@ -286,12 +291,15 @@ def _implementation(op: str, rule: Rule, device_type: str, key_name: str) -> Cal
         stock = torch.library.get_kernel(target, key_name)
 
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        policy = active_policy()
-        # torch.func differentiates and batches below this point, where rules cannot follow: torch's own apply there
+        policy = None if _active.in_rule else active_policy()
         if policy is not None:
-            with torch._C._ExcludeDispatchKeyGuard(below):  # no rule applies to what a rule calls
-                return rule(target, policy, torch.get_autocast_dtype(device_type), args, kwargs)
-        if stock is not None:
+            _active.in_rule = True
+            try:
+                with torch._C._ExcludeDispatchKeyGuard(below):
+                    return rule(target, policy, torch.get_autocast_dtype(device_type), args, kwargs)
+            finally:
+                _active.in_rule = False
+        if stock is not None and not _active.in_rule:  # torch.func comes back here from below, the guard undone
             return stock.call_boxed(keyset, *args, **kwargs)
         return target.redispatch(keyset & after, *args, **kwargs)
 

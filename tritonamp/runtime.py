@@ -224,10 +224,11 @@ class Amp:
                 yield from group["params"]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far, as plain values. The one call that may wait for the device.
+        """Numbers of the run so far, as plain values. Waits for the device, as ``explain`` and ``state_dict`` do.
 
-        Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped, scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend,
-        backend_reason, and scales (by loss_id).
+        Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped,
+        scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend, backend_reason, and scales (by
+        loss_id).
         """
         return {
             "scale": self.scaler.get_scale(),
