@@ -633,7 +633,7 @@ def test_nested_enabled_models_follow_their_own_policies() -> None:
     dtypes_seen = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        dtypes_seen.append([overrides.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]  # noqa: E501
+        dtypes_seen.append([overrides.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]
         dtypes_seen.append([overrides.active_policy().dtype, (output @ output.t()).dtype])  # type: ignore[union-attr]
 
     outer[0].register_forward_hook(hook)
