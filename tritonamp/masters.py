@@ -69,7 +69,8 @@ class PreciseValues:
     def adopt(self, half: Tensor, value: Tensor) -> Tensor:
         """From now on ``value`` is the FP32 value of ``half``; returns it, brought up to date in place."""
         if self._values.get(half) is not value:
-            self._values[half], self._stamps[half], self._versions[half] = value, None, value._version
+            self._values[half], self._stamps[half] = value, None
+            self._versions[half] = self.get(half)._version
         return self.get(half)
 
     def load(self, half: Tensor, value: Tensor) -> None:
