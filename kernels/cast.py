@@ -30,5 +30,4 @@ def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
     ``half`` since, and its own value counts.
     """
     with torch.no_grad():
-        same = (precise.to(half.dtype) == half) | (precise.isnan() & half.isnan())
-        return torch.where(same, precise, half.float())
+        return torch.where(precise.to(half.dtype) == half, precise, half.float())

@@ -104,6 +104,7 @@ CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "ModelOutput": (lambda v: ModelOutput(logits=v), lambda c: c.logits),
     "nested": (lambda v: {"a": [Pair(Frozen(None, inner=(v,)), 2)]}, lambda c: c["a"][0].first.inner[0]),
 }
+BUILT_IN = {"dict", "OrderedDict", "defaultdict", "list", "tuple", "namedtuple"}
 each_container = pytest.mark.parametrize("container", CONTAINERS)
 
 UNTOUCHED: dict[str, Any] = {
@@ -708,6 +709,24 @@ def test_outputs_in_containers(container: str, level: str) -> None:
     assert type(output) is type(value)
     assert unwrap(output).dtype is FP32
     assert unwrap(value).dtype is FP32
+    amp.disable()
+
+
+# torch 2.11 cannot trace a copy of an object
+COMPILED = [name for name in CONTAINERS if torch.__version__ >= "2.15" or name in BUILT_IN]
+
+
+@pytest.mark.parametrize("container", COMPILED)
+def test_containers_compile_in_one_piece(container: str) -> None:
+    torch.compiler.reset()
+    wrap, unwrap = CONTAINERS[container]
+    model = Lambda(nn.Linear(4, 4), lambda m, x: wrap(m(unwrap(x))))
+    amp = tritonamp.enable(model, level="O2")
+    value = wrap(torch.randn(2, 4))
+    expected = model(value)
+    output = torch.compile(model, backend="aot_eager", fullgraph=True)(value)
+    assert type(output) is type(expected)
+    assert torch.equal(unwrap(output), unwrap(expected))
     amp.disable()
 
 

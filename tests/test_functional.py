@@ -130,7 +130,7 @@ def test_sum_of_other_dtypes_is_torchs(device: torch.device, dtype: torch.dtype)
         assert torch.equal(result, reference)
 
 
-DIMS = [None, 0, 1, -1, -3, (), [], (0,), (0, 2), (-1, 0), [2, 0, 1], np.int64(1), torch.Size([1])]
+DIMS = [None, 0, 1, -1, -3, (), [], (0,), (0, 2), (-1, 0), (-3, -1), (-2, -3), [2, 0, 1], np.int64(1), torch.Size([1])]
 
 
 @pytest.mark.parametrize("keepdim", [False, True])

@@ -109,6 +109,11 @@ def test_fp32_modules_becomes_a_tuple(given: Any) -> None:
     assert modules
 
 
+@pytest.mark.parametrize(("given", "means"), [(True, True), (FP16, True), (False, False), (None, False)])
+def test_cast_inputs_may_be_written_like_cast_outputs(given: Any, means: bool) -> None:
+    assert resolve("O1", cast_inputs=given).cast_inputs is means
+
+
 @pytest.mark.parametrize("level", ["02", "o2", "O2 ", 2, None, "O6", "", "00", "o5"])
 def test_unknown_level(level: Any) -> None:
     with pytest.raises(ValueError, match=r"allowed are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5', or a tritonamp.Policy") as e:
@@ -137,6 +142,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         ({name: 1}, f"{name}=1: allowed are True and False")
         for name in ("cast_model", "keep_norms_fp32", "op_policy", "master_weights", "cast_inputs")
     ],
+    ({"cast_inputs": BF16}, "cast_inputs=torch.bfloat16: allowed are True and False"),
     ({"cast_outputs": torch.float64}, "cast_outputs=torch.float64: allowed are torch.float32, a half dtype, and None"),
     ({"cast_outputs": False}, "cast_outputs=False: allowed are"),
     ({"softmax_dtype": FP16}, "softmax_dtype=torch.float16: allowed are None (keep the input's dtype) and"),

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
     """The cast value, and whether anything changed (asked by ``is``, torch.compile could not follow)."""
     if isinstance(value, Tensor):
         return (value.to(cast.target), True) if value.dtype in cast.sources else (value, False)
+    if value is None:  # torch.compile cannot ask None whether it is a dataclass
+        return value, False
     if isinstance(value, PackedSequence):
         data, changed = _cast(value.data, cast)
         return (value._replace(data=data), True) if changed else (value, False)
@@ -58,7 +61,8 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
         if not any(changed for _, changed in items):
             return value, False
         new = [item for item, _ in items]
-        return (type(value)(*new) if hasattr(value, "_fields") else type(value)(new)), True
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return (type(value)(*new) if named else type(value)(new)), True
     if isinstance(value, MutableMapping):
         return _with(value, {key: _cast(item, cast) for key, item in value.items()}, operator.setitem)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -74,8 +78,13 @@ def _with(value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., Non
     """A copy of ``value`` with those of ``items`` put in that changed."""
     if not any(changed for _, changed in items.values()):
         return value, False
+    new = {key: item for key, (item, _) in items.items()}
     if type(value) is dict:
-        return {key: item for key, (item, _) in items.items()}, True
+        return new, True
+    if type(value) is OrderedDict:  # torch.compile cannot follow a copy of these two
+        return OrderedDict(new), True
+    if type(value) is defaultdict:
+        return defaultdict(value.default_factory, new), True
     result = copy.copy(value)
     for key, (item, changed) in items.items():
         if changed:

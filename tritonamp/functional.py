@@ -61,7 +61,7 @@ class _Sum(torch.autograd.Function):
         grad = grads[0]
         rank = len(ctx.shape)
         if rank and not ctx.keepdim:
-            for d in sorted(d % rank for d in ctx.dims) if ctx.dims else range(rank):
+            for d in sorted(d % rank for d in ctx.dims):  # of all dims: expand alone broadcasts the scalar
                 grad = grad.unsqueeze(d)
         return grad.to(ctx.dtype).expand(ctx.shape), None, None, None
 

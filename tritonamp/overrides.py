@@ -237,6 +237,12 @@ def active_policy() -> Policy | None:
     return None
 
 
+def under_op_policy() -> bool:
+    """Whether functions of the user's own are cast now. To torch.compile a constant, read while it traces."""
+    policy = active_policy()
+    return policy is not None and policy.op_policy
+
+
 def is_registered() -> bool:
     """Whether torch's dispatch tables hold the op table now."""
     return len(_registration.libraries) > 0
@@ -259,6 +265,7 @@ def ensure(functions: dict[str, Rule]) -> None:
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
+    torch._dynamo.assume_constant_result(under_op_policy)
     for function in _registration.undivided:
         torch._dynamo.eval_frame.skip_code(function.__code__)
     with warnings.catch_warnings():

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tritonamp import overrides
 from tritonamp.casting import Cast, cast_tree, from_half, to_half
 from tritonamp.policy import HALF_DTYPES
 
@@ -16,10 +18,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DEVICE_TYPES = ("cuda", "cpu")
 
 
-def _autocast_dtype() -> torch.dtype | None:
-    """The half dtype of the autocast region we are in, or None outside."""
+def _half_dtype() -> torch.dtype | None:
+    """The half dtype of the op policy that we are under, or None outside."""
     for device_type in _DEVICE_TYPES:
-        if torch.is_autocast_enabled(device_type):
+        if torch.is_autocast_enabled(device_type) and overrides.under_op_policy():
             return torch.get_autocast_dtype(device_type)
     return None
 
@@ -27,10 +29,7 @@ def _autocast_dtype() -> torch.dtype | None:
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
     """Turns the op policy off inside an enabled forward: every op runs in the dtype of its inputs."""
-    with contextlib.ExitStack() as stack:
-        for device_type in _DEVICE_TYPES:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 
 
@@ -39,7 +38,7 @@ def half_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        half = _autocast_dtype()
+        half = _half_dtype()
         if half is not None:
             args, kwargs = cast_tree((args, kwargs), to_half(half))
         return function(*args, **kwargs)
@@ -52,7 +51,7 @@ def float_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _autocast_dtype() is None:
+        if _half_dtype() is None:
             return function(*args, **kwargs)
         args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
         with disable_casts():
@@ -66,7 +65,7 @@ def promote_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _autocast_dtype() is not None and torch.float32 in _dtypes((args, kwargs)):
+        if _half_dtype() is not None and len(_dtypes((args, kwargs)) & {*HALF_DTYPES, torch.float32}) > 1:
             args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
         return function(*args, **kwargs)
 
@@ -85,21 +84,28 @@ class _Registered:
 
     def __init__(self) -> None:
         self.wanted: list[tuple[Any, str, Callable[[Any], Any]]] = []
-        self.originals: list[tuple[Any, str, Any]] = []
+        self.originals: list[tuple[Any, str, Any]] = []  # what vars() held, or _INHERITED
         self.owners = 0
 
     def put(self) -> None:
         for module, name, wrap in self.wanted[len(self.originals) :]:
-            original = getattr(module, name)
-            self.originals.append((module, name, original))
-            setattr(module, name, wrap(original))
+            self.originals.append((module, name, vars(module).get(name, _INHERITED)))
+            found = inspect.getattr_static(module, name)
+            if isinstance(found, (staticmethod, classmethod)):
+                setattr(module, name, type(found)(wrap(found.__func__)))
+            else:
+                setattr(module, name, wrap(getattr(module, name)))
 
     def take_back(self) -> None:
         while self.originals:
             module, name, original = self.originals.pop()
-            setattr(module, name, original)
+            if original is _INHERITED:
+                delattr(module, name)
+            else:
+                setattr(module, name, original)
 
 
+_INHERITED = object()
 _registered = _Registered()
 
 

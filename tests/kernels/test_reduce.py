@@ -100,3 +100,5 @@ def test_fp32_input(device: torch.device) -> None:
     x = torch.randn(1025, device=device)
     assert_is_sum(sum(x, (0,), False, torch.float32), x, (0,))
     assert_is_sum(sum(x, (0,), False, torch.float16), x, (0,))
+    terms = torch.full((1945,), 1 + 2.0**-11 - 2.0**-20, device=device)  # each would be 1 in fp16
+    assert sum(terms, (), False, torch.float16) == 1946
