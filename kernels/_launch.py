@@ -1,16 +1,38 @@
 """Every question about the hardware, and about Triton, is answered in this file and nowhere else."""
 
-import functools
-import importlib.util
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class _NoTriton:
+    """Stands for ``triton`` and ``triton.language`` where they cannot be imported: kernels are defined, never run."""
+
+    constexpr = None
+    __version__ = None
+
+    def jit(self, function: Any = None, **options: Any) -> Any:
+        return function if function is not None else lambda function: function
+
+
+triton: Any
+tl: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = _NoTriton()
 
 BACKENDS = ("auto", "triton", "eager")
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
-TRITON_OPS: frozenset[str] = frozenset()
-"""Names of the operations that have a Triton kernel in this version."""
+MIN_NUMEL = 1 << 16
+"""Below this ATen's launch costs less than what a kernel saves in bytes."""
 
 
 class UnsupportedDeviceError(RuntimeError):
@@ -29,16 +51,19 @@ class Backend(NamedTuple):
     reason: str
 
 
-@functools.cache
 def triton_version() -> str | None:
-    """The installed Triton's version, or None where it cannot be imported. Does not touch the GPU."""
-    try:
-        if importlib.util.find_spec("triton") is None:
-            return None
-        import triton
-    except (ImportError, ValueError):
-        return None
-    return str(triton.__version__)
+    """The installed Triton's version, or None where it cannot be imported."""
+    return triton.__version__
+
+
+def interprets() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when they were imported), on any device."""
+    return triton_version() is not None and isinstance(_probe, triton.runtime.interpreter.InterpretedFunction)
+
+
+@triton.jit
+def _probe() -> None:
+    pass
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -57,9 +82,18 @@ def why_not_triton(device: torch.device) -> str | None:
         return f"{device} has compute capability {found[0]}.{found[1]}, Tensor Cores start at 7.0"
     if triton_version() is None:
         return "Triton cannot be imported"
-    if not TRITON_OPS:
-        return "this version has no Triton kernels yet"
     return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether "auto" means Triton there."""
+    answer = _answers.get(device)
+    if answer is None:
+        answer = _answers[device] = why_not_triton(device) is None
+    return answer
+
+
+_answers: dict[torch.device, bool] = {}
 
 
 def choose_backend(requested: str, device: torch.device) -> Backend:
@@ -77,6 +111,8 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         raise ValueError(f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if requested == "eager":
         return Backend("eager", "asked for")
+    if requested == "triton" and interprets():
+        return Backend("triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter")
     obstacle = why_not_triton(device)
     if obstacle is None:
         return Backend("triton", f"{device} has Tensor Cores and Triton {triton_version()} imports")
@@ -96,3 +132,138 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
             f"dtype=torch.bfloat16 needs compute capability 8.0, {device} has {found[0]}.{found[1]}: "
             "use dtype=torch.float16, which brings dynamic loss scaling with it"
         )
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled or loaded; nothing was launched."""
+
+
+class Operation:
+    """An operation's two forms, and which of them a call takes.
+
+    Attributes:
+        failure: why its kernel cannot be used on this machine, once that has shown.
+    """
+
+    def __init__(self, triton_form: Callable[..., Tensor], torch_form: Callable[..., Tensor]) -> None:
+        self.name = torch_form.__name__.removesuffix("_torch")
+        self.triton_form, self.torch_form = triton_form, torch_form
+        self.traceable = torch.library.triton_op(f"tritonamp::{self.name}", triton_form, mutates_args=())
+        self.failure: str | None = None
+
+    def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
+        """Runs the operation on ``x`` and ``args``.
+
+        Args:
+            backend: "triton", "eager", or "auto": the kernel where it can run and ``x`` is large enough to gain by it.
+
+        Raises:
+            KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager torch from then on.
+        """
+        if backend == "eager" or (backend == "auto" and not self._gains(x)):
+            return self.torch_form(x, *args)
+        if torch.compiler.is_compiling() or is_traced(x):
+            return self.traceable(x, *args)
+        try:
+            return self.triton_form(x, *args)
+        except KernelError as error:
+            if backend == "triton":
+                raise
+            self.failure = str(error)
+            warnings.warn(f"{self.name} runs in eager torch from now on: {error}", RuntimeWarning, stacklevel=2)
+            return self.torch_form(x, *args)
+
+    def _gains(self, x: Tensor) -> bool:
+        if x.numel() < MIN_NUMEL or not runs_triton(x.device) or self.failure is not None:
+            return False
+        return type(x) is Tensor or not is_traceable_wrapper_subclass(x)  # DTensor and its like shard eager operations
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether somebody follows the operations on ``x``: a tracer, a dispatch mode, a tensor that is not just memory."""
+    return torch._C._len_torch_dispatch_stack() > 0 or (
+        type(x) is not Tensor and torch._C._dispatch_keys(x).has(DispatchKey.Python)
+    )
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+) -> None:
+    """Runs ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
+
+    ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled kernel is looked up
+    by types, the pointers' alignment and the constants, in less time than Triton's own launch takes.
+
+    Raises:
+        KernelError: it could not be compiled or loaded.
+    """
+    if is_traced(tensors[0]):
+        wrapped = torch.library.wrap_triton(kernel)
+        wrapped[grid](*tensors, *sizes, *constants, num_warps=num_warps, enable_fp_fusion=True)
+        return
+    if interprets():
+        _interpret(kernel, grid, tensors, (*sizes, *constants))
+        return
+    device = tensors[0].get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, tensors, sizes, constants, num_warps)
+    key = (
+        id(kernel),
+        device,
+        num_warps,
+        constants,
+        *[tensor.dtype for tensor in tensors],
+        *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
+        *[size >= 1 << 31 for size in sizes],
+    )
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = _compile(kernel, grid, (*tensors, *sizes, *constants), num_warps)
+    compiled[grid](*tensors, *sizes, *constants)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _interpret(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
+    """Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in, and torch rounds."""
+    stand_ins = [tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors]
+    kernel[grid](*stand_ins, *rest)
+    for tensor, stand_in in zip(tensors, stand_ins, strict=True):
+        if stand_in is not tensor:
+            tensor.copy_(stand_in)
+
+
+def _compile(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], num_warps: int) -> Any:
+    try:
+        compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, enable_fp_fusion=True)
+        compiled.run  # noqa: B018  # loads it onto the device
+    except Exception as error:  # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
+        raise KernelError(f"{kernel.__name__} cannot be compiled: {type(error).__name__}: {error}") from error
+    return compiled
+
+
+class Shipped(NamedTuple):
+    """A call whose kernels ``bench/static.py`` builds for every architecture, and what the builds have to keep.
+
+    Attributes:
+        name: for people, unique.
+        function: an operation's Triton form.
+        args: of the call, tensors on the meta device.
+        max_registers: of a thread.
+        max_instructions: for each element, None where a tile is too small to judge.
+        exp2: MUFU.EX2 instructions for each element.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    max_registers: int
+    max_instructions: float | None
+    exp2: int

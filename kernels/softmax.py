@@ -1,41 +1,315 @@
-"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element forward, 6 backward."""
+"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element forward, 6 backward.
+
+Several short lines make up a tile; a longer line fills a program's registers; a long one is read twice, the second time
+out of L2 and from its end; few long ones are shared by several programs, in two launches.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
+from tritonamp.kernels._lines import column_offsets, line_offsets, power_of_two, tiling
+
+PER_THREAD = 32  # elements that a thread holds
+LONGEST = 32768  # line that registers hold, half as long in backward: it has two inputs
+
+
+@triton.jit
+def _exp(d, SHIFT: tl.constexpr):
+    """exp(d) * 2**SHIFT. Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3 near 6e4."""
+    return tl.exp2(d * 1.4426950408889634 + SHIFT)
+
+
+@triton.jit
+def _max_and_sum(
+    x_ptr, lines, valid, begin, end, rows, n,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Of columns ``begin`` to ``end``: the maximum m, and the sum of exp(x - m) (of exp(x) where m is -inf)."""
+    m = tl.full([ROWS, 1], -float("inf"), tl.float32)
+    s = tl.zeros([ROWS, 1], tl.float32)
+    for at in range(begin, end, BLOCK):
+        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+        x = tl.load(x_ptr + lines + columns, mask=valid & exist, other=-float("inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32)
+        largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+        base = tl.where(largest == -float("inf"), 0.0, largest)
+        s = s * _exp(m - base, 0.0) + tl.sum(_exp(x - base, SHIFT), 1, keep_dims=True)
+        m = largest
+    return m, s
+
+
+@triton.jit
+def _write(
+    x_ptr, y_ptr, lines, valid, m, s, begin, end, rows, n,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Columns ``begin`` to ``end`` of the result, the last first: they are in L2 still."""
+    scale = tl.log2(s) * 0.6931471805599453 if LOG else 1 / s
+    for back in range(0, end - begin, BLOCK):
+        at = begin + (end - begin - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = x - m - scale if LOG else _exp(x - m, SHIFT) * scale
+        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def softmax_kernel(
+    x_ptr, y_ptr, rows, n, blocks,
+    LOG: tl.constexpr, SHIFT: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whole lines in registers."""
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    columns, exist = column_offsets(0, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    offs, mask = lines + columns, valid & exist
+    d = tl.load(x_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
+    d -= tl.max(d, 1, keep_dims=True)
+    e = _exp(d, SHIFT)
+    s = tl.sum(e, 1, keep_dims=True)
+    y = d - tl.log2(s) * 0.6931471805599453 if LOG else e * (1 / s)
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def softmax_long_kernel(
+    x_ptr, y_ptr, rows, n, blocks,
+    LOG: tl.constexpr, SHIFT: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines that registers cannot hold, read twice."""
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    m, s = _max_and_sum(x_ptr, lines, valid, 0, n, rows, n, ROW_MAJOR, ALIGN, ROWS, BLOCK, SHIFT)
+    _write(x_ptr, y_ptr, lines, valid, m, s, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK, SHIFT)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
+def softmax_part_kernel(
+    x_ptr, m_ptr, s_ptr, rows, n, blocks, steps, count,
+    SHIFT: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """First launch for shared lines: maximum and sum of each segment, [splits, count]."""
+    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    split = tl.program_id(1)
+    begin = split.to(tl.int64) * steps * BLOCK
+    m, s = _max_and_sum(
+        x_ptr, lines, valid, begin, min(begin + steps * BLOCK, n), rows, n, ROW_MAJOR, ALIGN, ROWS, BLOCK, SHIFT
+    )
+    tl.store(m_ptr + split * count + numbers, m, mask=valid)
+    tl.store(s_ptr + split * count + numbers, s, mask=valid)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count", "splits"))
+def softmax_rest_kernel(
+    x_ptr, m_ptr, s_ptr, y_ptr, rows, n, blocks, steps, count, splits,
+    LOG: tl.constexpr, SHIFT: tl.constexpr, SPLITS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Second launch: every program adds up the segments of its lines and writes one of them."""
+    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    j = tl.arange(0, SPLITS)[None, :]
+    mask = valid & (j < splits)
+    part_m = tl.load(m_ptr + j * count + numbers, mask=mask, other=-float("inf"))
+    part_s = tl.load(s_ptr + j * count + numbers, mask=mask, other=0.0)
+    m = tl.max(part_m, 1, keep_dims=True)
+    base = tl.where(m == -float("inf"), 0.0, m)
+    s = tl.sum(part_s * _exp(part_m - base, 0.0), 1, keep_dims=True)
+    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
+    _write(x_ptr, y_ptr, lines, valid, m, s, begin, min(begin + steps * BLOCK, n), rows, n,
+           LOG, ROW_MAJOR, ALIGN, BLOCK, SHIFT)  # fmt: skip
+
+
+def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    if x.numel() == 0:
+        return y
+    # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away from there
+    shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
+    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST)
+    sizes = t.rows, t.n, t.blocks
+    if t.splits == 1:
+        kernel = softmax_kernel if t.whole else softmax_long_kernel
+        launch(kernel, (t.programs, 1, 1), (x, y), sizes, (log, shift, *t.layout), t.num_warps)
+        return y
+    m, s = x.new_empty(2, t.splits, t.groups * t.rows, dtype=torch.float32)
+    grid, sizes = (t.programs, t.splits, 1), (*sizes, t.steps, t.groups * t.rows)
+    launch(softmax_part_kernel, grid, (x, m, s), sizes, (shift, *t.layout), t.num_warps)
+    constants = log, shift, power_of_two(t.splits), *t.layout
+    launch(softmax_rest_kernel, grid, (x, m, s, y), (*sizes, t.splits), constants, t.num_warps)
+    return y
+
+
+def softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return _forward(x, dim, dtype, log=False)
 
 
 def softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.softmax(x.float(), dim).to(dtype)
 
 
-def softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
     """exp(x - max) / sum(exp(x - max)) along ``dim``, computed in FP32 and rounded once.
 
     Args:
         x: float16, bfloat16 or float32, any shape and strides.
-        dtype: of the result.
+        dtype: of the result, one of these.
     """
-    return softmax_torch(x, dim, dtype)
+    return _SOFTMAX(backend, x, dim, dtype)
 
 
-def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    g, y = grad.float(), y.float()
-    gy = g * y
-    return (gy - y * gy.sum(dim, keepdim=True)).to(dtype)
-
-
-def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to ``dtype``."""
-    return softmax_backward_torch(grad, y, dim, dtype)
+def log_softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return _forward(x, dim, dtype, log=True)
 
 
 def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(x.float(), dim).to(dtype)
 
 
-def log_softmax(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """x - max - log(sum(exp(x - max))) along ``dim``, computed in FP32 and rounded once."""
-    return log_softmax_torch(x, dim, dtype)
+def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
+    """x - max - log(sum(exp(x - max))) along ``dim``, computed in FP32 and rounded once. Arguments as ``softmax``."""
+    return _LOG_SOFTMAX(backend, x, dim, dtype)
+
+
+@triton.jit
+def _term(g, y, LOG: tl.constexpr):
+    """What a line's gradients are summed up of."""
+    return g if LOG else g * y
+
+
+@triton.jit
+def _gradient(g, y, total, LOG: tl.constexpr):
+    return g - _exp(y, 0.0) * total if LOG else y * (g - total)
+
+
+@triton.jit
+def _total(
+    g_ptr, y_ptr, lines, valid, begin, end, rows, n,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of columns ``begin`` to ``end``, for each line."""
+    total = tl.zeros([ROWS, 1], tl.float32)
+    for at in range(begin, end, BLOCK):
+        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        total += tl.sum(_term(g, y, LOG), 1, keep_dims=True)
+    return total
+
+
+@triton.jit
+def _write_gradient(
+    g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
+    for back in range(0, end - begin, BLOCK):
+        at = begin + (end - begin - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        dx = _gradient(g, y, total, LOG)
+        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def softmax_backward_kernel(
+    g_ptr, y_ptr, dx_ptr, rows, n, blocks,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whole lines in registers."""
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    columns, exist = column_offsets(0, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    offs, mask = lines + columns, valid & exist
+    g = tl.load(g_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    dx = _gradient(g, y, tl.sum(_term(g, y, LOG), 1, keep_dims=True), LOG)
+    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def softmax_backward_long_kernel(
+    g_ptr, y_ptr, dx_ptr, rows, n, blocks,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines that registers cannot hold, read twice."""
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    total = _total(g_ptr, y_ptr, lines, valid, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
+    _write_gradient(g_ptr, y_ptr, dx_ptr, lines, valid, total, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
+def softmax_backward_part_kernel(
+    g_ptr, y_ptr, total_ptr, rows, n, blocks, steps, count,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """First launch for shared lines: the sum of each segment, [splits, count]."""
+    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    split = tl.program_id(1)
+    begin = split.to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, n)
+    total = _total(g_ptr, y_ptr, lines, valid, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
+    tl.store(total_ptr + split * count + numbers, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count", "splits"))
+def softmax_backward_rest_kernel(
+    g_ptr, y_ptr, total_ptr, dx_ptr, rows, n, blocks, steps, count, splits,
+    LOG: tl.constexpr, SPLITS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Second launch: every program adds up the segments of its lines and writes one of them."""
+    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    j = tl.arange(0, SPLITS)[None, :]
+    parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
+    total = tl.sum(parts, 1, keep_dims=True)
+    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, n)
+    _write_gradient(g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK)
+
+
+def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    grad, y = grad.contiguous(), y.contiguous()
+    dx = torch.empty_like(y, dtype=dtype)
+    if y.numel() == 0:
+        return dx
+    t = tiling(y.shape, dim, dim, PER_THREAD, LONGEST // 2)
+    sizes = t.rows, t.n, t.blocks
+    if t.splits == 1:
+        kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
+        launch(kernel, (t.programs, 1, 1), (grad, y, dx), sizes, (log, *t.layout), t.num_warps)
+        return dx
+    totals = y.new_empty(t.splits, t.groups * t.rows, dtype=torch.float32)
+    grid, sizes = (t.programs, t.splits, 1), (*sizes, t.steps, t.groups * t.rows)
+    launch(softmax_backward_part_kernel, grid, (grad, y, totals), sizes, (log, *t.layout), t.num_warps)
+    constants = log, power_of_two(t.splits), *t.layout
+    launch(softmax_backward_rest_kernel, grid, (grad, y, totals, dx), (*sizes, t.splits), constants, t.num_warps)
+    return dx
+
+
+def softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return _backward(grad, y, dim, dtype, log=False)
+
+
+def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    g, y = grad.float(), y.float()
+    return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
+
+
+def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
+    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to ``dtype``."""
+    return _SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+
+
+def log_softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return _backward(grad, y, dim, dtype, log=True)
 
 
 def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -43,6 +317,29 @@ def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.d
     return (g - y.float().exp() * g.sum(dim, keepdim=True)).to(dtype)
 
 
-def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
     """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to ``dtype``."""
-    return log_softmax_backward_torch(grad, y, dim, dtype)
+    return _LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+
+
+_SOFTMAX = Operation(softmax_triton, softmax_torch)
+_LOG_SOFTMAX = Operation(log_softmax_triton, log_softmax_torch)
+_SOFTMAX_BACKWARD = Operation(softmax_backward_triton, softmax_backward_torch)
+_LOG_SOFTMAX_BACKWARD = Operation(log_softmax_backward_triton, log_softmax_backward_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """The regimes of n, both orders of memory, the dtypes that the op policy and its options lead to."""
+    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
+    shapes = {f"n={n}": (4096, n) for n in (32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257)}
+    shapes |= {"split": (8, 1 << 20), "inner": (64, 64, 4096), "long inner": (64, 4096, 4096)}
+    for case, shape in shapes.items():
+        for dtype, result in ((half, half), (bf16, bf16), (half, wide)):
+            x, y = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, result))
+            log = result is wide
+            name = f"{'log_softmax' if log else 'softmax'} {dtype} {case}".replace("torch.", "")
+            passes = 1 if shape[1] <= 32768 else 2
+            forward = log_softmax_triton if log else softmax_triton
+            yield Shipped(name, forward, (x, 1, result), 64, 12, passes)
+            backward = log_softmax_backward_triton if log else softmax_backward_triton
+            yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), 96, 10, int(log))

@@ -1,0 +1,145 @@
+"""A contiguous tensor seen as lines along one dimension: how softmax and its kind address memory.
+
+A tensor of shape (outer, n, inner) holds groups of [rows, n] matrices. With inner == 1 it is one row-major matrix of
+``outer`` rows; else ``outer`` matrices of ``inner`` rows, each column-major (neighbours in memory are rows).
+A program works on a tile of ROWS lines and BLOCK columns. Addresses are int64: tensors may exceed 2**31 elements.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tritonamp.kernels._launch import tl, triton
+
+MAX_VECTOR = 8  # half elements in 16 bytes, the widest load
+MAX_WARPS, LOOP_WARPS = 32, 8
+SHORT = 4096  # elements of a tile of several short lines
+MANY = 128  # programs that fill a GPU well enough; fewer share their lines with others
+MAX_SPLITS = 256
+
+
+class Tiling(NamedTuple):
+    """How a kernel walks over the lines of one tensor. Everything here is known from its shape.
+
+    Attributes:
+        groups, rows, n, row_major: see above.
+        align: a power of two that divides the distance of two lines (row-major) or two columns. Equal to BLOCK it says
+            that every tile is full: no masks.
+        ROWS, BLOCK: the tile of a program. ``whole``: it covers whole lines, else the program loops over columns.
+        blocks: programs for each group.
+        splits: programs that share a line, each ``steps`` times BLOCK columns of it.
+    """
+
+    groups: int
+    rows: int
+    n: int
+    row_major: bool
+    align: int
+    ROWS: int
+    BLOCK: int
+    num_warps: int
+    blocks: int
+    splits: int
+    steps: int
+
+    @property
+    def whole(self) -> bool:
+        return self.BLOCK >= self.n
+
+    @property
+    def programs(self) -> int:
+        return self.groups * self.blocks
+
+    @property
+    def layout(self) -> tuple[bool, int, int, int]:
+        """ROW_MAJOR, ALIGN, ROWS, BLOCK."""
+        return self.row_major, self.align, self.ROWS, self.BLOCK
+
+
+def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest: int) -> Tiling:
+    """The tiling of a contiguous tensor for lines along its dimensions ``first`` to ``last``, included.
+
+    Args:
+        per_thread: elements that a thread is to hold.
+        longest: line that a program holds in its registers.
+    """
+    rank = max(len(shape), 1)
+    first, last = first % rank, last % rank
+    outer, n, inner = math.prod(shape[:first]), math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
+    row_major = inner == 1
+    groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
+    align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
+
+    if not row_major:
+        per_thread = min(per_thread, 16)  # addresses take registers too
+    loop = LOOP_WARPS * 32 * per_thread  # elements of a tile that moves along the lines
+    if row_major:
+        block = power_of_two(n, min(longest, MAX_WARPS * 32 * per_thread))
+        lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
+    else:
+        lines = power_of_two(rows, 64)
+        block = power_of_two(n, loop // lines)
+    if block < n:
+        block = loop // lines
+    if row_major and lines == 1 and n % block == 0:
+        align = block
+    num_warps = min(max(lines * block // (32 * per_thread), 1), MAX_WARPS)
+    blocks = -(-rows // lines)
+
+    splits, steps = 1, -(-n // block)
+    if steps > 1 and groups * blocks < MANY:
+        steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
+        splits = -(-n // (steps * block))
+    return Tiling(groups, rows, n, row_major, align, lines, block, num_warps, blocks, splits, steps)
+
+
+cached_tiling = functools.lru_cache(maxsize=4096)(tiling)
+
+
+def power_of_two(n: int, limit: int = 1 << 62) -> int:
+    """The smallest power of two that is not below ``n``, or the largest that is not above ``limit``."""
+    power = 1
+    while power < n and 2 * power <= limit:
+        power *= 2
+    return power
+
+
+@triton.jit
+def line_offsets(pid, rows, n, blocks, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr):
+    """The lines of program ``pid``, each [ROWS, 1]: where they start (int64), their numbers (int64), and which exist.
+
+    ``blocks`` programs share a group of ``rows`` lines.
+    """
+    i = tl.arange(0, ROWS)[:, None]
+    if ROW_MAJOR:
+        n = n // ALIGN * ALIGN  # tells the compiler what divides it
+        start = pid.to(tl.int64) * ROWS
+        numbers = start + i
+        offs = start * n + i * n.to(tl.int64)
+    else:
+        rows = rows // ALIGN * ALIGN
+        group = (pid // blocks).to(tl.int64)
+        start = (pid % blocks).to(tl.int64) * ROWS
+        numbers = group * rows + (start + i)
+        offs = group * n * rows + (start + i)
+    if ROWS == 1:
+        return offs, numbers, tl.full([1, 1], True, tl.int1)
+    else:
+        return offs, numbers, i < rows - start
+
+
+@triton.jit
+def column_offsets(start, rows, n, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """Where columns ``start`` to ``start + BLOCK`` lie from a line's start, [1, BLOCK], and which of them exist."""
+    j = tl.arange(0, BLOCK)[None, :]
+    if ROW_MAJOR:
+        n = n // ALIGN * ALIGN
+        offs = start + j
+    else:
+        offs = (start + j).to(tl.int64) * (rows // ALIGN * ALIGN)
+    if ALIGN == BLOCK and ROW_MAJOR:
+        return offs, tl.full([1, BLOCK], True, tl.int1)
+    else:
+        return offs, j < n - start
+
