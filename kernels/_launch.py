@@ -31,6 +31,8 @@ except ImportError:
 BACKENDS = ("auto", "triton", "eager")
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
+TRITON_OPS = frozenset({"softmax", "softmax_backward", "log_softmax", "log_softmax_backward", "sum"})
+"""Names of the operations that have a Triton kernel in this version."""
 MIN_NUMEL = 1 << 16
 """Below this ATen's launch costs less than what a kernel saves in bytes."""
 
@@ -45,10 +47,12 @@ class Backend(NamedTuple):
     Attributes:
         name: "triton" or "eager".
         reason: one sentence for people.
+        requested: "auto", "triton" or "eager".
     """
 
     name: str
     reason: str
+    requested: str
 
 
 def triton_version() -> str | None:
@@ -56,14 +60,13 @@ def triton_version() -> str | None:
     return triton.__version__
 
 
-def interprets() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when they were imported), on any device."""
-    return triton_version() is not None and isinstance(_probe, triton.runtime.interpreter.InterpretedFunction)
-
-
 @triton.jit
 def _probe() -> None:
     pass
+
+
+INTERPRETED = triton_version() is not None and not isinstance(_probe, triton.runtime.JITFunction)
+"""Whether kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 was set when they were imported."""
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -110,18 +113,18 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
     if requested not in BACKENDS:
         raise ValueError(f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if requested == "eager":
-        return Backend("eager", "asked for")
-    if requested == "triton" and interprets():
-        return Backend("triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter")
+        return Backend("eager", "asked for", requested)
+    if requested == "triton" and INTERPRETED:
+        return Backend("triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter", requested)
     obstacle = why_not_triton(device)
     if obstacle is None:
-        return Backend("triton", f"{device} has Tensor Cores and Triton {triton_version()} imports")
+        return Backend("triton", f"{device} has Tensor Cores and Triton {triton_version()} imports", requested)
     if requested == "triton":
         raise UnsupportedDeviceError(
             f"backend='triton' cannot run: {obstacle}. "
             "Use backend='auto' or backend='eager' for the same semantics in eager torch"
         )
-    return Backend("eager", obstacle)
+    return Backend("eager", obstacle, requested)
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
@@ -139,17 +142,12 @@ class KernelError(RuntimeError):
 
 
 class Operation:
-    """An operation's two forms, and which of them a call takes.
-
-    Attributes:
-        failure: why its kernel cannot be used on this machine, once that has shown.
-    """
+    """An operation's two forms, and which of them a call takes."""
 
     def __init__(self, triton_form: Callable[..., Tensor], torch_form: Callable[..., Tensor]) -> None:
         self.name = torch_form.__name__.removesuffix("_torch")
         self.triton_form, self.torch_form = triton_form, torch_form
         self.traceable = torch.library.triton_op(f"tritonamp::{self.name}", triton_form, mutates_args=())
-        self.failure: str | None = None
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
         """Runs the operation on ``x`` and ``args``.
@@ -160,7 +158,7 @@ class Operation:
         Raises:
             KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager torch from then on.
         """
-        if backend == "eager" or (backend == "auto" and not self._gains(x)):
+        if not self.takes_triton(backend, x):
             return self.torch_form(x, *args)
         if torch.compiler.is_compiling() or is_traced(x):
             return self.traceable(x, *args)
@@ -169,14 +167,21 @@ class Operation:
         except KernelError as error:
             if backend == "triton":
                 raise
-            self.failure = str(error)
+            failures[self.name] = str(error)
             warnings.warn(f"{self.name} runs in eager torch from now on: {error}", RuntimeWarning, stacklevel=2)
             return self.torch_form(x, *args)
 
-    def _gains(self, x: Tensor) -> bool:
-        if x.numel() < MIN_NUMEL or not runs_triton(x.device) or self.failure is not None:
+    def takes_triton(self, backend: str, x: Tensor) -> bool:
+        """Whether a call on ``x`` runs the kernel."""
+        if backend != "auto":
+            return backend == "triton"
+        if x.numel() < MIN_NUMEL or not runs_triton(x.device) or self.name in failures:
             return False
         return type(x) is Tensor or not is_traceable_wrapper_subclass(x)  # DTensor and its like shard eager operations
+
+
+failures: dict[str, str] = {}
+"""Operations whose kernel could not be compiled here, and why: "auto" runs them in eager torch."""
 
 
 def is_traced(x: Tensor) -> bool:
@@ -206,26 +211,24 @@ def launch(
         wrapped = torch.library.wrap_triton(kernel)
         wrapped[grid](*tensors, *sizes, *constants, num_warps=num_warps, enable_fp_fusion=True)
         return
-    if interprets():
+    if INTERPRETED:
         _interpret(kernel, grid, tensors, (*sizes, *constants))
         return
     device = tensors[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, tensors, sizes, constants, num_warps)
-    key = (
-        id(kernel),
-        device,
-        num_warps,
-        constants,
-        *[tensor.dtype for tensor in tensors],
-        *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
-        *[size >= 1 << 31 for size in sizes],
-    )
-    compiled = _compiled.get(key)
+    key: list[Any] = [id(kernel), device, num_warps, constants]
+    pointers = 0
+    for tensor in tensors:
+        key.append(tensor.dtype)
+        pointers |= tensor.data_ptr()
+    if pointers & 15 or max(sizes) >= 1 << 31:
+        key += [*[tensor.data_ptr() & 15 == 0 for tensor in tensors], *[size >= 1 << 31 for size in sizes]]
+    compiled = _compiled.get(tuple(key))
     if compiled is None:
-        compiled = _compiled[key] = _compile(kernel, grid, (*tensors, *sizes, *constants), num_warps)
-    compiled[grid](*tensors, *sizes, *constants)
+        compiled = _compiled[tuple(key)] = _compile(kernel, grid, (*tensors, *sizes, *constants), num_warps)
+    compiled[grid](*tensors, *sizes, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}

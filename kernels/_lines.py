@@ -7,10 +7,12 @@ A program works on a tile of ROWS lines and BLOCK columns. Addresses are int64: 
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from tritonamp.kernels._launch import tl, triton
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_VECTOR = 8  # half elements in 16 bytes, the widest load
 MAX_WARPS, LOOP_WARPS = 32, 8
@@ -20,43 +22,44 @@ MAX_SPLITS = 256
 
 
 class Tiling(NamedTuple):
-    """How a kernel walks over the lines of one tensor. Everything here is known from its shape.
+    """How a kernel walks over the lines of one tensor. All of it follows from the shape.
 
     Attributes:
-        groups, rows, n, row_major: see above.
-        align: a power of two that divides the distance of two lines (row-major) or two columns. Equal to BLOCK it says
-            that every tile is full: no masks.
-        ROWS, BLOCK: the tile of a program. ``whole``: it covers whole lines, else the program loops over columns.
-        blocks: programs for each group.
-        splits: programs that share a line, each ``steps`` times BLOCK columns of it.
+        n: elements of a line. ``count``: lines.
+        whole: a program's tile covers whole lines, else the program moves along them.
+        splits: programs that share a line, each ``steps`` tiles of it.
+        grid: programs, (groups * blocks, splits, 1).
+        sizes: rows, n, blocks: of a group, see ``line_offsets``.
+        layout: ROW_MAJOR, ALIGN, ROWS, BLOCK. ALIGN is a power of two that divides the distance of two lines (row-major)
+            or two columns; equal to BLOCK it says that every tile is full and needs no mask.
     """
 
-    groups: int
-    rows: int
     n: int
-    row_major: bool
-    align: int
-    ROWS: int
-    BLOCK: int
-    num_warps: int
-    blocks: int
+    count: int
+    whole: bool
     splits: int
     steps: int
-
-    @property
-    def whole(self) -> bool:
-        return self.BLOCK >= self.n
-
-    @property
-    def programs(self) -> int:
-        return self.groups * self.blocks
-
-    @property
-    def layout(self) -> tuple[bool, int, int, int]:
-        """ROW_MAJOR, ALIGN, ROWS, BLOCK."""
-        return self.row_major, self.align, self.ROWS, self.BLOCK
+    grid: tuple[int, int, int]
+    sizes: tuple[int, int, int]
+    layout: tuple[bool, int, int, int]
+    num_warps: int
 
 
+def cached_by_shape(function: F) -> F:
+    """Remembers the results of a function of a shape and plain values."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        try:
+            return cached(*args)
+        except TypeError:  # a traced size has no hash
+            return function(*args)
+
+    return wrapper  # type: ignore[return-value]
+
+
+@cached_by_shape
 def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest: int) -> Tiling:
     """The tiling of a contiguous tensor for lines along its dimensions ``first`` to ``last``, included.
 
@@ -87,14 +90,12 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
     num_warps = min(max(lines * block // (32 * per_thread), 1), MAX_WARPS)
     blocks = -(-rows // lines)
 
-    splits, steps = 1, -(-n // block)
+    splits, steps = 1, max(-(-n // block), 1)
     if steps > 1 and groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
         splits = -(-n // (steps * block))
-    return Tiling(groups, rows, n, row_major, align, lines, block, num_warps, blocks, splits, steps)
-
-
-cached_tiling = functools.lru_cache(maxsize=4096)(tiling)
+    grid, sizes, layout = (groups * blocks, splits, 1), (rows, n, blocks), (row_major, align, lines, block)
+    return Tiling(n, groups * rows, block >= n, splits, steps, grid, sizes, layout, num_warps)
 
 
 def power_of_two(n: int, limit: int = 1 << 62) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
-from tritonamp.kernels._lines import column_offsets, line_offsets, tiling
+from tritonamp.kernels._lines import cached_by_shape, column_offsets, line_offsets, tiling
 
 PER_THREAD = 32  # elements that a thread holds
 LONGEST = 8192  # line that is one tile
@@ -41,25 +41,34 @@ def sum_kernel(
     tl.store(y_ptr + part * count + numbers, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    rank = x.dim()
-    dims = sorted(d % rank for d in dim) if dim and rank else list(range(rank))
+@cached_by_shape
+def _reduction(
+    shape: Sequence[int], dim: tuple[int, ...], keepdim: bool
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
+    """Shape of the result; the order that makes the summed dimensions neighbours, if they are not; first and last."""
+    rank = len(shape)
+    dims = sorted({d % rank for d in dim}) if dim and rank else list(range(rank))
+    result = tuple(1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims)
+    if not dims:
+        return result, None, 0, 0
+    if dims[-1] - dims[0] < len(dims):
+        return result, None, dims[0], dims[-1]
     kept = [d for d in range(rank) if d not in dims]
-    shape = [1 if d in dims else x.size(d) for d in range(rank) if keepdim or d not in dims]
-    if dims and dims[-1] - dims[0] >= len(dims):  # not neighbours in memory
-        x, dims = x.permute(kept + dims), list(range(len(kept), rank))
-    x = x.contiguous()
+    return result, (*kept, *dims), len(kept), rank - 1
+
+
+def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    shape, order, first, last = _reduction(x.shape, tuple(dim), keepdim)
+    x = x.contiguous() if order is None else x.permute(order).contiguous()
     if x.numel() == 0:
         return torch.zeros(shape, dtype=dtype, device=x.device)
-    first, last = (dims[0], dims[-1]) if dims else (0, 0)
     while True:
         t = tiling(x.shape, first, last, PER_THREAD, LONGEST)
-        parts, count = -(-t.n // t.BLOCK), t.groups * t.rows
-        y = x.new_empty(parts, count, dtype=dtype if parts == 1 else torch.float32)
-        sizes = t.rows, t.n, t.blocks, t.programs, count
-        launch(sum_kernel, (t.programs * parts, 1, 1), (x, y), sizes, t.layout, t.num_warps)
+        parts = 1 if t.whole else -(-t.n // t.layout[-1])
+        y = x.new_empty((parts, t.count) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32)
+        launch(sum_kernel, (t.grid[0] * parts, 1, 1), (x, y), (*t.sizes, t.grid[0], t.count), t.layout, t.num_warps)
         if parts == 1:
-            return y.view(shape)
+            return y
         x, first, last = y, 0, 0
 
 
@@ -73,12 +82,10 @@ def sum(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype, backen
     Args:
         x: float16, bfloat16 or float32, any shape and strides.
     """
-    if backend == "auto" and not x.is_contiguous():
-        backend = "eager"  # torch reads through strides, the kernel would need a copy
-    return _SUM(backend, x, dim, keepdim, dtype)
+    return SUM(backend, x, dim, keepdim, dtype)
 
 
-_SUM = Operation(sum_triton, sum_torch)
+SUM = Operation(sum_triton, sum_torch)
 
 
 def shipped() -> Iterator[Shipped]:

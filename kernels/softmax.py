@@ -127,21 +127,19 @@ def softmax_rest_kernel(
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
-    if x.numel() == 0:
-        return y
+    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST)
     # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away from there
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
-    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST)
-    sizes = t.rows, t.n, t.blocks
+    if t.count * t.n == 0:
+        return y
     if t.splits == 1:
         kernel = softmax_kernel if t.whole else softmax_long_kernel
-        launch(kernel, (t.programs, 1, 1), (x, y), sizes, (log, shift, *t.layout), t.num_warps)
+        launch(kernel, t.grid, (x, y), t.sizes, (log, shift, *t.layout), t.num_warps)
         return y
-    m, s = x.new_empty(2, t.splits, t.groups * t.rows, dtype=torch.float32)
-    grid, sizes = (t.programs, t.splits, 1), (*sizes, t.steps, t.groups * t.rows)
-    launch(softmax_part_kernel, grid, (x, m, s), sizes, (shift, *t.layout), t.num_warps)
-    constants = log, shift, power_of_two(t.splits), *t.layout
-    launch(softmax_rest_kernel, grid, (x, m, s, y), (*sizes, t.splits), constants, t.num_warps)
+    m, s = x.new_empty(2, t.splits, t.count, dtype=torch.float32)
+    launch(softmax_part_kernel, t.grid, (x, m, s), (*t.sizes, t.steps, t.count), (shift, *t.layout), t.num_warps)
+    sizes, constants = (*t.sizes, t.steps, t.count, t.splits), (log, shift, power_of_two(t.splits), *t.layout)
+    launch(softmax_rest_kernel, t.grid, (x, m, s, y), sizes, constants, t.num_warps)
     return y
 
 
@@ -160,7 +158,7 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> T
         x: float16, bfloat16 or float32, any shape and strides.
         dtype: of the result, one of these.
     """
-    return _SOFTMAX(backend, x, dim, dtype)
+    return SOFTMAX(backend, x, dim, dtype)
 
 
 def log_softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -173,7 +171,7 @@ def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
     """x - max - log(sum(exp(x - max))) along ``dim``, computed in FP32 and rounded once. Arguments as ``softmax``."""
-    return _LOG_SOFTMAX(backend, x, dim, dtype)
+    return LOG_SOFTMAX(backend, x, dim, dtype)
 
 
 @triton.jit
@@ -278,19 +276,18 @@ def softmax_backward_rest_kernel(
 def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     grad, y = grad.contiguous(), y.contiguous()
     dx = torch.empty_like(y, dtype=dtype)
-    if y.numel() == 0:
-        return dx
     t = tiling(y.shape, dim, dim, PER_THREAD, LONGEST // 2)
-    sizes = t.rows, t.n, t.blocks
+    if t.count * t.n == 0:
+        return dx
     if t.splits == 1:
         kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
-        launch(kernel, (t.programs, 1, 1), (grad, y, dx), sizes, (log, *t.layout), t.num_warps)
+        launch(kernel, t.grid, (grad, y, dx), t.sizes, (log, *t.layout), t.num_warps)
         return dx
-    totals = y.new_empty(t.splits, t.groups * t.rows, dtype=torch.float32)
-    grid, sizes = (t.programs, t.splits, 1), (*sizes, t.steps, t.groups * t.rows)
-    launch(softmax_backward_part_kernel, grid, (grad, y, totals), sizes, (log, *t.layout), t.num_warps)
-    constants = log, power_of_two(t.splits), *t.layout
-    launch(softmax_backward_rest_kernel, grid, (grad, y, totals, dx), (*sizes, t.splits), constants, t.num_warps)
+    totals = y.new_empty(t.splits, t.count, dtype=torch.float32)
+    sizes = *t.sizes, t.steps, t.count
+    launch(softmax_backward_part_kernel, t.grid, (grad, y, totals), sizes, (log, *t.layout), t.num_warps)
+    sizes, constants = (*sizes, t.splits), (log, power_of_two(t.splits), *t.layout)
+    launch(softmax_backward_rest_kernel, t.grid, (grad, y, totals, dx), sizes, constants, t.num_warps)
     return dx
 
 
@@ -305,7 +302,7 @@ def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype
 
 def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
     """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to ``dtype``."""
-    return _SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+    return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
 
 def log_softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -319,13 +316,13 @@ def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.d
 
 def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
     """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to ``dtype``."""
-    return _LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+    return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
 
-_SOFTMAX = Operation(softmax_triton, softmax_torch)
-_LOG_SOFTMAX = Operation(log_softmax_triton, log_softmax_torch)
-_SOFTMAX_BACKWARD = Operation(softmax_backward_triton, softmax_backward_torch)
-_LOG_SOFTMAX_BACKWARD = Operation(log_softmax_backward_triton, log_softmax_backward_torch)
+SOFTMAX = Operation(softmax_triton, softmax_torch)
+LOG_SOFTMAX = Operation(log_softmax_triton, log_softmax_torch)
+SOFTMAX_BACKWARD = Operation(softmax_backward_triton, softmax_backward_torch)
+LOG_SOFTMAX_BACKWARD = Operation(log_softmax_backward_triton, log_softmax_backward_torch)
 
 
 def shipped() -> Iterator[Shipped]:

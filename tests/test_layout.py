@@ -14,6 +14,7 @@ import pytest
 
 import tritonamp
 import tritonamp.kernels
+from tritonamp.kernels import _launch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
@@ -178,7 +179,23 @@ def test_twins_have_one_signature(path: Path) -> None:
     for name in operations:
         twins = [functions[other] for other in (name, f"{name}_torch", f"{name}_triton") if other in functions]
         assert name in functions
-        assert len({str(inspect.signature(twin)) for twin in twins}) == 1
+        op, *others = (inspect.signature(twin) for twin in twins)
+        op = op.replace(parameters=[p for p in op.parameters.values() if p.name != "backend"])
+        assert len({str(signature) for signature in (op, *others)}) == 1
+
+
+def test_the_list_of_kernels_is_what_there_is() -> None:
+    modules = [importlib.import_module(module_name(path)) for path in OP_FILES]
+    names = {name for module in modules for name, value in vars(module).items() if inspect.isfunction(value)}
+    assert {name.removesuffix("_triton") for name in names if name.endswith("_triton")} == _launch.TRITON_OPS
+
+
+@each_op_file
+def test_kernels_are_built_for_every_architecture(path: Path) -> None:
+    module = importlib.import_module(module_name(path))
+    if any(name.endswith("_triton") for name in vars(module)):
+        shipped = {case.function.__name__ for case in module.shipped()}
+        assert shipped == {name for name in vars(module) if name.endswith("_triton")}
 
 
 @each_op_file

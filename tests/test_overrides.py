@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp import installing, overrides
+from tritonamp import functional, overrides
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = (FP16, BF16)
@@ -39,9 +39,9 @@ def listed(key: str) -> list[str]:
 
 
 CUDA_LIST, CPU_LIST = listed("AutocastCUDA"), listed("AutocastCPU")
-TABLE = overrides._table("cpu", installing.FUNCTION_RULES)
+TABLE = overrides._table("cpu", functional.RULES)
 # where we differ from torch on CUDA
-OURS = [op for op in overrides._table("cuda", installing.FUNCTION_RULES) if not _named(op)]
+OURS = [op for op in overrides._table("cuda", functional.RULES) if not _named(op)]
 
 # on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d, lstm, lstm_cell, ...
 CUDA_KERNELS_ONLY = {
@@ -253,7 +253,7 @@ def amps(stock: Any) -> Iterator[dict[torch.dtype, tritonamp.Amp]]:
 @contextlib.contextmanager
 def following(amp: tritonamp.Amp) -> Iterator[None]:
     """The rules of ``amp`` alone, for fake CUDA tensors."""
-    overrides.enter(overrides.policy_id(amp.policy))
+    overrides.enter(overrides.forward_id(amp.policy, "auto"))
     try:
         yield
     finally:
@@ -434,7 +434,7 @@ def test_half_is_computed_in_fp32_and_rounded_once(op: str, half: torch.dtype, s
         plain = outcome(op, wide)
         expected = [e.to(f.dtype) if isinstance(f, Tensor) else e for e, f in zip(plain, found, strict=True)]
         assert same(found, expected)
-        if op in installing.FUNCTION_RULES:
+        if op in functional.RULES:
             continue  # their gradients have tests of their own
         pairs = [(f, e) for f, e in zip(found, expected, strict=True) if isinstance(e, Tensor) and e.requires_grad]
         upstream = [torch.randn_like(f) for f, _ in pairs]

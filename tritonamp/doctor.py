@@ -64,7 +64,7 @@ def _operation(name: str, device: torch.device) -> tuple[str, str, str]:
     backend = _launch.choose_backend("auto", device)
     if backend.name == "triton" and name not in _launch.TRITON_OPS:
         return name, "eager", "no Triton kernel in this version"
-    return name, *backend
+    return name, backend.name, backend.reason
 
 
 def _trial(level: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str, str]:

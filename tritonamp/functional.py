@@ -1,7 +1,8 @@
 """Differentiable softmax, log_softmax and sum: half storage, FP32 arithmetic.
 
 The signatures are those of ``torch.nn.functional`` and ``torch``. On float16 and bfloat16 the arithmetic is FP32 and
-each result is rounded once; every other dtype is handed to torch.
+each result is rounded once; every other dtype is handed to torch, and so are inputs on a GPU that are too small to gain
+by a kernel: torch's own do the same there.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
+from tritonamp.kernels._launch import MIN_NUMEL
 
 __all__ = ["log_softmax", "softmax", "sum"]
 
@@ -22,48 +24,55 @@ class _Softmax(torch.autograd.Function):
     """softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        y = _softmax.softmax(x, dim, dtype)
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, backend: str) -> Tensor:
+        y = _softmax.softmax(x, dim, dtype, backend)
         ctx.save_for_backward(y)
-        ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.args = dim, x.dtype, backend
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (y,) = ctx.saved_tensors
-        return _softmax.softmax_backward(grads[0], y, ctx.dim, ctx.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, dtype, backend = ctx.args
+        return _softmax.softmax_backward(grads[0], *ctx.saved_tensors, dim, dtype, _once(backend)), None, None, None
 
 
 class _LogSoftmax(torch.autograd.Function):
     """log_softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        y = _softmax.log_softmax(x, dim, dtype)
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, backend: str) -> Tensor:
+        y = _softmax.log_softmax(x, dim, dtype, backend)
         ctx.save_for_backward(y)
-        ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.args = dim, x.dtype, backend
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (y,) = ctx.saved_tensors
-        return _softmax.log_softmax_backward(grads[0], y, ctx.dim, ctx.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, dtype, backend = ctx.args
+        return _softmax.log_softmax_backward(grads[0], *ctx.saved_tensors, dim, dtype, _once(backend)), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, backend: str
+    ) -> Tensor:
         ctx.shape, ctx.dims, ctx.keepdim, ctx.dtype = x.shape, dims, keepdim, x.dtype
-        return _reduce.sum(x, dims, keepdim, dtype)
+        return _reduce.sum(x, dims, keepdim, dtype, backend)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         grad = grads[0]
         rank = len(ctx.shape)
         if rank and not ctx.keepdim:
             for d in sorted(d % rank for d in ctx.dims):  # of all dims: expand alone broadcasts the scalar
                 grad = grad.unsqueeze(d)
-        return grad.to(ctx.dtype).expand(ctx.shape), None, None, None
+        return grad.to(ctx.dtype).expand(ctx.shape), None, None, None, None
+
+
+def _once(backend: str) -> str:
+    """The backend of a backward. One that is to be differentiated again is made of torch's own operations."""
+    return "eager" if torch.is_grad_enabled() else backend
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
@@ -78,7 +87,7 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return _Softmax.apply(input, dim, dtype or input.dtype)
+    return _Softmax.apply(input, dim, dtype or input.dtype, "auto")
 
 
 def log_softmax(
@@ -89,7 +98,7 @@ def log_softmax(
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return _LogSoftmax.apply(input, dim, dtype or input.dtype)
+    return _LogSoftmax.apply(input, dim, dtype or input.dtype, "auto")
 
 
 def sum(
@@ -103,11 +112,73 @@ def sum(
     """
     if not _takes(input, dtype):
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]  # torch takes any sequence
-    dims = () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    return _Sum.apply(input, dims, keepdim, dtype or input.dtype)
+    return _Sum.apply(input, _dims(dim), keepdim, dtype or input.dtype, "auto")
+
+
+def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
 
 
 def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
-    if torch._C._are_functorch_transforms_active():
-        return False  # inside a rule torch.func cannot see a Function
-    return isinstance(input, Tensor) and input.dtype in _HALF and dtype in (None, torch.float32, *_HALF)
+    """Whether the function is ours for this input and result."""
+    if not isinstance(input, Tensor) or input.dtype not in _HALF or torch._C._are_functorch_transforms_active():
+        return False  # under torch.func a Function would hide what torch has to see
+    if input.is_cuda and input.numel() < MIN_NUMEL and dtype in (None, input.dtype, torch.float32):
+        return False
+    return dtype is None or dtype is torch.float32 or dtype in _HALF
+
+
+# the rules of overrides.py: what these ops do inside an enabled forward
+
+
+def _softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    policy, backend = forward
+    if not policy.op_policy or input.dtype not in _HALF:
+        return stock(input, dim, dtype)
+    dtype = dtype or policy.softmax_dtype or input.dtype
+    if not _takes(input, dtype):
+        return stock(input, dim, None if dtype is input.dtype else dtype)
+    if _softmax.SOFTMAX.takes_triton(backend, input):
+        return _Softmax.apply(input, dim, dtype, backend)
+    return stock.run(_Softmax.apply, input, dim, dtype, "eager")
+
+
+def _log_softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    policy, backend = forward
+    if not policy.op_policy or input.dtype not in _HALF:
+        return stock(input, dim, dtype)
+    dtype = dtype or torch.float32
+    if not _takes(input, dtype):
+        return stock(input, dim, dtype)
+    if _softmax.LOG_SOFTMAX.takes_triton(backend, input):
+        return _LogSoftmax.apply(input, dim, dtype, backend)
+    return stock.run(_LogSoftmax.apply, input, dim, dtype, "eager")
+
+
+def _sum_rule(
+    stock: Any,
+    forward: Any,
+    input: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    policy, backend = forward
+    args = () if dim is None else (dim, keepdim)
+    if not policy.op_policy or input.dtype not in _HALF:
+        return stock(input, *args, dtype=dtype)
+    dtype = dtype or torch.float32
+    if not _takes(input, dtype):
+        return stock(input, *args, dtype=dtype)
+    if input.is_contiguous() and _reduce.SUM.takes_triton(backend, input):
+        return _Sum.apply(input, _dims(dim), keepdim, dtype, backend)
+    return stock.run(_Sum.apply, input, _dims(dim), keepdim, dtype, "eager")
+
+
+RULES = {
+    "softmax.int": _softmax_rule,
+    "log_softmax.int": _log_softmax_rule,
+    "sum": _sum_rule,
+    "sum.dim_IntList": _sum_rule,
+}

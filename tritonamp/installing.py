@@ -20,48 +20,15 @@ from tritonamp.masters import PreciseValues
 from tritonamp.policy import HALF_DTYPES, Policy
 
 
-def _softmax_rule(call: Any, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, *rest = args
-    dtype = rest[0] if rest else kwargs.get("dtype")
-    if not policy.op_policy or x.dtype not in HALF_DTYPES:
-        return call(*args, **kwargs)
-    return functional.softmax(x, dim, dtype=dtype or policy.softmax_dtype or x.dtype)
-
-
-def _log_softmax_rule(
-    call: Any, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    x, dim, *rest = args
-    dtype = rest[0] if rest else kwargs.get("dtype")
-    if not policy.op_policy or x.dtype not in HALF_DTYPES:
-        return call(*args, **kwargs)
-    return functional.log_softmax(x, dim, dtype=dtype or torch.float32)
-
-
-def _sum_rule(call: Any, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, *rest = args
-    if not policy.op_policy or x.dtype not in HALF_DTYPES:
-        return call(*args, **kwargs)
-    return functional.sum(x, *rest, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
-
-
-FUNCTION_RULES: dict[str, overrides.Rule] = {
-    "softmax.int": _softmax_rule,
-    "log_softmax.int": _log_softmax_rule,
-    "sum": _sum_rule,
-    "sum.dim_IntList": _sum_rule,
-}
-
-
 class Precision:
-    """What an enabled module knows: its policy, and the FP32 values behind its half tensors.
+    """What an enabled module knows: its policy and backend, and the FP32 values behind its half tensors.
 
     Copies and pickles keep the policy and leave the values, which belong to the original's optimizers.
     """
 
-    def __init__(self, policy: Policy, device_type: str, precise: PreciseValues) -> None:
-        self.policy, self.precise = policy, precise
-        self.number = overrides.policy_id(policy)
+    def __init__(self, policy: Policy, backend: str, device_type: str, precise: PreciseValues) -> None:
+        self.policy, self.backend, self.precise = policy, backend, precise
+        self.number = overrides.forward_id(policy, backend)
         self.move(device_type)
 
     def move(self, device_type: str) -> None:
@@ -75,10 +42,10 @@ class Precision:
         self.cache = device_type == "cuda" and not self.policy.cast_model
 
     def __reduce__(self) -> Any:
-        return Precision, (self.policy, self.device_type, PreciseValues({}))
+        return Precision, (self.policy, self.backend, self.device_type, PreciseValues({}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Precision":
-        return Precision(self.policy, self.device_type, PreciseValues({}))
+        return Precision(self.policy, self.backend, self.device_type, PreciseValues({}))
 
     @overrides.undivided
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +53,7 @@ class Precision:
         if not self.autocast:
             return function(*args, **kwargs)
         if not overrides.is_registered():  # a copy that outlived its original
-            overrides.ensure(FUNCTION_RULES)
+            overrides.ensure(functional.RULES)
         overrides.enter(self.number, self.cache)
         try:
             with torch.autocast(self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache):

@@ -10,18 +10,37 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._guards import TracingContext
 
 from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
-Call = Callable[..., Any]
-Rule = Callable[[Call, Policy, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Forward(NamedTuple):
+    """What the ops of an enabled forward follow."""
+
+    policy: Policy
+    backend: str
+
+
+class Stock(Protocol):
+    """The op without our rules: what a rule calls, or runs a function under."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
+Rule = Callable[..., Any]
+"""``rule(stock, forward, *args, **kwargs)`` is what the op returns for these arguments."""
 
 HALF = """
     _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -83,44 +102,43 @@ def _to_fp32(value: Any) -> Any:
     return _cast(value, lambda t: t.float())
 
 
-def _half_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _half_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    half = torch.get_autocast_dtype("cpu")
     found = set(_dtypes(args))
-    if not found or (not policy.op_policy and found != {half}):
-        return call(*args, **kwargs)
+    if not found or (not forward.policy.op_policy and found != {half}):
+        return stock(*args, **kwargs)
     rounded = _cast(args, lambda t: t.to(half).float())
-    return _cast(call(*rounded, **kwargs), lambda t: t.to(half))
+    return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
 
 
-def _fp32_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not policy.op_policy or kwargs.get("dtype") is not None:
-        return call(*args, **kwargs)
-    return call(*_to_fp32(args), **kwargs)
+def _fp32_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not forward.policy.op_policy or kwargs.get("dtype") is not None:
+        return stock(*args, **kwargs)
+    return stock(*_to_fp32(args), **kwargs)
 
 
-def _promote_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _promote_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
     found = set(_dtypes(args))
-    if not policy.op_policy or len(found) < 2:
-        return call(*args, **kwargs)
+    if not forward.policy.op_policy or len(found) < 2:
+        return stock(*args, **kwargs)
     widest = functools.reduce(torch.promote_types, found)
-    return call(*_cast(args, lambda t: t.to(widest)), **kwargs)
+    return stock(*_cast(args, lambda t: t.to(widest)), **kwargs)
 
 
-def _storage_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not policy.op_policy:
-        return call(*args, **kwargs)
-    return _storage_on_cpu_rule(call, policy, half, args, kwargs)
+def _storage_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not forward.policy.op_policy:
+        return stock(*args, **kwargs)
+    return _storage_on_cpu_rule(stock, forward, *args, **kwargs)
 
 
-def _storage_on_cpu_rule(
-    call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    result = call(*_to_fp32(args), **kwargs)
+def _storage_on_cpu_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    result = stock(*_to_fp32(args), **kwargs)
     return _cast(result, lambda t: t.to(args[0].dtype))
 
 
-def _banned_rule(call: Call, policy: Policy, half: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not policy.op_policy:
-        return call(*args, **kwargs)
+def _banned_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not forward.policy.op_policy:
+        return stock(*args, **kwargs)
     raise RuntimeError(
         "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its gradient leaves the half "
         "range near 0 and 1. Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) without the sigmoid, compute "
@@ -155,30 +173,31 @@ def _table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
 
 
 class _Active(threading.local):
-    """The policies of the enabled forwards that this thread is in, innermost last, and the trace that each is part of.
+    """The enabled forwards that this thread is in, innermost last, and the trace that each is part of.
 
     Attributes:
-        in_rule: this thread is inside a rule; none applies to what a rule calls.
+        in_rule: this thread is inside a rule's stock op; no rule applies there.
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[int, TracingContext | None]] = []
+        self.stack: list[tuple[Forward, TracingContext | None]] = []
         self.in_rule = False
 
-    def live(self) -> list[tuple[int, TracingContext | None]]:
+    def live(self) -> list[tuple[Forward, TracingContext | None]]:
         """The stack, without what traces that were given up half-way have left on it."""
-        trace = TracingContext.try_get()
-        while self.stack and self.stack[-1][1] not in (None, trace):
-            self.stack.pop()
+        if self.stack and self.stack[-1][1] is not None:
+            trace = TracingContext.try_get()
+            while self.stack and self.stack[-1][1] not in (None, trace):
+                self.stack.pop()
         return self.stack
 
 
 class _Registration:
-    """The one piece of module state: which policies exist, and the libraries while they are registered."""
+    """The one piece of module state: the forwards that ``enter`` knows, and the libraries while they are registered."""
 
     def __init__(self) -> None:
-        self.policies: list[Policy] = []
-        self.latest: tuple[Policy, bool] | None = None
+        self.forwards: list[Forward] = []
+        self.latest: tuple[Forward, bool] | None = None
         self.libraries: list[torch.library.Library] = []
         self.undivided: list[Callable[..., Any]] = []
         self.owners = 0
@@ -188,11 +207,12 @@ _active = _Active()
 _registration = _Registration()
 
 
-def policy_id(policy: Policy) -> int:
+def forward_id(policy: Policy, backend: str) -> int:
     """A small number for ``enter``: a traced graph can carry a number, not a Policy."""
-    if policy not in _registration.policies:
-        _registration.policies.append(policy)
-    return _registration.policies.index(policy)
+    forward = Forward(policy, backend)
+    if forward not in _registration.forwards:
+        _registration.forwards.append(forward)
+    return _registration.forwards.index(forward)
 
 
 def undivided(function: F) -> F:
@@ -206,14 +226,15 @@ def undivided(function: F) -> F:
 
 @undivided
 def enter(number: int, cache: bool = True) -> None:
-    """From here to ``leave``, ops of this thread that run under autocast follow the policy of that number.
+    """From here to ``leave``, ops of this thread that run under autocast follow the forward of that number.
 
     ``cache`` is the setting of autocast's cache in that forward.
 
     Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the rules chose.
     """
-    _registration.latest = _registration.policies[number], cache
-    _active.live().append((number, TracingContext.try_get()))
+    forward = _registration.forwards[number]
+    _registration.latest = forward, cache
+    _active.live().append((forward, TracingContext.try_get()))
 
 
 @undivided
@@ -224,17 +245,23 @@ def leave() -> None:
         stack.pop()
 
 
-def active_policy() -> Policy | None:
-    """The policy that ops of this thread follow now, or None outside enabled forwards."""
+def active() -> Forward | None:
+    """What ops of this thread follow now, or None outside enabled forwards."""
     stack = _active.live()
     if stack:
-        return _registration.policies[stack[-1][0]]
+        return stack[-1][0]
     if torch._C._current_graph_task_id() != -1:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment: torch.utils.checkpoint
         # restores autocast but cannot know of ``enter``. Its cache setting tells torch's own from the latest of ours
-        policy, cache = _registration.latest or (None, None)
-        return policy if torch.is_autocast_cache_enabled() == cache else None
+        forward, cache = _registration.latest or (None, None)
+        return forward if torch.is_autocast_cache_enabled() == cache else None
     return None
+
+
+def active_policy() -> Policy | None:
+    """The policy that ops of this thread follow now, or None outside enabled forwards."""
+    forward = active()
+    return None if forward is None else forward.policy
 
 
 def under_op_policy() -> bool:
@@ -273,8 +300,7 @@ def ensure(functions: dict[str, Rule]) -> None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             library = torch.library.Library("aten", "IMPL")
             for op, rule in _table(device_type, functions).items():
-                kernel = torch.compiler.disable(_implementation(op, rule, device_type, key))
-                library.impl(op, kernel, key, with_keyset=True)
+                library.impl(op, _implementation(op, rule, key), key, with_keyset=True)
             _registration.libraries.append(library)
 
 
@@ -287,27 +313,47 @@ def release() -> None:
         _registration.libraries.clear()
 
 
-def _implementation(op: str, rule: Rule, device_type: str, key_name: str) -> Callable[..., Any]:
-    packet, _, overload = op.partition(".")
-    target = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    key = getattr(DispatchKey, key_name)
-    below = DispatchKeySet(key)
-    after = torch._C._dispatch_keyset_full_after(key)
-    stock = None
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key_name):
-        stock = torch.library.get_kernel(target, key_name)
+class _Op:
+    """One op at one autocast key, without our rules."""
+
+    def __init__(self, op: str, key_name: str) -> None:
+        packet, _, overload = op.partition(".")
+        self.target = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        key = getattr(DispatchKey, key_name)
+        self.autocast, self.after = DispatchKeySet(key), torch._C._dispatch_keyset_full_after(key)
+        self.kernel = None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key_name):
+            self.kernel = torch.library.get_kernel(self.target, key_name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.target, *args, **kwargs)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` where no rule and no autocast applies."""
+        before, _active.in_rule = _active.in_rule, True
+        try:
+            with torch._C._ExcludeDispatchKeyGuard(self.autocast):
+                return function(*args, **kwargs)
+        finally:
+            _active.in_rule = before
+
+    def torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """What torch would have done at this key."""
+        if self.kernel is not None and not _active.in_rule:  # torch.func comes back here from below, the guard undone
+            return self.kernel.call_boxed(keyset, *args, **kwargs)
+        return self.target.redispatch(keyset & self.after, *args, **kwargs)
+
+
+def _implementation(op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
+    stock = _Op(op, key_name)
 
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        policy = None if _active.in_rule else active_policy()
-        if policy is not None:
-            _active.in_rule = True
-            try:
-                with torch._C._ExcludeDispatchKeyGuard(below):
-                    return rule(target, policy, torch.get_autocast_dtype(device_type), args, kwargs)
-            finally:
-                _active.in_rule = False
-        if stock is not None and not _active.in_rule:  # torch.func comes back here from below, the guard undone
-            return stock.call_boxed(keyset, *args, **kwargs)
-        return target.redispatch(keyset & after, *args, **kwargs)
+        forward = None if _active.in_rule else active()
+        if forward is None:
+            return stock.torchs(keyset, *args, **kwargs)
+        return rule(stock, forward, *args, **kwargs)
 
+    # torch.compile gets the graph of what rules call; the rules themselves are not worth compiling
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(implementation.__code__, skip)
     return implementation

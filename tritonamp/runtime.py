@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp import installing, overrides, user_functions
+from tritonamp import functional, installing, overrides, user_functions
 from tritonamp.casting import cast_model, flatten_rnns, fp32_modules, set_data
 from tritonamp.checks import check_models, check_optimizers, check_scaler
 from tritonamp.diagnostics import SkipLog
-from tritonamp.installing import FUNCTION_RULES, EnabledModule, EnabledOptimizer, Fp32Module, Precision
+from tritonamp.installing import EnabledModule, EnabledOptimizer, Fp32Module, Precision
 from tritonamp.kernels import _launch
 from tritonamp.masters import MasterWeights, PreciseValues
 from tritonamp.optim import settle_state
@@ -113,7 +113,7 @@ class Amp:
         self._models, self._optimizers = models, optimizers
         self._backend, self._scalers = backend, {0: scaler}
         self._precise = PreciseValues({})
-        self._precision = Precision(policy, device.type, self._precise)
+        self._precision = Precision(policy, backend.requested, device.type, self._precise)
         for model in models:
             for half, original in cast_model(model, policy).items():
                 self._precise.adopt(half, original)
@@ -123,7 +123,7 @@ class Amp:
         self._stepper = Stepper(policy, scaler, self._weights, self._log)
         for optimizer in optimizers:
             installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
-        overrides.acquire(FUNCTION_RULES)
+        overrides.acquire(functional.RULES)
         user_functions.acquire()
         # at disable(), or when the last enabled model is gone without it
         self._release = weakref.finalize(self._precision, _release)
@@ -227,8 +227,8 @@ class Amp:
         """Numbers of the run so far, as plain values. Waits for the device, as ``explain`` and ``state_dict`` do.
 
         Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped,
-        scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend, backend_reason, and scales (by
-        loss_id).
+        scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend, backend_reason, kernel_failures
+        (operation: why its Triton kernel could not be compiled; it runs in eager torch), and scales (by loss_id).
         """
         return {
             "scale": self.scaler.get_scale(),
@@ -236,6 +236,7 @@ class Amp:
             "growth_tracker": self.scaler._get_growth_tracker(),
             "backend": self._backend.name,
             "backend_reason": self._backend.reason,
+            "kernel_failures": dict(_launch.failures),
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
 
