@@ -1,7 +1,9 @@
 """Every question about the hardware, and about Triton, is answered in this file and nowhere else."""
 
+import contextlib
+import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +22,10 @@ class _NoTriton:
         return function if function is not None else lambda function: function
 
 
-triton: Any
-tl: Any
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = tl = _NoTriton()
+triton: Any = _NoTriton()
+tl: Any = triton
+with contextlib.suppress(ImportError):
+    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
 BACKENDS = ("auto", "triton", "eager")
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores

@@ -25,17 +25,17 @@ class Tiling(NamedTuple):
     """How a kernel walks over the lines of one tensor. All of it follows from the shape.
 
     Attributes:
-        n: elements of a line. ``count``: lines.
+        n: elements of a line. ``lines``: how many.
         whole: a program's tile covers whole lines, else the program moves along them.
         splits: programs that share a line, each ``steps`` tiles of it.
         grid: programs, (groups * blocks, splits, 1).
         sizes: rows, n, blocks: of a group, see ``line_offsets``.
-        layout: ROW_MAJOR, ALIGN, ROWS, BLOCK. ALIGN is a power of two that divides the distance of two lines (row-major)
-            or two columns; equal to BLOCK it says that every tile is full and needs no mask.
+        layout: ROW_MAJOR, ALIGN, ROWS, BLOCK. ALIGN is a power of two that divides the distance of two lines
+            (row-major) or two columns; equal to BLOCK it says that every tile is full and needs no mask.
     """
 
     n: int
-    count: int
+    lines: int
     whole: bool
     splits: int
     steps: int

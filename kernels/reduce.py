@@ -65,8 +65,8 @@ def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype)
     while True:
         t = tiling(x.shape, first, last, PER_THREAD, LONGEST)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
-        y = x.new_empty((parts, t.count) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32)
-        launch(sum_kernel, (t.grid[0] * parts, 1, 1), (x, y), (*t.sizes, t.grid[0], t.count), t.layout, t.num_warps)
+        y = x.new_empty((parts, t.lines) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32)
+        launch(sum_kernel, (t.grid[0] * parts, 1, 1), (x, y), (*t.sizes, t.grid[0], t.lines), t.layout, t.num_warps)
         if parts == 1:
             return y
         x, first, last = y, 0, 0
@@ -90,9 +90,10 @@ SUM = Operation(sum_triton, sum_torch)
 
 def shipped() -> Iterator[Shipped]:
     """One tile and several, both orders of memory."""
-    shapes = {"n=64": (4096, 64), "n=1000": (4096, 1000), "n=8192": (4096, 8192), "n=2**24": (1, 1 << 24)}
-    shapes |= {"n=50257": (4096, 50257), "inner": (64, 64, 4096)}
+    shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in (64, 1000, 8192, 50257)}
+    shapes |= {"n=2**24": (1, 1 << 24), "inner": (64, 64, 4096)}
     for case, shape in shapes.items():
         for dtype, result in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
             x = torch.empty(shape, dtype=dtype, device="meta")
-            yield Shipped(f"sum {dtype} {case}".replace("torch.", ""), sum_triton, (x, (1,), False, result), 64, None, 0)
+            name = f"sum {dtype} {case}".replace("torch.", "")
+            yield Shipped(name, sum_triton, (x, (1,), False, result), 64, None, 0)

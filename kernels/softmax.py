@@ -130,15 +130,15 @@ def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST)
     # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away from there
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
-    if t.count * t.n == 0:
+    if t.lines * t.n == 0:
         return y
     if t.splits == 1:
         kernel = softmax_kernel if t.whole else softmax_long_kernel
         launch(kernel, t.grid, (x, y), t.sizes, (log, shift, *t.layout), t.num_warps)
         return y
-    m, s = x.new_empty(2, t.splits, t.count, dtype=torch.float32)
-    launch(softmax_part_kernel, t.grid, (x, m, s), (*t.sizes, t.steps, t.count), (shift, *t.layout), t.num_warps)
-    sizes, constants = (*t.sizes, t.steps, t.count, t.splits), (log, shift, power_of_two(t.splits), *t.layout)
+    m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
+    launch(softmax_part_kernel, t.grid, (x, m, s), (*t.sizes, t.steps, t.lines), (shift, *t.layout), t.num_warps)
+    sizes, constants = (*t.sizes, t.steps, t.lines, t.splits), (log, shift, power_of_two(t.splits), *t.layout)
     launch(softmax_rest_kernel, t.grid, (x, m, s, y), sizes, constants, t.num_warps)
     return y
 
@@ -277,17 +277,17 @@ def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) 
     grad, y = grad.contiguous(), y.contiguous()
     dx = torch.empty_like(y, dtype=dtype)
     t = tiling(y.shape, dim, dim, PER_THREAD, LONGEST // 2)
-    if t.count * t.n == 0:
+    if t.lines * t.n == 0:
         return dx
     if t.splits == 1:
         kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
         launch(kernel, t.grid, (grad, y, dx), t.sizes, (log, *t.layout), t.num_warps)
         return dx
-    totals = y.new_empty(t.splits, t.count, dtype=torch.float32)
-    sizes = *t.sizes, t.steps, t.count
+    totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
+    sizes = *t.sizes, t.steps, t.lines
     launch(softmax_backward_part_kernel, t.grid, (grad, y, totals), sizes, (log, *t.layout), t.num_warps)
-    sizes, constants = (*sizes, t.splits), (log, power_of_two(t.splits), *t.layout)
-    launch(softmax_backward_rest_kernel, t.grid, (grad, y, totals, dx), sizes, constants, t.num_warps)
+    constants = log, power_of_two(t.splits), *t.layout
+    launch(softmax_backward_rest_kernel, t.grid, (grad, y, totals, dx), (*sizes, t.splits), constants, t.num_warps)
     return dx
 
 
@@ -328,7 +328,8 @@ LOG_SOFTMAX_BACKWARD = Operation(log_softmax_backward_triton, log_softmax_backwa
 def shipped() -> Iterator[Shipped]:
     """The regimes of n, both orders of memory, the dtypes that the op policy and its options lead to."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    shapes = {f"n={n}": (4096, n) for n in (32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257)}
+    lengths = 32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257
+    shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in lengths}
     shapes |= {"split": (8, 1 << 20), "inner": (64, 64, 4096), "long inner": (64, 4096, 4096)}
     for case, shape in shapes.items():
         for dtype, result in ((half, half), (bf16, bf16), (half, wide)):

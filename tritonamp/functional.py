@@ -5,7 +5,7 @@ each result is rounded once; every other dtype is handed to torch, and so are in
 by a kernel: torch's own do the same there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
-        return _softmax.softmax_backward(grads[0], *ctx.saved_tensors, dim, dtype, _once(backend)), None, None, None
+        return _softmax.softmax_backward(grads[0], y, dim, dtype, _once(backend)), None, None, None
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -48,8 +49,9 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
-        return _softmax.log_softmax_backward(grads[0], *ctx.saved_tensors, dim, dtype, _once(backend)), None, None, None
+        return _softmax.log_softmax_backward(grads[0], y, dim, dtype, _once(backend)), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -176,7 +178,7 @@ def _sum_rule(
     return stock.run(_Sum.apply, input, _dims(dim), keepdim, dtype, "eager")
 
 
-RULES = {
+RULES: dict[str, Callable[..., Tensor]] = {
     "softmax.int": _softmax_rule,
     "log_softmax.int": _log_softmax_rule,
     "sum": _sum_rule,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import TracingContext
 
 from tritonamp.policy import Policy
@@ -354,6 +353,6 @@ def _implementation(op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
         return rule(stock, forward, *args, **kwargs)
 
     # torch.compile gets the graph of what rules call; the rules themselves are not worth compiling
-    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(implementation.__code__, skip)
     return implementation
