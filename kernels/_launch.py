@@ -30,7 +30,10 @@ with contextlib.suppress(ImportError):
 BACKENDS = ("auto", "triton", "eager")
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
-TRITON_OPS = frozenset({"softmax", "softmax_backward", "log_softmax", "log_softmax_backward", "sum"})
+TRITON_OPS = frozenset(
+    {"softmax", "softmax_backward", "log_softmax", "log_softmax_backward", "sum"}
+    | {"grad_stats", "decide", "update_scale", "adamw", "cast"}
+)
 """Names of the operations that have a Triton kernel in this version."""
 MIN_NUMEL = 1 << 16
 """Below this ATen's launch costs less than what a kernel saves in bytes."""
@@ -140,41 +143,58 @@ class KernelError(RuntimeError):
     """A kernel could not be compiled or loaded; nothing was launched."""
 
 
-class Operation:
-    """An operation's two forms, and which of them a call takes."""
+class Forms:
+    """An operation's two forms, and how they stand in for one another."""
 
-    def __init__(self, triton_form: Callable[..., Tensor], torch_form: Callable[..., Tensor]) -> None:
+    def __init__(self, triton_form: Callable[..., Any], torch_form: Callable[..., Any]) -> None:
         self.name = torch_form.__name__.removesuffix("_torch")
         self.triton_form, self.torch_form = triton_form, torch_form
-        self.traceable = torch.library.triton_op(f"tritonamp::{self.name}", triton_form, mutates_args=())
 
-    def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
-        """Runs the operation on ``x`` and ``args``.
+    def runs_triton(self, backend: str, device: torch.device) -> bool:
+        """Whether ``backend`` ("auto", "triton" or "eager") means the kernel on ``device``."""
+        return backend == "triton" or (backend == "auto" and runs_triton(device) and self.name not in failures)
 
-        Args:
-            backend: "triton", "eager", or "auto": the kernel where it can run and ``x`` is large enough to gain by it.
+    def run(self, backend: str, takes_triton: bool, *args: Any) -> Any:
+        """Runs the Triton form, or the torch form.
 
         Raises:
             KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager torch from then on.
         """
-        if not self.takes_triton(backend, x):
-            return self.torch_form(x, *args)
-        if torch.compiler.is_compiling() or is_traced(x):
-            return self.traceable(x, *args)
+        if not takes_triton:
+            return self.torch_form(*args)
         try:
-            return self.triton_form(x, *args)
+            return self.triton_form(*args)
         except KernelError as error:
             if backend == "triton":
                 raise
             failures[self.name] = str(error)
             warnings.warn(f"{self.name} runs in eager torch from now on: {error}", RuntimeWarning, stacklevel=2)
-            return self.torch_form(x, *args)
+            return self.torch_form(*args)
+
+
+class Operation(Forms):
+    """An operation on a tensor that tracers can follow."""
+
+    def __init__(self, triton_form: Callable[..., Tensor], torch_form: Callable[..., Tensor]) -> None:
+        super().__init__(triton_form, torch_form)
+        self.traceable = torch.library.triton_op(f"tritonamp::{self.name}", triton_form, mutates_args=())
+
+    def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
+        """Runs the operation on ``x`` and ``args``; under "auto" the kernel where ``x`` is large enough to gain by it.
+
+        Raises:
+            KernelError: see ``run``.
+        """
+        takes_triton = self.takes_triton(backend, x)
+        if takes_triton and (torch.compiler.is_compiling() or is_traced(x)):
+            return self.traceable(x, *args)
+        return self.run(backend, takes_triton, x, *args)
 
     def takes_triton(self, backend: str, x: Tensor) -> bool:
         """Whether a call on ``x`` runs the kernel."""
         if backend != "auto":
             return backend == "triton"
-        if x.numel() < MIN_NUMEL or not runs_triton(x.device) or self.name in failures:
+        if x.numel() < MIN_NUMEL or not self.runs_triton(backend, x.device):
             return False
         return type(x) is Tensor or not is_traceable_wrapper_subclass(x)  # DTensor and its like shard eager operations
 
@@ -194,7 +214,7 @@ def launch(
     kernel: Any,
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
+    sizes: tuple[float, ...],
     constants: tuple[Any, ...],
     num_warps: int,
 ) -> None:
@@ -261,11 +281,13 @@ class Shipped(NamedTuple):
         max_registers: of a thread.
         max_instructions: for each element, None where a tile is too small to judge.
         exp2: MUFU.EX2 instructions for each element.
+        max_shared: bytes of shared memory; None: any.
     """
 
     name: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     max_registers: int
     max_instructions: float | None
     exp2: int
+    max_shared: int | None = None

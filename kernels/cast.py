@@ -1,26 +1,88 @@
 """FP32 masters to the half parameters that the forward uses. 6 B/param."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+from tritonamp.kernels._multi_tensor import (
+    NUM_WARPS,
+    TensorLists,
+    chunk_bounds,
+    element_pointer,
+    note_overflow,
+    shipped_lists,
+)
 
-def cast_torch(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    if copies:
-        torch._foreach_copy_(list(copies), list(sources))
+
+@triton.jit
+def _round(offs, mask, sources, copies, overflow_ptr, VEC: tl.constexpr):
+    x = tl.load(sources + offs, mask=mask, other=0.0)
+    copy = x.to(copies.dtype.element_ty)
+    tl.store(copies + offs, copy, mask=mask)
+    note_overflow(overflow_ptr, x, copy, mask, VEC)
 
 
-def cast(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Writes each source, correctly rounded, into its copy.
+@triton.jit(do_not_specialize=("chunk",))
+def cast_kernel(
+    params_ptr, copies_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, overflow_ptr, chunk,
+    PARAM: tl.constexpr, COPY: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    params, copies = element_pointer(params_ptr, row, PARAM, VEC), element_pointer(copies_ptr, row, COPY, VEC)
+    overflow_ptr += tl.load(number_ptr + row)
+    j = tl.arange(0, BLOCK)
+    for at in range(begin, whole, BLOCK):
+        _round(at + j, at + j < whole, params, copies, overflow_ptr, VEC)
+    if whole < end:
+        offs = whole + tl.arange(0, VEC)
+        _round(offs, offs < end, params, copies, overflow_ptr, VEC)
+
+
+def cast_triton(lists: TensorLists) -> None:
+    with lists.launches(("copies",)) as tables:
+        for t in tables:
+            if t.dtypes["copies"] is None:
+                continue
+            overflow = lists.kept("overflow", (lists.size,), torch.int32, t.device)
+            arrays = t.pointers["params"], t.pointers["copies"], t.numel, t.first, t.number, t.rows, overflow
+            vec = 8 if t.aligned else 1
+            constants = t.type("params"), t.type("copies"), vec, 32 * NUM_WARPS * vec
+            launch(cast_kernel, (t.chunks, 1, 1), arrays, (t.chunk,), constants, NUM_WARPS)
+
+
+def cast_torch(lists: TensorLists) -> None:
+    pairs = [(i, p, c) for i, (p, c) in enumerate(zip(lists["params"], lists["copies"], strict=True)) if c is not p]
+    if pairs:
+        torch._foreach_copy_([copy for _, _, copy in pairs], [param for _, param, _ in pairs])
+    for i, param, copy in pairs:
+        overflow = lists.kept("overflow", (lists.size,), torch.int32, param.device)
+        overflow[lists.numbers[i]] |= (copy.isinf() & param.isfinite()).any()
+
+
+def cast(lists: TensorLists, backend: str = "auto") -> None:
+    """Writes each parameter, correctly rounded, into its copy.
 
     Args:
-        sources: n FP32 tensors.
-        copies: n tensors of the same shapes, usually half.
+        lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half; the parameter itself
+            where there is no copy.
     """
-    if len(sources) != len(copies):
-        raise ValueError(f"got {len(sources)} sources for {len(copies)} copies")
-    cast_torch(sources, copies)
+    CAST.run(backend, lists.take_triton(backend, CAST), lists)
+
+
+CAST = Forms(cast_triton, cast_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Both halves, aligned and not."""
+    for half in (torch.float16, torch.bfloat16):
+        for aligned in (True, False):
+            lists = shipped_lists(aligned, params=torch.float32, copies=half)
+            name = f"cast {half}{'' if aligned else ' unaligned'}".replace("torch.", "")
+            yield Shipped(name, cast_triton, (lists,), 64, None, 0, 0)
 
 
 def fp32_value(half: Tensor, precise: Tensor) -> Tensor:

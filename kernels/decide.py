@@ -1,9 +1,16 @@
 """What a step does: skip or go, by how much to scale the gradients, and what the loss scale becomes."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+
+OUTCOMES = CLEAN, OVERFLOW, FAULT = 0, 1, 2
+RECORD = 6  # numbers in front of a record's magnitudes
+_BLOCK = 1024
 
 
 class ScaleRule(NamedTuple):
@@ -17,45 +24,211 @@ class ScaleRule(NamedTuple):
     max_scale: float
 
 
-def decide_torch(
-    amax: Tensor, square_sum: Tensor, loss_nonfinite: Tensor, scale: Tensor, max_norm: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    inv_scale = scale.double().reciprocal().float()
-    norm = square_sum.double().sum().sqrt().float() * inv_scale
-    grad_scale = inv_scale
-    if max_norm is not None:
-        grad_scale = inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+class ScaleState(NamedTuple):
+    """A loss scale, 0-d float32, and what it remembers, 0-d int32."""
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_tracker: Tensor
+
+
+class Record(NamedTuple):
+    """What is remembered of decisions.
+
+    Attributes:
+        numbers: float64 of shape (6 + names,): how many were clean, scale overflows, forward faults; the norm of the
+            last clean one; of the last skipped one its outcome (1 overflow, 2 fault), scale, and magnitudes by name.
+        places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1: none.
+    """
+
+    numbers: Tensor
+    places: Tensor
+
+
+@triton.jit
+def _next_scale(
+    scale_ptr, growth_ptr, hysteresis_ptr, found_inf, fault,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+):  # fmt: skip
+    scale, tracker, patience = tl.load(scale_ptr), tl.load(growth_ptr), tl.load(hysteresis_ptr)
+    overflow = (found_inf != 0.0) & (fault == 0.0)
+    clean = (found_inf == 0.0) & (fault == 0.0)
+    # overflow: use up one unit of patience, back off when there is none left
+    patience -= overflow.to(tl.int32)
+    back_off = overflow & (patience <= 0)
+    # clean: count, grow after growth_interval in a row
+    tracker = tl.where(overflow, 0, tracker + clean.to(tl.int32))
+    grow = clean & (tracker >= growth_interval)
+    lower = tl.maximum(scale * backoff_factor, min_scale)
+    higher = tl.minimum(scale * growth_factor, max_scale)
+    tl.store(scale_ptr, tl.where(back_off, lower, tl.where(grow, higher, scale)))
+    tl.store(growth_ptr, tl.where(grow, 0, tracker))
+    tl.store(hysteresis_ptr, tl.where(clean, hysteresis, tl.maximum(patience, 0)))
+
+
+@triton.jit(do_not_specialize=("growth_interval", "hysteresis"))
+def update_scale_kernel(
+    scale_ptr, growth_ptr, hysteresis_ptr, found_inf_ptr, fault_ptr,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+):  # fmt: skip
+    _next_scale(
+        scale_ptr, growth_ptr, hysteresis_ptr, tl.load(found_inf_ptr), tl.load(fault_ptr),
+        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("n", "parts", "names", "growth_interval", "hysteresis"))
+def decide_kernel(
+    amax_ptr, square_ptr, fault_ptr, earlier_ptr, used_ptr, verdict_ptr,
+    scale_ptr, growth_ptr, hysteresis_ptr, numbers_ptr, places_ptr,
+    n, parts, names, max_norm,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    CLIP: tl.constexpr, MOVE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
+    used, fault, earlier = tl.load(used_ptr), tl.load(fault_ptr), tl.load(earlier_ptr)
+    inv_scale = tl.div_rn(1.0, used)
+    j = tl.arange(0, BLOCK)
     # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
-    nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(grad_scale)
-    return torch.maximum(nonfinite.float(), loss_nonfinite), norm, grad_scale
+    bad = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, n, BLOCK):
+        unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
+        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
+    squares = tl.zeros([BLOCK], tl.float64)
+    for at in range(0, parts, BLOCK):
+        squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
+    norm = tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+    factor = inv_scale
+    if CLIP:
+        coefficient = tl.div_rn(max_norm, norm + 1e-6)
+        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
+    nonfinite = (tl.max(bad, 0) != 0) | ((tl.abs(factor) < float("inf")) == 0)
+    found_inf = tl.maximum(tl.maximum(nonfinite.to(tl.float32), fault), earlier)
+    tl.store(verdict_ptr, found_inf)
+    tl.store(verdict_ptr + 1, norm)
+    tl.store(verdict_ptr + 2, factor)
+    if MOVE:
+        _next_scale(
+            scale_ptr, growth_ptr, hysteresis_ptr, found_inf, fault,
+            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+        )  # fmt: skip
+    if RECORD > 0:
+        outcome = tl.where(fault != 0.0, 2, tl.where(found_inf != 0.0, 1, 0))
+        tl.store(numbers_ptr + outcome, tl.load(numbers_ptr + outcome) + 1.0)
+        if outcome == 0:
+            tl.store(numbers_ptr + 3, norm.to(tl.float64))
+        else:
+            tl.store(numbers_ptr + 4, outcome.to(tl.float64))
+            tl.store(numbers_ptr + 5, used.to(tl.float64))
+            for at in range(0, names, BLOCK):
+                place = tl.load(places_ptr + at + j, mask=at + j < names, other=-1)
+                amax = tl.load(amax_ptr + place, mask=place >= 0, other=0.0)
+                tl.store(numbers_ptr + RECORD + at + j, amax.to(tl.float64), mask=at + j < names)
+
+
+def decide_triton(
+    amax: Tensor,
+    square_sum: Tensor,
+    loss_nonfinite: Tensor,
+    found_earlier: Tensor,
+    used_scale: Tensor,
+    max_norm: float | None,
+    state: ScaleState | None,
+    rule: ScaleRule,
+    record: Record | None,
+    verdict: Tensor,
+) -> None:
+    moved = state or (used_scale,) * 3
+    numbers, places = record or (amax, amax)
+    tensors = (amax, square_sum, loss_nonfinite, found_earlier, used_scale, verdict, *moved, numbers, places)
+    sizes = len(amax), len(square_sum), len(places) if record else 0, float(max_norm or 0.0), *_numbers(rule)
+    constants = max_norm is not None, state is not None, RECORD if record else 0, _BLOCK
+    launch(decide_kernel, (1, 1, 1), tensors, sizes, constants, 4)
+
+
+def decide_torch(
+    amax: Tensor,
+    square_sum: Tensor,
+    loss_nonfinite: Tensor,
+    found_earlier: Tensor,
+    used_scale: Tensor,
+    max_norm: float | None,
+    state: ScaleState | None,
+    rule: ScaleRule,
+    record: Record | None,
+    verdict: Tensor,
+) -> None:
+    inv_scale = used_scale.double().reciprocal().float()
+    norm = square_sum.double().sum().sqrt().float() * inv_scale
+    factor = inv_scale
+    if max_norm is not None:
+        factor = inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
+    nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(factor)
+    found_inf = torch.maximum(torch.maximum(nonfinite.float(), loss_nonfinite), found_earlier)
+    if state is not None:
+        update_scale_torch(state, found_inf, loss_nonfinite, rule)
+    if record is not None:
+        _note(record, amax, norm, found_inf, loss_nonfinite, used_scale)
+    verdict.copy_(torch.stack([found_inf, norm, factor]))
+
+
+def _note(
+    record: Record, amax: Tensor, norm: Tensor, found_inf: Tensor, loss_nonfinite: Tensor, used_scale: Tensor
+) -> None:
+    fault = loss_nonfinite != 0
+    outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
+    numbers, places = record
+    # in place, so that a CUDA graph that captured this goes on counting
+    numbers[:3] += torch.arange(3, device=outcome.device) == outcome
+    numbers[3].copy_(torch.where(outcome == CLEAN, norm.double(), numbers[3]))
+    found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
+    last = torch.cat([torch.stack([outcome.float(), used_scale]), found]).double()
+    numbers[4:] = torch.where(outcome != CLEAN, last, numbers[4:])
 
 
 def decide(
-    amax: Tensor, square_sum: Tensor, loss_nonfinite: Tensor, scale: Tensor, max_norm: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Judges the gradients of one decision on the device.
+    amax: Tensor,
+    square_sum: Tensor,
+    loss_nonfinite: Tensor,
+    found_earlier: Tensor,
+    used_scale: Tensor,
+    max_norm: float | None,
+    state: ScaleState | None,
+    rule: ScaleRule,
+    record: Record | None,
+    verdict: Tensor,
+    backend: str = "auto",
+) -> None:
+    """Judges the gradients of one decision on the device, moves the loss scale, and notes the outcome.
 
     Args:
-        amax, square_sum: results of grad_stats over all gradients that take part, shape (n,).
+        amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and (k,).
         loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN.
-        scale: 0-d float32, the loss scale that the backward used.
+        found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before are to skip.
+        used_scale: 0-d float32, the loss scale that the backward used.
         max_norm: clip the unscaled gradients to this total 2-norm (``torch.nn.utils.clip_grad_norm_``), or None.
-
-    Returns:
-        found_inf (0-d, non-zero: skip), norm of the unscaled gradients (0-d), and the factor (0-d) that turns a
-        scaled gradient into the one to step with: 1/scale, times the clip coefficient.
+        state: the loss scale to move by ``rule``, or None.
+        record: written in place, or None.
+        verdict: float32 of shape (3,), receives found_inf (not 0: skip), the norm of the unscaled gradients, and the
+            factor that turns a scaled gradient into the one to step with: 1/scale, times the clip coefficient.
     """
-    return decide_torch(amax, square_sum, loss_nonfinite, scale, max_norm)
+    args = amax, square_sum, loss_nonfinite, found_earlier, used_scale, max_norm, state, rule, record, verdict
+    DECIDE.run(backend, DECIDE.runs_triton(backend, used_scale.device), *args)
 
 
-def update_scale_torch(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    loss_nonfinite: Tensor,
-    rule: ScaleRule,
-) -> None:
+def _numbers(rule: ScaleRule) -> tuple[float, ...]:
+    """For a kernel, which tells integers and floating-point numbers apart."""
+    growth, backoff, interval, hysteresis, low, high = rule
+    return float(growth), float(backoff), int(interval), int(hysteresis), float(low), float(high)
+
+
+def update_scale_triton(state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, rule: ScaleRule) -> None:
+    launch(update_scale_kernel, (1, 1, 1), (*state, found_inf, loss_nonfinite), _numbers(rule), (), 1)
+
+
+def update_scale_torch(state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, rule: ScaleRule) -> None:
+    scale, growth_tracker, hysteresis_tracker = state
     fault = loss_nonfinite != 0  # the forward's fault: a lower scale cannot help
     overflow = (found_inf != 0) & ~fault
     clean = ~fault & ~overflow
@@ -75,12 +248,7 @@ def update_scale_torch(
 
 
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    loss_nonfinite: Tensor,
-    rule: ScaleRule,
+    state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, rule: ScaleRule, backend: str = "auto"
 ) -> None:
     """The loss-scale state machine, in place on the device. Its twin is the specification.
 
@@ -90,7 +258,24 @@ def update_scale(
     - clean: after ``growth_interval`` in a row the scale is multiplied by ``growth_factor``, never above ``max_scale``.
 
     Args:
-        scale, found_inf, loss_nonfinite: 0-d float32.
-        growth_tracker, hysteresis_tracker: 0-d int32.
+        found_inf, loss_nonfinite: 0-d float32.
     """
-    update_scale_torch(scale, growth_tracker, hysteresis_tracker, found_inf, loss_nonfinite, rule)
+    UPDATE_SCALE.run(
+        backend, UPDATE_SCALE.runs_triton(backend, state.scale.device), state, found_inf, loss_nonfinite, rule
+    )
+
+
+DECIDE = Forms(decide_triton, decide_torch)
+UPDATE_SCALE = Forms(update_scale_triton, update_scale_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """With everything, and bare."""
+    rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
+    flag = torch.zeros((), device="meta")
+    state = ScaleState(flag, flag.int(), flag.int())
+    record = Record(flag.new_zeros(RECORD + 8, dtype=torch.float64), flag.new_zeros(8, dtype=torch.int64))
+    stats = flag.new_zeros(8), flag.new_zeros(64), flag, flag, flag
+    yield Shipped("decide", decide_triton, (*stats, 1.0, state, rule, record, flag.new_zeros(3)), 64, None, 0)
+    yield Shipped("decide only", decide_triton, (*stats, None, None, rule, None, flag.new_zeros(3)), 64, None, 0)
+    yield Shipped("update_scale", update_scale_triton, (state, flag, flag, rule), 64, None, 0)

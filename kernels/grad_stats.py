@@ -1,30 +1,112 @@
 """What the step needs to know of the gradients, in one read: largest magnitude and sum of squares. 2 B/param."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+from tritonamp.kernels._multi_tensor import TensorLists, chunk_bounds, element_pointer, shipped_lists
 
-def grad_stats_torch(grads: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    amax, square_sum = [], []
-    for grad in grads:
+_WARPS = 4
+_VECTORS = 4  # of 16 bytes that a thread waits for
+
+
+@triton.jit
+def _magnitude(x, TYPE: tl.constexpr):
+    """|x| as an integer that orders like it, inf above all numbers and NaN above inf."""
+    if tl.float32 == TYPE:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def _float_bits(magnitude, TYPE: tl.constexpr):
+    """The bits of that magnitude in FP32."""
+    if tl.float32 == TYPE:
+        return magnitude
+    else:
+        return magnitude.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit(do_not_specialize=("chunk", "before"))
+def grad_stats_kernel(
+    grads_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, amax_ptr, square_ptr, chunk, before,
+    TYPE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk: an integer maximum, which needs no order, and a partial sum."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    grads = element_pointer(grads_ptr, row, TYPE, VEC)
+    j = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK // VEC], tl.int32)  # of the VEC neighbours that one thread holds
+    squares = tl.zeros([BLOCK // VEC], tl.float32)
+    for at in range(begin, whole, BLOCK):
+        g = tl.load(grads + at + j, mask=at + j < whole, other=0.0)
+        g = tl.reshape(g, (BLOCK // VEC, VEC))
+        largest = tl.maximum(largest, tl.max(_magnitude(g, TYPE), 1))
+        squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
+    amax, square = tl.max(largest, 0), tl.sum(squares, 0)
+    if whole < end:
+        rest = tl.arange(0, VEC)
+        g = tl.load(grads + whole + rest, mask=whole + rest < end, other=0.0)
+        amax = tl.maximum(amax, tl.max(_magnitude(g, TYPE), 0))
+        square += tl.sum(g.to(tl.float32) * g.to(tl.float32), 0)
+    tl.atomic_max(amax_ptr + tl.load(number_ptr + row), _float_bits(amax, TYPE), sem="relaxed")
+    tl.store(square_ptr + before + tl.program_id(0), square)
+
+
+def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
+    with lists.launches() as tables:
+        results = []
+        chunks = sum(t.chunks for t in tables)
+        for on in dict.fromkeys(t.device for t in tables):
+            amax = lists.kept("amax", (lists.size,), torch.float32, on)
+            squares = lists.kept("squares", (chunks,), torch.float32, on)
+            results.append((amax.zero_(), squares))
+            for t in (t for t in tables if t.device == on):
+                kind, vec = t.type("grads"), (8 if t.dtypes["grads"] is not torch.float32 else 4) if t.aligned else 1
+                arrays = t.pointers["grads"], t.numel, t.first, t.number, t.rows, amax.view(torch.int32), squares
+                constants = kind, vec, 32 * _WARPS * _VECTORS * vec
+                launch(grad_stats_kernel, (t.chunks, 1, 1), arrays, (t.chunk, t.before), constants, _WARPS)
+    if len(results) == 1 and results[0][0].device == device:
+        return results[0]
+    amaxes, sums = ([r[k].to(device, non_blocking=True) for r in results] for k in (0, 1))
+    return torch.stack(amaxes).amax(0), torch.stack(sums).sum(0)  # zeros where another device is in charge
+
+
+def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
+    amax, squares = torch.zeros(lists.size, device=device), []
+    for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
         g = grad.detach().to(torch.promote_types(grad.dtype, torch.float32)) if grad.numel() else grad.new_zeros(1)
-        amax.append(g.abs().max().to(device, torch.float32))
-        square_sum.append(torch.linalg.vector_norm(g).square().to(device, torch.float32))
-    if not grads:
-        return torch.zeros(0, device=device), torch.zeros(0, device=device)
-    return torch.stack(amax), torch.stack(square_sum)
+        amax[i] = g.abs().max()
+        squares.append(torch.linalg.vector_norm(g).square().to(device, torch.float32))
+    return amax, torch.stack(squares) if squares else torch.zeros(0, device=device)
 
 
-def grad_stats(grads: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Per tensor: the largest magnitude (inf and NaN show themselves in it) and the sum of squares.
+def grad_stats(lists: TensorLists, device: torch.device, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Per tensor the largest magnitude (inf and NaN show themselves in it), and sums of squares.
 
     Args:
-        grads: n dense floating tensors of any shapes, dtypes and devices.
+        lists: "grads", n dense floating tensors of any shapes, dtypes and devices.
         device: of the results.
 
     Returns:
-        amax of shape (n,) and the sum of squares of shape (n,), float32, of the values as they are (scaled).
+        amax of shape (lists.size,), 0 where a number has no tensor, and the sums of squares of parts of the gradients,
+        any number of them; float32, of the values as they are (scaled). The next call for the same lists may overwrite
+        them.
     """
-    return grad_stats_torch(grads, device)
+    return GRAD_STATS.run(backend, lists.take_triton(backend, GRAD_STATS), lists, device)
+
+
+GRAD_STATS = Forms(grad_stats_triton, grad_stats_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Each dtype, aligned and not."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for aligned in (True, False):
+            lists = shipped_lists(aligned, grads=dtype)
+            name = f"grad_stats {dtype}{'' if aligned else ' unaligned'}".replace("torch.", "")
+            yield Shipped(name, grad_stats_triton, (lists, torch.device("cpu")), 64, None, 0)

@@ -276,7 +276,8 @@ def softmax_backward_rest_kernel(
 def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     grad, y = grad.contiguous(), y.contiguous()
     dx = torch.empty_like(y, dtype=dtype)
-    t = tiling(y.shape, dim, dim, PER_THREAD, LONGEST // 2)
+    long = y.dim() > 0 and y.shape[dim] > LONGEST // 2
+    t = tiling(y.shape, dim, dim, PER_THREAD // 2 if long else PER_THREAD, LONGEST // 2)  # loops need registers too
     if t.lines * t.n == 0:
         return dx
     if t.splits == 1:
@@ -336,8 +337,9 @@ def shipped() -> Iterator[Shipped]:
             x, y = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, result))
             log = result is wide
             name = f"{'log_softmax' if log else 'softmax'} {dtype} {case}".replace("torch.", "")
-            passes = 1 if shape[1] <= 32768 else 2
-            forward = log_softmax_triton if log else softmax_triton
-            yield Shipped(name, forward, (x, 1, result), 64, 12, passes)
+            if log:  # stores twice as much
+                yield Shipped(name, log_softmax_triton, (x, 1, result), 80, 15, 1)
+            else:
+                yield Shipped(name, softmax_triton, (x, 1, result), 64, 12, 1 if shape[1] <= LONGEST else 2)
             backward = log_softmax_backward_triton if log else softmax_backward_triton
             yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), 96, 10, int(log))

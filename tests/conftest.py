@@ -1,12 +1,28 @@
 """What every test gets: fixed seeds, each device there is, and no state left behind in torch."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Without a GPU the kernels run in Triton's interpreter; triton.jit asks for it where a kernel is defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tritonamp import overrides
+from tritonamp.kernels import _launch
+
+if _launch.INTERPRETED and _launch.triton_version() < "3.7":
+    # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes no index of
+    from triton.runtime import interpreter
+
+    def _patch(tensor, scope, original=interpreter._patch_lang_tensor):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
+
+    interpreter._patch_lang_tensor = _patch
 
 torch.set_num_threads(1)  # small tensors: threads that wait for a busy core cost more than they bring
 

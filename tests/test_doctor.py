@@ -48,7 +48,8 @@ def test_cpu_is_eager_because_it_is_no_gpu():
 
 
 def test_operation_without_a_kernel_is_eager_where_triton_runs(monkeypatch):
-    monkeypatch.setattr(_launch, "choose_backend", lambda requested, device: _launch.Backend("triton", "it can", requested))
+    backend = _launch.Backend("triton", "it can", "auto")
+    monkeypatch.setattr(_launch, "choose_backend", lambda requested, device: backend)
     monkeypatch.setattr(_launch, "TRITON_OPS", frozenset({"softmax"}))
     device = torch.device("cuda")
     assert doctor._operation("softmax", device) == ("softmax", "triton", "it can")

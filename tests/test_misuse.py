@@ -130,9 +130,10 @@ def test_enabled_twice() -> None:
     other.disable()
 
 
-def test_triton_where_it_cannot_run() -> None:
+def test_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(tritonamp.UnsupportedDeviceError, match="backend='triton' cannot run: cpu is not an NVIDIA GPU"):
         tritonamp.enable(net(), backend="triton")
 

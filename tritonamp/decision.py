@@ -22,57 +22,71 @@ class Decision:
         feeds: the optimizers that have not stepped yet.
         blocks: how many ``with scale_loss`` blocks we are inside of.
         zeroed: those of them whose gradients the user has cleared since.
-        found_inf, norm, grad_scale: results of ``decide``, None until made.
+        made: whether found_inf, norm and grad_scale, the results of ``decide`` (0-d), are there.
     """
 
     def __init__(
-        self, scaler: GradScaler, scale: Tensor, loss_nonfinite: Tensor, feeds: Iterable[MasterWeights], automatic: bool
+        self,
+        scaler: GradScaler,
+        scale: Tensor,
+        loss_nonfinite: Tensor,
+        feeds: Iterable[MasterWeights],
+        automatic: bool,
+        backend: str,
     ) -> None:
         self.scaler, self.scale, self.loss_nonfinite = scaler, scale, loss_nonfinite
         self.feeds, self.automatic = list(feeds), automatic
         self.zeroed: set[MasterWeights] = set()
         self.blocks = 0
-        self.found_inf: Tensor | None = None
-        self.norm: Tensor | None = None
-        self.grad_scale: Tensor | None = None
-        self._found_earlier: list[Tensor] = []
-
-    @property
-    def made(self) -> bool:
-        return self.found_inf is not None
+        self.made = False
+        self._verdict = scale.new_zeros(3)
+        self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
+        self._found_earlier: Tensor | None = None
+        self._backend = backend
 
     def unscale_early(self, weights: MasterWeights) -> None:
         """Unscales one optimizer's gradients because another loss is about to add its own to them."""
-        if not self.made:
-            amax, square_sum = self._stats([weights])
-            found_inf, _, grad_scale = decide(amax, square_sum, self.loss_nonfinite, self.scale, None)
-            self._found_earlier.append(found_inf)
-        else:
-            assert self.grad_scale is not None
-            grad_scale = self.grad_scale
-        weights.unscale_(grad_scale)
+        if self.made:
+            weights.unscale_(self.grad_scale)
+            return
+        verdict = torch.zeros_like(self._verdict)
+        flag, rule = self.loss_nonfinite, self.scaler.rule
+        decide(*self._stats([weights]), flag, flag, self.scale, None, None, rule, None, verdict, self._backend)
+        earlier = self._found_earlier
+        self._found_earlier = verdict[0] if earlier is None else torch.maximum(earlier, verdict[0])
+        weights.unscale_(verdict[2])
 
     def make(self, log: SkipLog, max_norm: float | None = None) -> None:
         """Judges the gradients of all optimizers that the loss feeds, and moves the scale."""
         amax, square_sum = self._stats(self.feeds)
-        found_inf, self.norm, self.grad_scale = decide(amax, square_sum, self.loss_nonfinite, self.scale, max_norm)
-        for earlier in self._found_earlier:
-            found_inf = torch.maximum(found_inf, earlier)
-        self.found_inf = found_inf
-        log.record(self._named_amax(amax), found_inf, self.loss_nonfinite, self.scale, self.grad_scale)
-        if self.automatic:
-            self.scaler.move(found_inf, self.loss_nonfinite)
-        else:
+        flag = self.loss_nonfinite
+        earlier = flag if self._found_earlier is None else self._found_earlier
+        state = self.scaler.scale_state if self.automatic else None
+        record = log.record([param for weights in self.feeds for param in weights.parameters()], self.scale.device)
+        rule = self.scaler.rule
+        decide(
+            amax, square_sum, flag, earlier, self.scale, max_norm, state, rule, record, self._verdict, self._backend
+        )
+        log.read_back(rule.min_scale)
+        self.made = True
+        if not self.automatic:
             for weights in self.feeds:
-                self.scaler.record(weights.optimizer, found_inf)
-
-    def _judged(self, feeds: Iterable[MasterWeights]) -> list[tuple[Tensor, Tensor]]:
-        """(parameter of the model, its gradient) for all gradients that carry this decision's scale."""
-        return [pair for weights in feeds if weights.scaled_by is self for pair in weights.scaled_gradients()]
+                self.scaler.record(weights.optimizer, self.found_inf)
 
     def _stats(self, feeds: Iterable[MasterWeights]) -> tuple[Tensor, Tensor]:
-        return grad_stats([grad for _, grad in self._judged(feeds)], self.scale.device)
+        """Of all gradients that carry this decision's scale; magnitudes by parameter, 0 for the others."""
+        device = self.scale.device
+        stats = [self._stats_of(weights) for weights in feeds] or [(torch.zeros(0, device=device),) * 2]
+        if len(stats) == 1:
+            return stats[0]
+        return torch.cat([amax for amax, _ in stats]), torch.cat([square_sum for _, square_sum in stats])
 
-    def _named_amax(self, amax: Tensor) -> dict[Tensor, Tensor]:
-        params = [param for param, _ in self._judged(self.feeds)]
-        return dict(zip(params, amax.unbind(), strict=True))
+    def _stats_of(self, weights: MasterWeights) -> tuple[Tensor, Tensor]:
+        device = self.scale.device
+        if weights.scaled_by is not self:
+            return torch.zeros(len(weights.parameters()), device=device), torch.zeros(0, device=device)
+        amax, square_sum = grad_stats(weights.lists(), device, self._backend)
+        if not weights.sparse:
+            return amax, square_sum
+        of_sparse = grad_stats(weights.sparse_lists(), device, self._backend)
+        return torch.maximum(amax, of_sparse[0]), torch.cat([square_sum, of_sparse[1]])

@@ -1,15 +1,21 @@
 """Why a step was skipped: kept on the device, read only when somebody asks."""
 
+import ctypes
+import logging
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels.decide import CLEAN, FAULT, OVERFLOW, RECORD, Record
+
+logger = logging.getLogger("tritonamp")
+
 _FP32_MAX = torch.finfo(torch.float32).max
-_CLEAN, _OVERFLOW, _FAULT = 0, 1, 2
-REASONS = {_OVERFLOW: "scale overflow", _FAULT: "forward fault"}
+REASONS = {OVERFLOW: "scale overflow", FAULT: "forward fault"}
 
 
 class NonFiniteError(RuntimeError):
@@ -21,75 +27,76 @@ class SkipLog:
 
     Args:
         names: gives parameter of the model to its full name; asked again when parameters are added.
+        speaks: a line is logged for each skip, when its numbers have arrived: the device is not waited for.
     """
 
-    def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
+    def __init__(self, names: Callable[[], Mapping[Tensor, str]], speaks: bool = False) -> None:
         self._ask_names = names
         self._names = dict(names())
-        self._counts: Tensor | None = None  # decisions by outcome: clean, scale overflow, forward fault
-        self._loaded = (0, 0, 0)
-        self._outcome: Tensor | None = None  # of the last skipped decision, as the rest
-        self._scale: Tensor | None = None
-        self._amax: Tensor | None = None
+        self._loaded = [0.0, 0.0, 0.0]
+        self._numbers: Tensor | None = None  # see kernels.decide.Record
+        self._places: Tensor | None = None
+        self._params: list[Tensor] = []  # of the last decision
+        self._speaks = speaks
+        self._seen = 0.0  # skips that were spoken of
+        self._mailbox: _Mailbox | None = None
 
-    def record(
-        self,
-        amax: Mapping[Tensor, Tensor],
-        found_inf: Tensor,
-        loss_nonfinite: Tensor,
-        scale: Tensor,
-        grad_scale: Tensor,
-    ) -> None:
-        """Notes one decision, on the device.
+    def record(self, params: list[Tensor], device: torch.device) -> Record:
+        """Where the decision about the gradients of ``params`` is to be noted."""
+        known = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        if not known or self._numbers is None or self._places is None or self._numbers.device != device:
+            self._params = params
+            places = {param: i for i, param in enumerate(params)}
+            if not places.keys() <= self._names.keys():
+                later, new = self._ask_names(), places.keys() - self._names.keys()
+                self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
+            before = self._values()
+            numbers = torch.tensor(before + [0.0] * (RECORD + len(self._names) - len(before)), dtype=torch.float64)
+            self._numbers = numbers.to(device)
+            self._places = torch.tensor([places.get(p, -1) for p in self._names], dtype=torch.int64).to(device)
+            self._mailbox = _Mailbox(numbers)
+        return Record(self._numbers, self._places)
 
-        Args:
-            amax: parameter to the largest magnitude in its scaled gradient, 0-d.
-            found_inf, loss_nonfinite, scale, grad_scale: 0-d, of the decision.
-        """
-        if not amax.keys() <= self._names.keys():
-            later = self._ask_names()
-            self._names |= {
-                p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in amax.keys() - self._names
-            }
-        none = torch.zeros_like(scale)
-        values = torch.stack([amax.get(param, none) for param in self._names] or [none])
-        fault = loss_nonfinite != 0
-        outcome = _FAULT * fault + _OVERFLOW * ((found_inf != 0) & ~fault)
-        if self._counts is None or self._amax is None or self._scale is None or self._outcome is None:
-            self._counts = torch.stack([torch.full_like(outcome, n) for n in self._loaded])  # no copy from the host
-            self._outcome, self._scale = torch.zeros_like(outcome), torch.zeros_like(scale)
-            self._amax = torch.zeros_like(values)
-        if self._amax.shape != values.shape:  # parameters were added
-            self._amax = torch.nn.functional.pad(self._amax, (0, len(values) - len(self._amax)))
-        # in place, so that a CUDA graph that captured this goes on counting
-        self._counts += torch.arange(3, device=scale.device) == outcome
-        skipped = outcome != _CLEAN
-        self._outcome.copy_(torch.where(skipped, outcome, self._outcome))
-        self._scale.copy_(torch.where(skipped, scale, self._scale))
-        self._amax.copy_(torch.where(skipped, values, self._amax))
+    def read_back(self, min_scale: float) -> None:
+        """Logs a skip whose numbers have arrived, and sends for those of the last decision."""
+        if not self._speaks or self._mailbox is None or self._numbers is None:
+            return
+        if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # neither question nor answer may become part of a CUDA graph
+        values = self._mailbox.take()
+        if values is not None and values[OVERFLOW] + values[FAULT] > self._seen:
+            self._seen = values[OVERFLOW] + values[FAULT]
+            news = math.frexp(self._seen)[0] == 0.5  # 1, 2, 4, 8...: a run that skips all the time says so now and then
+            log = logger.warning if news and self._alarms(values, min_scale) else logger.info
+            log(f"{self._seen:.0f} of {sum(values[:3]):.0f} steps skipped. {self._explain(list(values), min_scale)}")
+        self._mailbox.send_for(self._numbers)
+
+    def _values(self) -> list[float]:
+        return [*self._loaded, 0.0, 0.0, 0.0] if self._numbers is None else self._numbers.tolist()
 
     def counts(self) -> tuple[int, int, int]:
         """Decisions that were clean, scale overflows, forward faults. Reads the device."""
-        if self._counts is None:
-            return self._loaded
-        clean, overflow, fault = self._counts.tolist()
-        return clean, overflow, fault
+        clean, overflow, fault = self._values()[:3]
+        return int(clean), int(overflow), int(fault)
 
     def stats(self) -> dict[str, Any]:
         """The numbers as plain values. Reads the device."""
-        clean, overflow, fault = self.counts()
+        values = self._values()
         return {
-            "steps": clean,
-            "skipped": overflow + fault,
-            "scale_overflows": overflow,
-            "forward_faults": fault,
-            "last_skip_reason": None if self._outcome is None else REASONS.get(int(self._outcome)),
+            "steps": int(values[CLEAN]),
+            "skipped": int(values[OVERFLOW] + values[FAULT]),
+            "scale_overflows": int(values[OVERFLOW]),
+            "forward_faults": int(values[FAULT]),
+            "last_skip_reason": REASONS.get(int(values[4])),
+            "grad_norm": values[3],
         }
 
     def load_counts(self, counts: tuple[int, int, int]) -> None:
         """Continues counting from a checkpoint."""
-        self._loaded = counts
-        self._counts = None if self._counts is None else torch.tensor(counts, device=self._counts.device)
+        self._loaded = [float(n) for n in counts]
+        self._seen = self._loaded[OVERFLOW] + self._loaded[FAULT]
+        if self._numbers is not None:
+            self._numbers[:3] = torch.tensor(self._loaded, dtype=torch.float64)
 
     def explain(self, min_scale: float) -> str:
         """Why the last skipped step was skipped, and what to do. Reads the device.
@@ -97,24 +104,26 @@ class SkipLog:
         Args:
             min_scale: below which the scale does not go.
         """
-        reason = self.stats()["last_skip_reason"]
-        if reason is None or self._scale is None or self._amax is None:
+        return self._explain(self._values(), min_scale)
+
+    def _explain(self, values: list[float], min_scale: float) -> str:
+        reason, scale = REASONS.get(int(values[4])), values[5]
+        if reason is None:
             return "No step was skipped."
-        scale = float(self._scale)
-        if reason == REASONS[_FAULT]:
+        if reason == REASONS[FAULT]:
             return (
                 f"The last skipped step was a forward fault: the loss itself was inf or NaN (loss scale {scale:g}). "
                 "A lower scale cannot help, so it was left alone. Look at the input batch for inf and NaN, and in the "
                 "model for values above 65504, constants such as -1e9 or eps=1e-8 that float16 cannot hold, 0/0 and "
                 "rows that are masked completely."
             )
-        named = zip(self._names.values(), self._amax.tolist(), strict=True)
+        named = zip(self._names.values(), values[RECORD:], strict=True)
         bad = [(name, amax) for name, amax in named if not math.isfinite(amax) or amax / scale > _FP32_MAX]
         listed = ", ".join(f"{name} ({'NaN' if a != a else 'inf'})" for name, a in bad[:8])
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         text = f"The last skipped step was a scale overflow: the loss was finite, but at loss scale {scale:g} "
         text += f"the gradients of {len(bad)} parameter(s) were not: {listed}{more}. "
-        if self._scale_was_lowest(min_scale):
+        if scale <= min_scale:
             return text + (
                 "The scale is at its minimum, so the gradients overflow by themselves: look for inf and NaN in the "
                 "backward of the last module named, or train it in FP32 with fp32_modules"
@@ -123,7 +132,34 @@ class SkipLog:
 
     def calls_for_help(self, min_scale: float) -> bool:
         """Whether the last skip was more than the scale finding its level. Reads the device."""
-        return self._outcome is not None and (int(self._outcome) == _FAULT or self._scale_was_lowest(min_scale))
+        return self._alarms(self._values(), min_scale)
 
-    def _scale_was_lowest(self, min_scale: float) -> bool:
-        return self._scale is not None and float(self._scale) <= min_scale
+    def _alarms(self, values: Sequence[float], min_scale: float) -> bool:
+        return values[4] == FAULT or (values[4] == OVERFLOW and values[5] <= min_scale)
+
+
+class _Mailbox:
+    """Numbers on their way from the device, without waiting: read when they have arrived."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        pinned = torch.cuda.is_available()
+        self._numbers = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
+        self._values = (ctypes.c_double * len(numbers)).from_address(self._numbers.data_ptr())  # the same memory
+        self._arrived = torch.cuda.Event() if pinned else None
+        self._sent = False
+
+    def send_for(self, numbers: Tensor) -> None:
+        """Asks for the numbers, unless earlier ones are still under way."""
+        if self._sent:
+            return
+        self._numbers.copy_(numbers, non_blocking=True)
+        if self._arrived is not None and numbers.is_cuda:
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
+        self._sent = True
+
+    def take(self) -> Sequence[float] | None:
+        """The numbers last asked for; None: they have not arrived."""
+        if not self._sent or (self._arrived is not None and not self._arrived.query()):
+            return None
+        self._sent = False
+        return self._values  # type: ignore[return-value]

@@ -42,10 +42,10 @@ class Precision:
         self.cache = device_type == "cuda" and not self.policy.cast_model
 
     def __reduce__(self) -> Any:
-        return Precision, (self.policy, self.backend, self.device_type, PreciseValues({}))
+        return Precision, (self.policy, self.backend, self.device_type, PreciseValues())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Precision":
-        return Precision(self.policy, self.backend, self.device_type, PreciseValues({}))
+        return Precision(self.policy, self.backend, self.device_type, PreciseValues())
 
     @overrides.undivided
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,19 @@
 """FP32 values of half parameters, and the gradients that lead from one to the other."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
 
-
-def _stamp(tensor: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes to the tensor or gives it other storage (through ``.data`` the first escapes)."""
-    return tensor.data_ptr(), tensor._version
+_version, _grad = operator.attrgetter("_version"), operator.attrgetter("grad")
+_is_sparse = operator.attrgetter("is_sparse")
 
 
 def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
@@ -26,36 +27,56 @@ class PreciseValues:
     """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
 
     A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its FP32 value where
-    the two no longer agree.
+    the two no longer agree. Writes through ``.data`` escape, unless they give the tensor other memory.
+
+    Attributes:
+        moves: how often a half tensor was found in other memory.
     """
 
-    def __init__(self, originals: Mapping[Tensor, Tensor]) -> None:
-        self._values = dict(originals)
-        self._stamps: dict[Tensor, tuple[int, int] | None] = {half: _stamp(half) for half in originals}
-        self._versions = {half: value._version for half, value in originals.items()}  # when last rounded into ``half``
+    def __init__(self) -> None:
+        self._places: dict[Tensor, int] = {}  # of a half tensor in the lists below
+        self._halves: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._pointers: list[int] = []  # to the half tensors when both sides agreed
+        self._versions: list[int] = []  # of the half tensors then
+        self._value_versions: list[int] = []  # of the values when they were last rounded
+        self.moves = 0
 
     def __contains__(self, half: Tensor) -> bool:
-        return half in self._values
+        return half in self._places
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._values)
+        return iter(self._halves)
 
     def get(self, half: Tensor) -> Tensor:
         """The FP32 value, brought up to date in place."""
-        value = self._values[half]
-        if self._stamps[half] != _stamp(half):
-            with torch.no_grad():
-                value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
-            self._stamps[half] = _stamp(half)
-        return value
+        i = self._places[half]
+        if self._versions[i] != half._version or self._pointers[i] != half.data_ptr():
+            self._update(i)
+        return self._values[i]
+
+    def refresh(self) -> None:
+        """Brings all FP32 values up to date in place."""
+        pointers, versions = list(map(Tensor.data_ptr, self._halves)), list(map(_version, self._halves))
+        if pointers != self._pointers or versions != self._versions:
+            for half in self._halves:
+                self.get(half)
+
+    def _update(self, i: int) -> None:
+        half, value = self._halves[i], self._values[i]
+        with torch.no_grad():
+            value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
+        self.moves += self._pointers[i] != half.data_ptr()
+        self._pointers[i], self._versions[i] = half.data_ptr(), half._version
 
     def push(self) -> None:
         """Rounds FP32 values that somebody wrote to into their half tensors."""
-        for half, value in self._values.items():
-            if value._version != self._versions[half]:
-                with torch.no_grad():
-                    half.copy_(self.get(half))
-                self.written([half])
+        if list(map(_version, self._values)) != self._value_versions:
+            for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
+                if value._version != self._value_versions[i]:
+                    with torch.no_grad():
+                        half.copy_(self.get(half))
+                    self.written([half])
 
     def master(self, half: Tensor) -> Tensor:
         """The FP32 value as a leaf on the device of ``half`` that an optimizer can step on."""
@@ -63,27 +84,46 @@ class PreciseValues:
         if not isinstance(value, torch.nn.Parameter):
             data = value.detach().to(half.device, copy=True)
             value = torch.nn.Parameter(data, requires_grad=half.requires_grad)
-            self._values[half], self._versions[half] = value, value._version
+            i = self._places[half]
+            self._values[i], self._value_versions[i] = value, value._version
         return value
 
     def adopt(self, half: Tensor, value: Tensor) -> Tensor:
         """From now on ``value`` is the FP32 value of ``half``; returns it, brought up to date in place."""
-        if self._values.get(half) is not value:
-            self._values[half], self._stamps[half] = value, None
-            self._versions[half] = self.get(half)._version
+        i = self._places.setdefault(half, len(self._halves))
+        if i == len(self._halves):
+            self._halves.append(half)
+            self._values.append(value)
+            for numbers in (self._pointers, self._versions, self._value_versions):
+                numbers.append(-1)
+        if self._values[i] is not value or self._versions[i] < 0:
+            self._values[i] = value
+            self._update(i)
+            self._value_versions[i] = value._version
         return self.get(half)
 
     def load(self, half: Tensor, value: Tensor) -> None:
         """Takes a value from a checkpoint, before it is rounded into ``half``."""
-        target = self._values[half]
+        target = self._values[self._places[half]]
         if target.shape == value.shape:
             with torch.no_grad():
                 target.copy_(value)
 
-    def written(self, halves: list[Tensor]) -> None:
-        """``halves`` hold the rounded FP32 values now."""
-        for half in halves:
-            self._stamps[half], self._versions[half] = _stamp(half), self._values[half]._version
+    def written(self, halves: Sequence[Tensor]) -> None:
+        """``halves`` hold the rounded FP32 values now; the others have not changed since ``refresh``."""
+        self.written_at([self._places[half] for half in halves])
+
+    def places(self, halves: Sequence[Tensor]) -> list[int]:
+        """For ``written_at``."""
+        return [self._places[half] for half in halves]
+
+    def written_at(self, places: Sequence[int]) -> None:
+        """``written``, for many."""
+        if len(places) == len(self._halves):
+            self._versions, self._value_versions = list(map(_version, self._halves)), list(map(_version, self._values))
+            return
+        for i in places:
+            self._versions[i], self._value_versions[i] = self._halves[i]._version, self._values[i]._version
 
 
 class MasterWeights:
@@ -96,15 +136,23 @@ class MasterWeights:
         scaled_by: what scaled the gradients that the model's parameters hold now; None: they are true gradients, or
             there are none.
         unscaled: the true FP32 gradients are in ``.grad`` of the masters now.
+        sparse: ``lists`` found sparse gradients; it leaves them to ``sparse_lists``.
     """
 
     def __init__(self, optimizer: Optimizer, precise: PreciseValues, master_weights: bool) -> None:
         self.optimizer = optimizer
         self.scaled_by: Any = None
-        self.unscaled = False
+        self.unscaled = self.sparse = False
         self._precise = precise
         self._master_weights = master_weights
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
+        self._masters: list[Tensor] = []  # the same, as lists
+        self._params: list[Tensor] = []
+        self._halves: list[int] = []  # places of the half parameters among the precise values
+        self._moves = -1  # of the precise values, when devices were checked
+        self._lists, self._all = TensorLists(), TensorLists()
+        self._lists_moves = -1  # of the precise values, when the lists were set
+        self._stepping = self._listed = False  # in a step nobody changes gradients: lists need to be set only once
         self._earlier: dict[Tensor, Tensor] = {}  # true gradients set aside while a backward writes scaled ones
         for group in optimizer.param_groups:
             self.adopt(group)
@@ -118,6 +166,8 @@ class MasterWeights:
                 group["params"][i] = master
                 if param in self.optimizer.state:
                     self.optimizer.state[master] = self.optimizer.state.pop(param)
+        self._masters, self._params = list(self._sources), list(self._sources.values())
+        self._halves, self._moves = self._precise.places(list(self.copies().values())), -1
 
     def give_back(self) -> None:
         """The reverse of ``adopt`` for all groups."""
@@ -130,32 +180,54 @@ class MasterWeights:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of the model, in the order of the groups."""
-        return [self._sources[master] for group in self.optimizer.param_groups for master in group["params"]]
-
-    def scaled_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter of the model, its gradient's values) for all parameters that have one; sparse ones coalesced."""
-        pairs = []
-        for param in self._sources.values():
-            if param.grad is not None and param.grad.is_sparse:
-                param.grad = param.grad.coalesce()
-                pairs.append((param, param.grad._values()))
-            elif param.grad is not None:
-                pairs.append((param, param.grad))
-        return pairs
+        """The parameters of the model, in the order of ``lists``."""
+        return self._params
 
     def has_gradients(self) -> bool:
         """Whether any backward since the last step, or the last clearing, has left something."""
-        return bool(self._earlier) or any(param.grad is not None for param in self._sources.values())
+        return bool(self._earlier) or self.with_gradient() > 0
 
-    def gradients(self) -> dict[Tensor, Tensor]:
-        """Master to the gradient that the step will use: scaled, on the model's parameter, or true, on the master."""
-        grads = {}
-        for master, param in self._sources.items():
-            grad = (master if self.unscaled else param).grad
-            if grad is not None:
-                grads[master] = grad
-        return grads
+    def with_gradient(self) -> int:
+        """How many parameters of the model have one."""
+        return sum(grad is not None for grad in map(_grad, self._params))
+
+    def lists(self) -> TensorLists:
+        """Of the parameters that have a dense gradient: "params", the masters; "grads", those that the step will use,
+        scaled ones of the model's parameters or true ones of the masters; "copies", the half parameters (the master
+        again where there is none).
+        """
+        if self._listed:
+            return self._lists
+        params, copies = self._masters, self._params
+        grads = list(map(_grad, params if self.unscaled else copies))
+        numbers: Sequence[int] = range(len(params))
+        complete = all(map(operator.is_not, grads, itertools.repeat(None)))
+        self.sparse = any(map(_is_sparse, grads if complete else [g for g in grads if g is not None]))
+        if self.sparse or not complete:
+            numbers = [i for i, g in enumerate(grads) if g is not None and not g.is_sparse]
+            params, grads, copies = ([tensors[i] for i in numbers] for tensors in (params, grads, copies))
+        self._lists.number(numbers, len(self._masters))
+        self._lists.set("params", params)
+        self._lists.set("grads", grads)
+        self._lists.set("copies", copies, moves=self._lists_moves != self._precise.moves)
+        self._lists_moves = self._precise.moves
+        self._listed = self._stepping
+        return self._lists
+
+    def sparse_lists(self) -> TensorLists:
+        """The values of sparse scaled gradients, coalesced, as "grads"."""
+        lists, values = TensorLists(), {}
+        for i, param in enumerate(self._params):
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+                values[i] = param.grad._values()
+        lists.number(list(values), len(self._params))
+        lists.set("grads", list(values.values()))
+        return lists
+
+    def gradients(self) -> list[Tensor]:
+        """What ``lists`` has under "grads", and sparse ones."""
+        return [g for g in map(_grad, self._masters if self.unscaled else self._params) if g is not None]
 
     def copies(self) -> dict[Tensor, Tensor]:
         """Master to the half parameter that receives its rounded value."""
@@ -167,13 +239,16 @@ class MasterWeights:
         Raises:
             RuntimeError: the model was moved to another device since ``enable``.
         """
-        for master, param in self.copies().items():
-            if master.device != param.device:
-                raise RuntimeError(
-                    f"a parameter of the model is on {param.device}, its FP32 master on {master.device}: "
-                    "move the model to its device before tritonamp.enable"
-                )
-            self._precise.get(param)
+        self._stepping, self._listed = True, False
+        self._precise.refresh()
+        if self._moves != self._precise.moves:
+            for master, param in self.copies().items():
+                if master.device != param.device:
+                    raise RuntimeError(
+                        f"a parameter of the model is on {param.device}, its FP32 master on {master.device}: "
+                        "move the model to its device before tritonamp.enable"
+                    )
+            self._moves = self._precise.moves
 
     def begin(self, cause: Any) -> None:
         """A backward with another scale is about to add to the gradients: sets the true ones aside."""
@@ -194,6 +269,7 @@ class MasterWeights:
                     true = true + earlier
                 master.grad = earlier if true is None else true
         self.scaled_by, self.unscaled = None, True
+        self._listed = False
 
     def show_true_gradients(self) -> None:
         """Makes the true gradients also those of the half parameters: work on either is work on the other."""
@@ -213,6 +289,8 @@ class MasterWeights:
         """The step is over: the gradients belong to the past."""
         self.scaled_by, self.unscaled = None, False
         self._earlier.clear()
+        self._stepping = self._listed = False
+        self._lists.release("grads")
 
     def take_back(self) -> None:
         """The backward that ``begin`` announced has failed: the true gradients that were set aside count again."""
@@ -225,16 +303,18 @@ class MasterWeights:
             self.unscaled = True
             self.show_true_gradients()
 
-    def write_back(self) -> None:
+    def write_back(self, backend: str) -> None:
         """Rounds the masters into the half parameters."""
         copies = self.copies()
+        self._all.set("params", list(copies))
+        self._all.set("copies", list(copies.values()))
         with torch.no_grad():
-            cast([m.detach() for m in copies], list(copies.values()))
+            cast(self._all, backend)
         self.written()
 
     def written(self) -> None:
         """The half parameters hold the rounded masters now."""
-        self._precise.written(list(self.copies().values()))
+        self._precise.written_at(self._halves)
 
 
 def _unscaled(grad: Tensor | None, master: Tensor, grad_scale: Tensor) -> Tensor | None:

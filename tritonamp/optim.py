@@ -1,55 +1,65 @@
 """Adam and AdamW with FP32 arithmetic whatever the parameters are stored in."""
 
 import inspect
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels.adamw import AdamRule, adamw
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels.adamw import AdamLists, AdamRule, adamw
 from tritonamp.masters import PreciseValues
 from tritonamp.policy import HALF_DTYPES
 
 __all__ = ["Adam", "AdamW"]
 
 
-def adam_step(
-    optimizer: Optimizer,
-    grads: Mapping[Tensor, Tensor],
-    masters: Mapping[Tensor, Tensor],
-    copies: Mapping[Tensor, Tensor],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """One step of an Adam or AdamW optimizer, its hyperparameters and state read from and left in torch's format.
+class AdamSteps:
+    """The steps of an Adam or AdamW optimizer, its hyperparameters and state read from and left in torch's format.
 
     Args:
         optimizer: a torch.optim.Adam or AdamW.
-        grads: parameter (as in ``param_groups``) to its gradient; parameters that are missing do not move.
-        masters: parameter to the FP32 tensor to update in its place; missing ones are updated themselves.
-        copies: parameter to the half tensor that receives its rounded value.
-        grad_scale: 0-d factor on the gradients, or None.
-        found_inf: 0-d, any value other than 0 skips on the device; None: always step.
-
-    Raises:
-        RuntimeError: sparse gradients.
+        backend: "auto", "triton" or "eager".
     """
-    for group in optimizer.param_groups:
-        params = [p for p in group["params"] if p in grads]
-        if any(grads[p].is_sparse for p in params):
-            raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-        states = [_state(optimizer.state[p], p, group["amsgrad"]) for p in params]
-        adamw(
-            [_real(masters.get(p, p).detach()) for p in params],
-            [_real(grads[p].detach()) for p in params],
-            [_real(s["exp_avg"]) for s in states],
-            [_real(s["exp_avg_sq"]) for s in states],
-            [_real(s["max_exp_avg_sq"]) for s in states] if group["amsgrad"] else [],
-            [s["step"] for s in states],
-            [copies[p].detach() if p in copies else None for p in params],
+
+    def __init__(self, optimizer: Optimizer, backend: str) -> None:
+        self._optimizer, self._backend = optimizer, backend
+        self._lists = AdamLists()
+        self._everything: tuple[Sequence[Any], ...] = (), (), ()  # when the state was last brought into shape
+        self._states: list[dict[str, Any]] = []
+        self._amsgrad: list[bool] = []  # of each of them
+        self._group_amsgrad: list[bool] = []
+        self._moments: list[list[Tensor]] = [[], [], [], []]  # two moments, maxima, step counts
+
+    def take(
+        self, tensors: TensorLists, params: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """One step.
+
+        Args:
+            tensors: "params", which are updated, "grads", and "copies", which receive the rounded parameters.
+            params: for each place of the lists, what ``param_groups`` and ``state`` know the parameter as.
+            grad_scale: 0-d factor on the gradients, or None.
+            found_inf: 0-d, any value other than 0 skips on the device; None: always step.
+        """
+        if not len(tensors):
+            return
+        optimizer, lists, groups = self._optimizer, self._lists, self._optimizer.param_groups
+        everything = [p for group in groups for p in group["params"]], params, list(optimizer.state.values())
+        if not all(map(_same, everything, self._everything)) or not self._read():
+            self._collect(params, tensors)
+            self._everything = everything[0], params, list(optimizer.state.values())
+        lists.tensors = tensors
+        tensors.set("exp_avgs", self._moments[0])
+        tensors.set("exp_avg_sqs", self._moments[1], moves=False)
+        tensors.set("max_exp_avg_sqs", self._moments[2], moves=False)
+        lists.steps.number(tensors.numbers, tensors.size)
+        lists.steps.set("steps", self._moments[3], moves=False)
+        lists.rules = [
             AdamRule(
                 _scalar(group["lr"]),
                 _scalar(group["betas"][0]),
@@ -59,10 +69,59 @@ def adam_step(
                 group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
                 group["amsgrad"],
                 group["maximize"],
-            ),
-            grad_scale,
-            found_inf,
-        )
+            )
+            for group in groups
+        ]
+        adamw(lists, grad_scale, found_inf, self._backend)
+
+    def _collect(self, params: Sequence[Tensor], tensors: TensorLists) -> None:
+        """Brings the state into shape and finds out which group each parameter belongs to."""
+        groups = self._optimizer.param_groups
+        group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
+        self._lists.groups = [0] * tensors.size
+        self._states, self._amsgrad = [], []
+        for number, param in zip(tensors.numbers, params, strict=True):
+            self._lists.groups[number] = group_of[param]
+            amsgrad = groups[group_of[param]]["amsgrad"]
+            self._states.append(_state(self._optimizer.state[param], param, amsgrad))
+            self._amsgrad.append(amsgrad)
+        self._group_amsgrad = [group["amsgrad"] for group in groups]
+        self._moments = [[], [], [], []]
+        self._read()
+
+    def _read(self) -> bool:
+        """Whether the state still holds what it held a step ago."""
+        groups = self._optimizer.param_groups
+        if [group["amsgrad"] for group in groups] != self._group_amsgrad:
+            return False
+        try:
+            exp_avgs, exp_avg_sqs, steps = (list(map(_ITEM[name], self._states)) for name in _ITEM)
+        except KeyError:
+            return False
+        maxima = exp_avg_sqs
+        if any(self._group_amsgrad):
+            maxima = [
+                state["max_exp_avg_sq"] if amsgrad else state["exp_avg_sq"]
+                for state, amsgrad in zip(self._states, self._amsgrad, strict=True)
+            ]
+        moments = [exp_avgs, exp_avg_sqs, maxima, steps]
+        if all(map(_same, moments, self._moments)):
+            return True
+        self._moments = moments
+        return False
+
+
+def refuse_sparse() -> None:
+    """Raises what torch's Adam raises."""
+    raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+
+
+_ITEM = {name: operator.itemgetter(name) for name in ("exp_avg", "exp_avg_sq", "step")}
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether both hold the same objects."""
+    return a is b or (len(a) == len(b) and all(map(operator.is_, a, b)))
 
 
 def _state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
@@ -83,10 +142,6 @@ def _state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any
 def _scalar(value: Any) -> Any:
     """``value``; a tensor of one element without its dimensions."""
     return value.reshape(()) if isinstance(value, Tensor) else value
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -134,21 +189,36 @@ class _Fp32State:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
-        masters = {p: self._master(p) for p in grads if p.dtype in HALF_DTYPES}
+        all_params = [p for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for p in all_params]
+        if any(g is not None and g.is_sparse for g in grads):
+            refuse_sparse()
+        numbers = [i for i, g in enumerate(grads) if g is not None]
+        params = [all_params[i] for i in numbers]
+        targets = [self._master(p) if p.dtype in HALF_DTYPES else p for p in params]
+        steps, tensors = self._steps
+        tensors.number(numbers, len(all_params))
+        tensors.set("params", targets)
+        tensors.set("grads", [grads[i] for i in numbers])
+        tensors.set("copies", params)
         scale, found_inf = _scalar(getattr(self, "grad_scale", None)), _scalar(getattr(self, "found_inf", None))
         grad_scale = None
         if scale is not None:
             grad_scale = scale.double().reciprocal().float()
             overflow = (~torch.isfinite(grad_scale)).float()  # of a scale that torch's scaler let sink too far
             found_inf = overflow if found_inf is None else torch.maximum(found_inf, overflow)
-        adam_step(self, grads, masters, {p: p for p in masters}, grad_scale, found_inf)  # type: ignore[arg-type]
-        self._precise.written(list(masters))
+        steps.take(tensors, params, grad_scale, found_inf)
+        tensors.release("grads")
+        self._precise.written([p for p, target in zip(params, targets, strict=True) if p is not target])
         return loss
 
     @property
     def _precise(self) -> PreciseValues:
-        return self.__dict__.setdefault("_precise_values", PreciseValues({}))  # copies and pickles come without it
+        return self.__dict__.setdefault("_precise_values", PreciseValues())  # copies and pickles come without it
+
+    @property
+    def _steps(self) -> tuple[AdamSteps, TensorLists]:
+        return self.__dict__.setdefault("_adam_steps", (AdamSteps(self, "auto"), TensorLists()))  # type: ignore[arg-type]
 
     def _master(self, param: Tensor) -> Tensor:
         """The FP32 master of a half parameter; it lives in the state, under ``master_param``."""

@@ -112,15 +112,15 @@ class Amp:
         self.policy, self.scaler = policy, scaler
         self._models, self._optimizers = models, optimizers
         self._backend, self._scalers = backend, {0: scaler}
-        self._precise = PreciseValues({})
+        self._precise = PreciseValues()
         self._precision = Precision(policy, backend.requested, device.type, self._precise)
         for model in models:
             for half, original in cast_model(model, policy).items():
                 self._precise.adopt(half, original)
             _install_model(model, self._precision)
         self._weights = {o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers}
-        self._log = SkipLog(functools.partial(_names, models))
-        self._stepper = Stepper(policy, scaler, self._weights, self._log)
+        self._log = SkipLog(functools.partial(_names, models), speaks=policy.on_nonfinite == "skip")
+        self._stepper = Stepper(policy, backend.requested, scaler, self._weights, self._log)
         for optimizer in optimizers:
             installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
         overrides.acquire(functional.RULES)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels.decide import ScaleRule, decide, update_scale
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels.decide import ScaleRule, ScaleState, decide, update_scale
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
 
@@ -123,10 +124,11 @@ class GradScaler(torch.amp.GradScaler):
         flag, self._loss_nonfinite = self._loss_nonfinite, None
         return torch.zeros_like(self._scale) if flag is None else flag
 
-    def move(self, found_inf: Tensor, loss_nonfinite: Tensor) -> None:
-        """One move of the state machine after one decision (0-d float32 flags)."""
+    @property
+    def scale_state(self) -> ScaleState:
+        """What moves after each decision; there is one when something was scaled."""
         assert self._scale is not None and self._growth_tracker is not None and self._hysteresis_tracker is not None
-        update_scale(self._scale, self._growth_tracker, self._hysteresis_tracker, found_inf, loss_nonfinite, self.rule)
+        return ScaleState(self._scale, self._growth_tracker, self._hysteresis_tracker)
 
     def record(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Notes, for the next ``update``, a decision that was made elsewhere."""
@@ -155,9 +157,11 @@ class GradScaler(torch.amp.GradScaler):
                 'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and unscales into those'
             )
         assert self._scale is not None
-        amax, square_sum = grad_stats(grads, self._scale.device)
-        loss_nonfinite = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
-        found_inf, _, grad_scale = decide(amax, square_sum, loss_nonfinite, self._scale, None)
+        stats = grad_stats(TensorLists(grads=grads), self._scale.device)
+        flag = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
+        verdict = self._scale.new_zeros(3)
+        decide(*stats, flag, flag, self._scale, None, None, self.rule, None, verdict)
+        found_inf, _, grad_scale = verdict.unbind()
         if not allow_fp16:
             with torch.no_grad():
                 for grad in grads:
@@ -195,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = [f.to(scale.device, non_blocking=True) for s in states for f in s["found_inf_per_device"].values()]
         loss_nonfinite = self.take_loss_nonfinite()
         if flags:
-            self.move(torch.stack(flags).amax(), loss_nonfinite)
+            update_scale(self.scale_state, torch.stack(flags).amax(), loss_nonfinite, self.rule)
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:

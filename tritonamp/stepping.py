@@ -14,7 +14,7 @@ from tritonamp.decision import Decision
 from tritonamp.diagnostics import NonFiniteError, SkipLog
 from tritonamp.installing import base_class, base_step
 from tritonamp.masters import MasterWeights
-from tritonamp.optim import Adam, adam_step, keep_fp32_state
+from tritonamp.optim import Adam, AdamSteps, keep_fp32_state, refuse_sparse
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, scale_loss
 
@@ -25,16 +25,23 @@ class Stepper:
     """The pending decisions of one ``Amp``, and the optimizers they feed.
 
     Args:
-        policy: of the Amp.
+        policy: of the Amp. ``backend``: "auto", "triton" or "eager".
         scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
         log: hears of every decision.
     """
 
     def __init__(
-        self, policy: Policy, scaler: GradScaler, weights: dict[Optimizer, MasterWeights], log: SkipLog
+        self,
+        policy: Policy,
+        backend: str,
+        scaler: GradScaler,
+        weights: dict[Optimizer, MasterWeights],
+        log: SkipLog,
     ) -> None:
-        self._policy, self._scaler, self._weights, self._log = policy, scaler, weights, log
+        self._policy, self._backend, self._scaler = policy, backend, scaler
+        self._weights, self._log = weights, log
+        self._adam: dict[Optimizer, AdamSteps] = {}
         self._decisions: list[Decision] = []
         self._had_backward = False
 
@@ -55,7 +62,7 @@ class Stepper:
         new = decision is None
         if decision is None:
             scale = scaler.scale_tensor(loss.device).clone()
-            decision = Decision(scaler, scale, torch.zeros_like(scale), [], automatic=True)
+            decision = Decision(scaler, scale, torch.zeros_like(scale), [], True, self._backend)
             self._decisions.append(decision)
         for w in weights:
             if w not in decision.feeds:
@@ -104,7 +111,7 @@ class Stepper:
         return [
             o
             for o, w in self._weights.items()
-            if any(w in d.feeds for d in self._decisions) or (by_hand and w.scaled_gradients())
+            if any(w in d.feeds for d in self._decisions) or (by_hand and w.with_gradient() > 0)
         ]
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -115,7 +122,6 @@ class Stepper:
         for decision in self._decisions_of(optimizer):
             self._make(decision)
             if w.scaled_by is decision:
-                assert decision.grad_scale is not None
                 w.unscale_(decision.grad_scale)
                 w.show_true_gradients()
 
@@ -125,7 +131,6 @@ class Stepper:
         all_scaled = all(self._weights[o].scaled_by in decisions for o in optimizers)
         if len(decisions) == 1 and not decisions[0].made and all_scaled:
             self._make(decisions[0], max_norm)  # the step multiplies by the clip coefficient, at no extra pass
-            assert decisions[0].norm is not None
             return decisions[0].norm
         for decision in decisions:
             self._make(decision)
@@ -133,9 +138,9 @@ class Stepper:
         for o in optimizers:
             if not self._weights[o].unscaled:
                 self.unscale_(o)
-            grads = [g.float() for g in self._weights[o].gradients().values()]
+            grads = [g.float() for g in self._weights[o].gradients()]
             norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-            bad = [d.found_inf for d in self._decisions_of(o) if d.found_inf is not None]
+            bad = [d.found_inf for d in self._decisions_of(o) if d.made]
             norms.append(_or_zero(norm, bad))  # what is skipped does not count
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         nn.utils.clip_grads_with_norm_(
@@ -170,23 +175,43 @@ class Stepper:
             self._make(decision)
         if not decisions:
             return
-        found_inf = torch.stack([d.found_inf for d in decisions if d.found_inf is not None]).amax()
+        found_inf = decisions[0].found_inf
+        if len(decisions) > 1:
+            found_inf = torch.stack([d.found_inf for d in decisions]).amax()
         if len(decisions) > 1 and not w.unscaled:
-            assert w.scaled_by is not None and w.scaled_by.grad_scale is not None
+            assert w.scaled_by is not None
             w.unscale_(w.scaled_by.grad_scale)
         grad_scale = None if w.unscaled else decisions[0].grad_scale
         try:
             if _takes_fused_step(optimizer):
-                _fused_step(optimizer, w, grad_scale, found_inf)
+                self._fused_step(optimizer, w, grad_scale, found_inf)
             elif not bool(found_inf):  # other optimizers cannot skip on the device: one host read
                 if grad_scale is not None:
                     w.unscale_(grad_scale)
                 base_step(optimizer)
-                w.write_back()
+                w.write_back(self._backend)
         finally:
             self._leave(w, decisions)
         if self._policy.on_nonfinite != "skip" and bool(found_inf):
             self._report(decisions[0])
+
+    def _fused_step(
+        self, optimizer: Optimizer, w: MasterWeights, grad_scale: Tensor | None, found_inf: Tensor
+    ) -> None:
+        steps = self._adam.get(optimizer)
+        if steps is None:
+            steps = self._adam[optimizer] = AdamSteps(optimizer, self._backend)
+
+        @Optimizer.profile_hook_step
+        def step(optimizer: Optimizer) -> None:
+            with torch.no_grad():
+                lists = w.lists()
+                if w.sparse:
+                    refuse_sparse()
+                steps.take(lists, lists["params"], grad_scale, found_inf)
+                w.written()  # before the user's hooks, which may write to masters
+
+        step(optimizer)
 
     def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Refuses parameters that the optimizer has already (torch sees only their masters)."""
@@ -216,7 +241,7 @@ class Stepper:
         found = [d for d in self._decisions if w in d.feeds]
         if found or w.unscaled:
             return found
-        with_grad = len(w.scaled_gradients())
+        with_grad = w.with_gradient()
         by_hand = self._scaler.loss_nonfinite
         if by_hand is None and self._policy.scales_loss and (with_grad or not self._had_backward):
             raise RuntimeError(_no_backward(with_grad))
@@ -229,8 +254,8 @@ class Stepper:
         if by_hand is not None and automatic:  # scaled by hand, but nobody will call update()
             flag = self._scaler.take_loss_nonfinite()
             taken = [fed for d in self._decisions for fed in d.feeds]
-            feeds += [o for o in self._weights.values() if o is not w and o not in taken and o.scaled_gradients()]
-        decision = Decision(self._scaler, scale.clone(), flag, feeds, automatic or by_hand is None)
+            feeds += [o for o in self._weights.values() if o is not w and o not in taken and o.with_gradient()]
+        decision = Decision(self._scaler, scale.clone(), flag, feeds, automatic or by_hand is None, self._backend)
         self._decisions.append(decision)
         for fed in feeds:
             fed.begin(decision)
@@ -283,13 +308,3 @@ def _takes_fused_step(optimizer: Optimizer) -> bool:
     return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(Adam.step)) and not optimizer.defaults.get(
         "differentiable", False
     )
-
-
-def _fused_step(optimizer: Optimizer, w: MasterWeights, grad_scale: Tensor | None, found_inf: Tensor) -> None:
-    @Optimizer.profile_hook_step
-    def step(optimizer: Optimizer) -> None:
-        with torch.no_grad():
-            adam_step(optimizer, w.gradients(), {}, w.copies(), grad_scale, found_inf)
-            w.written()  # before the user's hooks, which may write to masters
-
-    step(optimizer)

@@ -1,0 +1,437 @@
+"""From ``optimizer.step()`` to the kernels: what is launched, what moves, what a CUDA graph could capture."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import tritonamp
+from tritonamp.kernels import _launch, _multi_tensor, adamw, cast, decide, grad_stats
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter computes with inf and NaN in NumPy
+    pytest.mark.skipif(not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"),
+]
+MODULES = adamw, cast, decide, grad_stats
+HALVES = [torch.float16, torch.bfloat16]
+each_half = pytest.mark.parametrize("half", HALVES, ids=str)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """Names and constants of the kernels that were launched."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for module in MODULES:
+
+        def launch(kernel: Any, *args: Any, original: Any = module.launch) -> None:
+            calls.append((kernel.__name__, args[3]))
+            original(kernel, *args)
+
+        monkeypatch.setattr(module, "launch", launch)
+    return calls
+
+
+def net(width: int = 16, layers: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 3))
+
+
+def batches(n: int, device: torch.device, bad: tuple[int, ...] = ()) -> list[Tensor]:
+    torch.manual_seed(1)
+    xs = [torch.randn(4, 8, device=device) for _ in range(n)]
+    for i in bad:
+        xs[i][0, 0] = float("inf")
+    return xs
+
+
+class Run:
+    """An enabled model, its optimizer, and a training loop."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        layers: int = 1,
+        **options: Any,
+    ) -> None:
+        self.model = net(layers=layers).to(device)
+        first, *others = self.model.parameters()
+        self.optimizer = optimizer([{"params": [first], "lr": 2e-2, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
+        self.amp = tritonamp.enable(self.model, self.optimizer, backend=backend, **({"level": "O2"} | options))
+
+    def step(self, x: Tensor, max_norm: float | None = None) -> Tensor | None:
+        self.optimizer.zero_grad()
+        self.amp.backward(self.model(x).square().mean())
+        norm = None if max_norm is None else self.amp.clip_grad_norm_(max_norm)
+        self.optimizer.step()
+        return norm
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step writes."""
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return [*self.amp.master_params(), *self.model.parameters(), *state]
+
+    def copies(self) -> list[Tensor]:
+        return [t.detach().clone() for t in self.tensors()]
+
+
+def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", ["torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "tritonamp.optim.AdamW"])
+@each_half
+def test_both_backends_train_alike(device: torch.device, level: str, name: str, half: torch.dtype) -> None:
+    """Per step p may differ by 3 FP32 ulps, of the moments and of the update; the half copies are p, rounded."""
+    if level == "O3" and name == "torch.optim.SGD":
+        pytest.skip("torch's own step on half parameters")
+    optimizer = eval(name)
+    runs = [Run(device, b, optimizer, level=level, dtype=half, loss_scale=1024.0) for b in ("eager", "triton")]
+    xs = batches(5, device, bad=(2,))
+    for x in xs:
+        norms = [run.step(x, 0.5) for run in runs]
+        assert norms[0] is not None and norms[1] is not None
+        torch.testing.assert_close(norms[1], norms[0], rtol=2**-20, atol=0, equal_nan=True)
+        if half is torch.bfloat16 or level == "O3":
+            break  # a half parameter that rounds the other way makes the next gradient another one
+    stats = [run.amp.stats() for run in runs]
+    assert stats[1]["steps"] == stats[0]["steps"] and stats[1]["skipped"] == stats[0]["skipped"]
+    for eager, triton in zip(runs[0].amp.master_params(), runs[1].amp.master_params(), strict=True):
+        allowed = 2**-20 if eager.dtype is torch.float32 else torch.finfo(half).eps
+        torch.testing.assert_close(triton, eager, rtol=allowed, atol=2**-22)
+    for run in runs:
+        if level == "O2":
+            for master, param in zip(run.amp.master_params(), run.model.parameters(), strict=True):
+                assert torch.equal(param, master.to(param.dtype))
+        run.amp.disable()
+
+
+def test_a_handful_of_launches_whatever_the_number_of_tensors(device: torch.device, launched: list[Any]) -> None:
+    """Half and FP32 gradients: one launch each for statistics and update."""
+    for layers in (1, 9):
+        run = Run(device, "triton", layers=layers)
+        for x in batches(2, device):
+            launched.clear()
+            run.step(x, max_norm=1.0)
+            names = [name for name, _ in launched]
+            assert names == [
+                *["grad_stats_kernel"] * 2, "decide_kernel", "adam_rates_kernel", *["adamw_kernel"] * 2
+            ]  # fmt: skip
+        run.amp.disable()
+
+
+def test_a_schedule_compiles_nothing_new(device: torch.device, launched: list[Any]) -> None:
+    run = Run(device, "triton")
+    schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+    xs, seen = batches(4, device), []
+    for x in xs:
+        launched.clear()
+        run.step(x)
+        schedule.step()
+        seen.append([*launched])
+    assert seen[1] == seen[0] == seen[2] == seen[3]
+    run.amp.disable()
+
+
+def test_a_skipped_step_changes_no_bit(device: torch.device) -> None:
+    run = Run(device, "triton")
+    good, bad, _ = batches(3, device, bad=(1,))
+    run.step(good)
+    before = run.copies()
+    run.step(bad)
+    assert same_bits(run.copies(), before)
+    assert run.amp.stats()["forward_faults"] == 1
+    run.amp.disable()
+
+
+@pytest.mark.parametrize("powers", [(2.0**4, 2.0**12)])
+def test_the_scale_leaves_no_trace(device: torch.device, powers: tuple[float, float]) -> None:
+    """Unless a scaled gradient leaves the normal range of its format; bfloat16's is wide."""
+    runs = [Run(device, "triton", dtype=torch.bfloat16, loss_scale=scale) for scale in powers]
+    for x in batches(3, device):
+        for run in runs:
+            run.step(x)
+    assert same_bits(runs[0].copies(), runs[1].copies())
+    for run in runs:
+        run.amp.disable()
+
+
+def test_parameters_without_a_gradient_stay(device: torch.device) -> None:
+    run = Run(device, "triton")
+    xs = batches(3, device)
+    run.step(xs[0])
+    frozen = [run.model[0].weight, run.model[-1].bias]
+    for absent in (frozen, [], frozen[:1]):
+        for param in run.model.parameters():
+            param.requires_grad_(not any(param is f for f in absent))
+        before = {param: param.detach().clone() for param in run.model.parameters()}
+        run.step(xs[1])
+        for param, values in before.items():
+            assert torch.equal(param, values) == any(param is f for f in absent)
+    masters = list(run.amp.master_params())
+    assert [int(run.optimizer.state[m]["step"]) for m in (masters[0], masters[-1], masters[1])] == [2, 3, 4]
+    run.amp.disable()
+
+
+def test_tables_are_sent_only_when_memory_moves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(device, "triton")
+    xs = batches(4, device)
+    for x in xs[:2]:
+        run.step(x)
+    built: list[Any] = []
+    original = _multi_tensor._Part.__init__
+    monkeypatch.setattr(_multi_tensor._Part, "__init__", lambda *args: (built.append(args), original(*args))[1])
+    run.step(xs[2])
+    assert built == []
+    state = run.optimizer.state[next(run.amp.master_params())]
+    state["exp_avg"] = state["exp_avg"].clone()  # somebody's own offloading
+    moved = state["exp_avg"].clone()
+    run.step(xs[3])
+    assert not torch.equal(state["exp_avg"], moved), "the step works on what the state holds now"
+    run.amp.disable()
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_replaced_state_counts(device: torch.device, name: str) -> None:
+    run, by_hand = Run(device, "triton"), Run(device, "triton")
+    xs = batches(3, device)
+    for x in xs[:2]:
+        run.step(x)
+        by_hand.step(x)
+    for master, other in zip(run.amp.master_params(), by_hand.amp.master_params(), strict=True):
+        run.optimizer.state[master][name] = run.optimizer.state[master][name] + 1
+        by_hand.optimizer.state[other][name].add_(1)
+    run.step(xs[2])
+    by_hand.step(xs[2])
+    assert same_bits(run.copies(), by_hand.copies())
+    for each in (run, by_hand):
+        each.amp.disable()
+
+
+def test_state_moved_through_data_is_found(device: torch.device) -> None:
+    """The snippet that people use to move an optimizer to another device."""
+    runs = [Run(device, "triton") for _ in range(2)]
+    xs = batches(3, device)
+    for x in xs[:2]:
+        for run in runs:
+            run.step(x)
+    for state in runs[0].optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+    for run in runs:
+        run.step(xs[2])
+    assert same_bits(runs[0].copies(), runs[1].copies())
+    for run in runs:
+        run.amp.disable()
+
+
+def test_two_optimizers_step_or_skip_together(device: torch.device) -> None:
+    model = net().to(device)
+    optimizers = [torch.optim.AdamW(model[:2].parameters()), torch.optim.Adam(model[2:].parameters())]
+    amp = tritonamp.enable(model, optimizers, level="O2", backend="triton")
+    for x, moves in zip(batches(3, device, bad=(1,)), (True, False, True), strict=True):
+        before = [p.detach().clone() for p in amp.master_params()]
+        amp.backward(model(x).square().mean())
+        norm = amp.clip_grad_norm_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        stayed = [torch.equal(a, b) for a, b in zip(amp.master_params(), before, strict=True)]
+        assert stayed == [not moves] * len(before)
+        assert bool(norm.isfinite()) == moves
+    assert amp.stats()["steps"] == 2 and amp.stats()["skipped"] == 1
+    amp.disable()
+
+
+def test_the_skip_is_reported_a_step_later(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(device, "triton")
+    good, bad, again = batches(3, device, bad=(1,))
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        run.step(good)
+        caplog.clear()
+        run.step(bad)
+        assert not caplog.records
+        run.step(again)
+    (line,) = caplog.messages
+    assert line.startswith("1 of 2 steps skipped. The last skipped step was a forward fault")
+    run.amp.disable()
+
+
+def test_an_overflow_names_its_parameters(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(device, "triton")
+    xs = batches(2, device)
+    run.optimizer.zero_grad()
+    run.amp.backward(run.model(xs[0]).square().mean())
+    grad = run.model[1].weight.grad
+    assert grad is not None
+    grad[3, 5] = float("inf")
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        run.optimizer.step()
+        run.step(xs[1])
+    assert "the gradients of 1 parameter(s) were not: 1.weight (inf)" in caplog.text
+    assert run.amp.stats()["scale"] == 2.0**15
+    run.amp.disable()
+
+
+def test_a_kernel_that_does_not_compile_gives_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise _launch.KernelError("adamw_kernel cannot be compiled: no")
+
+    monkeypatch.setattr(_launch, "failures", {})
+    monkeypatch.setattr(_launch, "runs_triton", lambda device: True)
+    runs = [Run(device, "eager"), Run(device, "auto")]
+    (x,) = batches(1, device)
+    monkeypatch.setattr(adamw.ADAMW, "triton_form", fails)
+    runs[0].step(x)
+    with pytest.warns(RuntimeWarning, match="adamw runs in eager torch from now on: adamw_kernel cannot be compiled"):
+        runs[1].step(x)
+    assert same_bits(runs[0].copies(), runs[1].copies())
+    assert "adamw" in runs[1].amp.stats()["kernel_failures"]
+    for run in runs:
+        run.amp.disable()
+
+
+# what a CUDA graph would do
+
+
+class Tape(TorchDispatchMode):
+    """Remembers what runs, to run it again on the same memory, as a CUDA graph does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._again: list[Callable[[], None]] = []
+        self._records = False
+        for module in MODULES:
+
+            def launch(*args: Any, original: Any = module.launch) -> None:
+                def run() -> None:
+                    with _disable_current_modes():
+                        original(*args)
+
+                run()
+                if self._records:
+                    self._again.append(run)
+
+            monkeypatch.setattr(module, "launch", launch)
+
+    def __enter__(self) -> "Tape":
+        self._records = True
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._records = False
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert "_local_scalar_dense" not in str(func), "a number is read on the host"
+        results = func(*args, **kwargs)
+        inputs = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs))
+                  if isinstance(t, Tensor)}  # fmt: skip
+        fresh = [
+            i
+            for i, t in enumerate(torch.utils._pytree.tree_leaves(results))
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in inputs
+        ]
+
+        def run() -> None:
+            new = torch.utils._pytree.tree_leaves(func(*args, **kwargs))
+            for i in fresh:
+                torch.utils._pytree.tree_leaves(results)[i].copy_(new[i])
+
+        self._again.append(run)
+        return results
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for run in self._again:
+                run()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_captured_step_goes_on_with_other_rates_and_scales(
+    monkeypatch: pytest.MonkeyPatch, max_norm: float | None
+) -> None:
+    """Forward, backward and step, recorded once. On a GPU ``test_cuda_graph`` does it in earnest."""
+    device = torch.device("cpu")
+    xs, rates = batches(9, device, bad=(5,)), [1e-2 * 0.7**i for i in range(9)]
+    scaler = {"growth_interval": 2, "init_scale": 2.0**10}
+    runs = [Run(device, "triton", scaler=tritonamp.GradScaler("cpu", **scaler)) for _ in range(2)]
+    for run in runs:
+        for group in run.optimizer.param_groups:
+            group["lr"] = torch.tensor(rates[0])
+    eager, captured = runs
+    static = xs[0].clone()
+    tape = Tape(monkeypatch)
+    for i, (x, rate) in enumerate(zip(xs, rates, strict=True)):
+        for run in runs:
+            for group in run.optimizer.param_groups:
+                group["lr"].fill_(rate)
+        eager.step(x, max_norm)
+        static.copy_(x)
+        if i < 3:
+            captured.step(static, max_norm)
+        elif i == 3:
+            with tape:
+                captured.step(static, max_norm)
+        else:
+            tape.replay()
+        assert same_bits(captured.copies(), eager.copies()), i
+    stats = [run.amp.stats() for run in runs]
+    assert stats[0] == stats[1]
+    assert stats[0]["forward_faults"] == 1 and stats[0]["scale"] > 2.0**10
+    for run in runs:
+        run.amp.disable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cuda_graph() -> None:
+    device = torch.device("cuda")
+    xs, rates = batches(9, device, bad=(5,)), [1e-2 * 0.7**i for i in range(9)]
+    runs = [Run(device, "triton", scaler=tritonamp.GradScaler(growth_interval=2, init_scale=2.0**10)) for _ in range(2)]
+    for run in runs:
+        for group in run.optimizer.param_groups:
+            group["lr"] = torch.tensor(rates[0], device=device)
+    eager, captured = runs
+    static, graph = xs[0].clone(), torch.cuda.CUDAGraph()
+    for i, (x, rate) in enumerate(zip(xs, rates, strict=True)):
+        for run in runs:
+            for group in run.optimizer.param_groups:
+                group["lr"].fill_(rate)
+        eager.step(x)
+        static.copy_(x)
+        if i < 3:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                captured.step(static)
+            torch.cuda.synchronize()
+        else:
+            if i == 3:
+                with torch.cuda.graph(graph):
+                    captured.step(static)
+            graph.replay()
+        assert same_bits(captured.copies(), eager.copies()), i
+    assert runs[0].amp.stats()["forward_faults"] == runs[1].amp.stats()["forward_faults"] == 1
+    for run in runs:
+        run.amp.disable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="synchronisation is a GPU's matter")
+def test_no_step_waits_for_the_device() -> None:
+    run = Run(torch.device("cuda"), "triton")
+    xs = batches(6, torch.device("cuda"))
+    for x in xs[:3]:
+        run.step(x, 1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in xs[3:]:
+            run.step(x, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    run.amp.disable()
