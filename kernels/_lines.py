@@ -91,7 +91,7 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
     blocks = -(-rows // lines)
 
     splits, steps = 1, max(-(-n // block), 1)
-    if steps > 1 and groups * blocks < MANY:
+    if steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
         splits = -(-n // (steps * block))
     grid, sizes, layout = (groups * blocks, splits, 1), (rows, n, blocks), (row_major, align, lines, block)

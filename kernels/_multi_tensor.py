@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels import _launch
 from tritonamp.kernels._launch import Forms, tl, triton
+from tritonamp.kernels._upload import Upload
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}  # that kernels take
 MIN_CHUNK, MAX_CHUNK = 1 << 12, 1 << 16  # elements that one program works on; multiples of every kernel's tile
 PROGRAMS = 4096  # aimed at: several times what a GPU holds, so that the last ones do not leave it idle
 NUM_WARPS = 8
+REPEATS = {"copies": "params", "max_exp_avg_sqs": "exp_avg_sqs"}
 
 _dtype = operator.attrgetter("dtype")
 
@@ -55,20 +57,20 @@ class TensorLists:
     """Named lists of n tensors each. Tensors at the same place of all lists have the same shape and device.
 
     A list may change from step to step: pointers are sent to the device only when they changed, without waiting. A
-    tensor that does not lie in memory like the first list's tensor, without gaps, is worked on in a copy. A list that
-    holds the very tensor of an earlier list at some place holds nothing there.
+    tensor that does not lie in memory like the first list's tensor, without gaps, is worked on in a copy. A list of
+    ``REPEATS`` that holds the very tensor of the other list at some place holds nothing there.
 
     Attributes:
         numbers: of the tensors, ascending, in what kernels write for each tensor. ``size``: of that.
-        moves: how often tensors were found in other memory than before.
     """
 
     def __init__(self, **lists: Sequence[Tensor]) -> None:
-        self._n = self.size = self.moves = 0
+        self._n = self.size = 0
         self.numbers: Sequence[int] = ()
         self._lists: dict[str, Sequence[Tensor]] = {}
-        self._to_check: dict[str, bool] = {}  # lists that were set, and whether they hold other tensors now
+        self._to_check: dict[str, bool] = {}  # lists that were set, and whether they are lasting
         self._known: dict[str, _Known] = {}
+        self._repeats: dict[str, list[bool]] = {}
         self._parts: list[_Part] = []
         self._suit_kernels = False
         self._kept: dict[tuple[str, torch.device], Tensor] = {}
@@ -81,20 +83,17 @@ class TensorLists:
     def __getitem__(self, name: str) -> Sequence[Tensor]:
         return self._lists[name]
 
-    def set(self, name: str, tensors: Sequence[Tensor], moves: bool = True) -> None:
+    def set(self, name: str, tensors: Sequence[Tensor], lasting: bool = False) -> None:
         """Puts a list in the place of an earlier one of the same name. A list of another length starts anew.
 
         Args:
-            moves: whether the same tensor may have been given other memory through ``.data``, other lists' aside.
+            lasting: the tensors are the same from step to step: what they are like is looked at only where another
+                object, or other memory, takes the place of one.
         """
         if len(tensors) != self._n:
             self.number(range(len(tensors)), len(tensors))
-        before = self._lists.get(name, ())
-        if before is not tensors and not (len(before) == len(tensors) and all(map(operator.is_, before, tensors))):
-            self._to_check[name] = True
-        elif moves:
-            self._to_check.setdefault(name, False)
         self._lists[name] = tensors
+        self._to_check[name] = lasting
 
     def number(self, numbers: Sequence[int], size: int) -> None:
         """Starts anew, with the lists to be set for these ``numbers`` out of ``size``, unless they are those."""
@@ -102,14 +101,10 @@ class TensorLists:
             self._n, self.numbers, self.size = len(numbers), numbers, size
             self._lists, self._known, self._to_check = {}, {}, {}
 
-    def check_all(self) -> None:
-        """Somebody moves tensors about: no list can be trusted to be where it was."""
-        self.moves += 1
-        self._to_check |= dict.fromkeys(self._lists, True)
-
-    def release(self, name: str) -> None:
-        """Lets go of a list's tensors until it is set again; remembers where they were."""
-        self._lists[name] = ()
+    def release(self, *names: str) -> None:
+        """Lets go of the tensors of these lists until they are set again; remembers where they were."""
+        for name in names:
+            self._lists[name] = ()
 
     def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that stays where it is as long as its shape does; zeros at first."""
@@ -150,23 +145,33 @@ class TensorLists:
     def _follow(self) -> None:
         """Brings the tables up to date."""
         build = False
-        while self._to_check:
-            name, other_tensors = self._to_check.popitem()
+        addresses: dict[int, tuple[list[int], list[int]]] = {}  # two names may stand for one list
+        to_check, self._to_check = self._to_check, {}
+        for name, lasting in to_check.items():
             tensors, before = self._lists[name], self._known.get(name)
-            pointers = list(map(Tensor.data_ptr, tensors))
-            if before is not None and not other_tensors and pointers == before.pointers:
+            if id(tensors) not in addresses:
+                addresses[id(tensors)] = list(map(id, tensors)), list(map(Tensor.data_ptr, tensors))
+            ids, pointers = addresses[id(tensors)]
+            if lasting and before is not None and pointers == before.pointers and ids == before.ids:
                 continue
-            known = self._known[name] = _Known(pointers, [*map(_dtype, tensors), *map(Tensor.stride, tensors)])
-            if before is None or known.kinds != before.kinds:
+            kinds = [*map(_dtype, tensors), *map(Tensor.stride, tensors), *map(Tensor.numel, tensors)]
+            self._known[name] = _Known(ids, pointers, kinds)
+            if before is None or kinds != before.kinds:
                 build = True
             elif pointers != before.pointers:
                 build = build or not all(part.follow(name, pointers) for part in self._parts)
-                if not other_tensors:
-                    self.check_all()
-        if build:
+        if build or any(repeats != self._repeats.get(name) for name, repeats in self._repeated().items()):
             self._build()
 
+    def _repeated(self) -> dict[str, list[bool]]:
+        """Where the lists that may repeat others do, by name."""
+        pairs = {name: (self._lists[name], self._lists[of]) for name, of in REPEATS.items() if self._lists.get(name)}
+        return {name: [True] if a is b else list(map(operator.is_, a, b)) for name, (a, b) in pairs.items()}
+
     def _build(self) -> None:
+        for name in [name for name, tensors in self._lists.items() if len(tensors) < self._n]:  # released
+            del self._lists[name], self._known[name]
+        self._repeats = self._repeated()
         tensors = [t for tensors in self._lists.values() for t in tensors]
         one_device = all(len({t.device for t in row}) == 1 for row in zip(*self._lists.values(), strict=True))
         places: dict[torch.device, list[int]] = {}
@@ -196,8 +201,9 @@ def shipped_lists(aligned: bool, **dtypes: torch.dtype | str) -> TensorLists:
 
 
 class _Known(NamedTuple):
-    """What is known of a list without holding on to its tensors: addresses; dtypes and strides."""
+    """What is known of a list without holding on to its tensors. The same object at the same address is as it was."""
 
+    ids: list[int]
     pointers: list[int]
     kinds: list[Any]
 
@@ -218,7 +224,7 @@ class _Part:
         for i in places:
             given = [tensors[i] for tensors in lists.values()]
             if given[0].numel():
-                repeats = [any(t is other for other in given[:k]) for k, t in enumerate(given)]
+                repeats = [name in REPEATS and tensors[i] is lists[REPEATS[name]][i] for name, tensors in lists.items()]
                 used = self._laid_out(list(lists), i, given, repeats)
                 dtypes = tuple(None if repeat else t.dtype for t, repeat in zip(given, repeats, strict=True))
                 aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
@@ -291,42 +297,6 @@ class _Part:
             at += len(order) + len(order) % 2
         self._upload.send(self._host, self._device)
         return True
-
-
-class Upload:
-    """Copies small CPU tensors to a device through pinned memory, without waiting and without allocation.
-
-    A piece of pinned memory is used again when the copy out of it is through. What a CUDA graph captures copies from
-    the same piece at every replay: that piece is never used again.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._captured: list[Tensor] = []
-
-    def send(self, values: Tensor, target: Tensor) -> None:
-        """Copies ``values`` to ``target``, both of the same shape and dtype at every call."""
-        if target is values:
-            return
-        if target.device.type != "cuda":
-            target.copy_(values)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            piece, _ = self._slots.pop() if self._slots else (torch.empty_like(values, pin_memory=True), None)
-            self._captured.append(piece)
-            target.copy_(piece.copy_(values), non_blocking=True)
-            return
-        free = next((slot for slot in self._slots[1:] if slot[1].query()), None)  # the first is for a capture
-        while free is None:
-            free = torch.empty_like(values, pin_memory=True), torch.cuda.Event()
-            self._slots.append(free)
-            if len(self._slots) == 1:
-                free = None
-        piece, sent = free
-        with torch.cuda.device(self._device):
-            target.copy_(piece.copy_(values), non_blocking=True)
-            sent.record()
 
 
 @triton.jit

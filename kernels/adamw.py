@@ -15,12 +15,12 @@ from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
 from tritonamp.kernels._multi_tensor import (
     NUM_WARPS,
     TensorLists,
-    Upload,
     chunk_bounds,
     element_pointer,
     note_overflow,
     shipped_lists,
 )
+from tritonamp.kernels._upload import Upload
 
 RATES = 9  # numbers that adam_rates_kernel leaves for each tensor
 _VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
@@ -302,7 +302,8 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
         if copy is not param:
             store(copy, p)
             overflow = tensors.kept("overflow", (tensors.size,), torch.int32, param.device)
-            overflow[number] |= (copy.isinf() & param.isfinite()).any()
+            beyond = (copy.isinf() & param.isfinite()).any()
+            overflow[number] |= beyond if skip is None else beyond & ~skip.to(beyond.device)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -321,9 +322,6 @@ def adamw(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
     """
     takes_triton = lists.tensors.take_triton(backend, ADAMW)
-    if lists.tensors.moves != lists.steps.moves:
-        lists.steps.check_all()
-        lists.steps.moves = lists.tensors.moves
     takes_triton = takes_triton and lists.steps.take_triton(backend, ADAMW)
     ADAMW.run(backend, takes_triton, lists, grad_scale, found_inf)
 

@@ -103,7 +103,7 @@ def decide_kernel(
         coefficient = tl.div_rn(max_norm, norm + 1e-6)
         factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
     nonfinite = (tl.max(bad, 0) != 0) | ((tl.abs(factor) < float("inf")) == 0)
-    found_inf = tl.maximum(tl.maximum(nonfinite.to(tl.float32), fault), earlier)
+    found_inf = (nonfinite | (fault != 0.0) | (earlier != 0.0)).to(tl.float32)
     tl.store(verdict_ptr, found_inf)
     tl.store(verdict_ptr + 1, norm)
     tl.store(verdict_ptr + 2, factor)
@@ -165,11 +165,11 @@ def decide_torch(
         factor = inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
     nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(factor)
-    found_inf = torch.maximum(torch.maximum(nonfinite.float(), loss_nonfinite), found_earlier)
-    if state is not None:
-        update_scale_torch(state, found_inf, loss_nonfinite, rule)
+    found_inf = (nonfinite | (loss_nonfinite != 0) | (found_earlier != 0)).float()
     if record is not None:
         _note(record, amax, norm, found_inf, loss_nonfinite, used_scale)
+    if state is not None:  # used_scale may be the one that moves
+        update_scale_torch(state, found_inf, loss_nonfinite, rule)
     verdict.copy_(torch.stack([found_inf, norm, factor]))
 
 

@@ -64,6 +64,8 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
         for on in dict.fromkeys(t.device for t in tables):
             amax = lists.kept("amax", (lists.size,), torch.float32, on)
             squares = lists.kept("squares", (chunks,), torch.float32, on)
+            if len({t.device for t in tables}) > 1:
+                squares.zero_()  # chunks of other devices
             results.append((amax.zero_(), squares))
             for t in (t for t in tables if t.device == on):
                 kind, vec = t.type("grads"), (8 if t.dtypes["grads"] is not torch.float32 else 4) if t.aligned else 1

@@ -151,7 +151,6 @@ class MasterWeights:
         self._halves: list[int] = []  # places of the half parameters among the precise values
         self._moves = -1  # of the precise values, when devices were checked
         self._lists, self._all = TensorLists(), TensorLists()
-        self._lists_moves = -1  # of the precise values, when the lists were set
         self._stepping = self._listed = False  # in a step nobody changes gradients: lists need to be set only once
         self._earlier: dict[Tensor, Tensor] = {}  # true gradients set aside while a backward writes scaled ones
         for group in optimizer.param_groups:
@@ -207,10 +206,9 @@ class MasterWeights:
             numbers = [i for i, g in enumerate(grads) if g is not None and not g.is_sparse]
             params, grads, copies = ([tensors[i] for i in numbers] for tensors in (params, grads, copies))
         self._lists.number(numbers, len(self._masters))
-        self._lists.set("params", params)
+        self._lists.set("params", params, lasting=True)
         self._lists.set("grads", grads)
-        self._lists.set("copies", copies, moves=self._lists_moves != self._precise.moves)
-        self._lists_moves = self._precise.moves
+        self._lists.set("copies", copies, lasting=True)
         self._listed = self._stepping
         return self._lists
 
@@ -306,8 +304,8 @@ class MasterWeights:
     def write_back(self, backend: str) -> None:
         """Rounds the masters into the half parameters."""
         copies = self.copies()
-        self._all.set("params", list(copies))
-        self._all.set("copies", list(copies.values()))
+        self._all.set("params", list(copies), lasting=True)
+        self._all.set("copies", list(copies.values()), lasting=True)
         with torch.no_grad():
             cast(self._all, backend)
         self.written()

@@ -29,11 +29,10 @@ class AdamSteps:
     def __init__(self, optimizer: Optimizer, backend: str) -> None:
         self._optimizer, self._backend = optimizer, backend
         self._lists = AdamLists()
-        self._everything: tuple[Sequence[Any], ...] = (), (), ()  # when the state was last brought into shape
-        self._states: list[dict[str, Any]] = []
-        self._amsgrad: list[bool] = []  # of each of them
-        self._group_amsgrad: list[bool] = []
-        self._moments: list[list[Tensor]] = [[], [], [], []]  # two moments, maxima, step counts
+        self._seen: tuple[Any, ...] = ()  # what the state was brought into shape for
+        self._seen_moments: list[list[int]] = []
+        self._order: list[int] = []  # where the parameters' states are among all of the optimizer's
+        self._amsgrad: list[bool] = []  # of each parameter; empty: none
 
     def take(
         self, tensors: TensorLists, params: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
@@ -48,17 +47,13 @@ class AdamSteps:
         """
         if not len(tensors):
             return
-        optimizer, lists, groups = self._optimizer, self._lists, self._optimizer.param_groups
-        everything = [p for group in groups for p in group["params"]], params, list(optimizer.state.values())
-        if not all(map(_same, everything, self._everything)) or not self._read():
-            self._collect(params, tensors)
-            self._everything = everything[0], params, list(optimizer.state.values())
+        lists, groups = self._lists, self._optimizer.param_groups
         lists.tensors = tensors
-        tensors.set("exp_avgs", self._moments[0])
-        tensors.set("exp_avg_sqs", self._moments[1], moves=False)
-        tensors.set("max_exp_avg_sqs", self._moments[2], moves=False)
+        moments = self._moments(params)
+        for name, moment in zip(_MOMENTS, moments[:3], strict=True):
+            tensors.set(name, moment, lasting=True)
         lists.steps.number(tensors.numbers, tensors.size)
-        lists.steps.set("steps", self._moments[3], moves=False)
+        lists.steps.set("steps", moments[-1], lasting=True)
         lists.rules = [
             AdamRule(
                 _scalar(group["lr"]),
@@ -66,62 +61,64 @@ class AdamSteps:
                 _scalar(group["betas"][1]),
                 group["eps"],
                 group["weight_decay"],
-                group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+                group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
                 group["amsgrad"],
                 group["maximize"],
             )
             for group in groups
         ]
         adamw(lists, grad_scale, found_inf, self._backend)
+        tensors.release(*_MOMENTS)  # whoever replaces or removes state gets its memory back
+        lists.steps.release("steps")
 
-    def _collect(self, params: Sequence[Tensor], tensors: TensorLists) -> None:
-        """Brings the state into shape and finds out which group each parameter belongs to."""
-        groups = self._optimizer.param_groups
+    def _moments(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Both moments, maxima (the second moments again where there are none) and step counts, from the state."""
+        groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
+        everything, amsgrad = [p for group in groups for p in group["params"]], [g["amsgrad"] for g in groups]
+        seen = list(map(id, everything)), list(map(id, params)), list(map(id, states)), amsgrad
+        if seen == self._seen:
+            try:
+                moments = _read([states[k] for k in self._order], self._amsgrad)
+                if _ids(moments) == self._seen_moments:
+                    return moments
+            except KeyError:
+                pass
+        # something is new, or somebody else has been at it: bring the state into shape
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-        self._lists.groups = [0] * tensors.size
-        self._states, self._amsgrad = [], []
-        for number, param in zip(tensors.numbers, params, strict=True):
+        mine = [_state(self._optimizer.state[p], p, amsgrad[group_of[p]]) for p in params]
+        numbers = zip(self._lists.tensors.numbers, params, strict=True)
+        self._lists.groups = [0] * self._lists.tensors.size
+        for number, param in numbers:
             self._lists.groups[number] = group_of[param]
-            amsgrad = groups[group_of[param]]["amsgrad"]
-            self._states.append(_state(self._optimizer.state[param], param, amsgrad))
-            self._amsgrad.append(amsgrad)
-        self._group_amsgrad = [group["amsgrad"] for group in groups]
-        self._moments = [[], [], [], []]
-        self._read()
+        place = {id(state): k for k, state in enumerate(self._optimizer.state.values())}
+        self._order = [place[id(state)] for state in mine]
+        self._seen = *seen[:2], list(map(id, self._optimizer.state.values())), amsgrad
+        self._amsgrad = [amsgrad[group_of[p]] for p in params] if any(amsgrad) else []
+        moments = _read(mine, self._amsgrad)
+        self._seen_moments = _ids(moments)
+        return moments
 
-    def _read(self) -> bool:
-        """Whether the state still holds what it held a step ago."""
-        groups = self._optimizer.param_groups
-        if [group["amsgrad"] for group in groups] != self._group_amsgrad:
-            return False
-        try:
-            exp_avgs, exp_avg_sqs, steps = (list(map(_ITEM[name], self._states)) for name in _ITEM)
-        except KeyError:
-            return False
-        maxima = exp_avg_sqs
-        if any(self._group_amsgrad):
-            maxima = [
-                state["max_exp_avg_sq"] if amsgrad else state["exp_avg_sq"]
-                for state, amsgrad in zip(self._states, self._amsgrad, strict=True)
-            ]
-        moments = [exp_avgs, exp_avg_sqs, maxima, steps]
-        if all(map(_same, moments, self._moments)):
-            return True
-        self._moments = moments
-        return False
+
+_MOMENTS = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
+_ITEM = {name: operator.itemgetter(name) for name in ("exp_avg", "exp_avg_sq", "step")}
+
+
+def _ids(moments: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    exp_avgs, exp_avg_sqs, maxima, steps = moments
+    return [list(map(id, m)) for m in (exp_avgs, exp_avg_sqs, steps, *([maxima] if maxima is not exp_avg_sqs else []))]
+
+
+def _read(states: Sequence[Mapping[str, Tensor]], amsgrad: Sequence[bool]) -> list[list[Tensor]]:
+    exp_avgs, exp_avg_sqs, steps = (list(map(_ITEM[name], states)) for name in _ITEM)
+    maxima = exp_avg_sqs
+    if amsgrad:
+        maxima = [s["max_exp_avg_sq" if a else "exp_avg_sq"] for s, a in zip(states, amsgrad, strict=True)]
+    return [exp_avgs, exp_avg_sqs, maxima, steps]
 
 
 def refuse_sparse() -> None:
     """Raises what torch's Adam raises."""
     raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-
-
-_ITEM = {name: operator.itemgetter(name) for name in ("exp_avg", "exp_avg_sq", "step")}
-
-
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether both hold the same objects."""
-    return a is b or (len(a) == len(b) and all(map(operator.is_, a, b)))
 
 
 def _state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
@@ -198,9 +195,9 @@ class _Fp32State:
         targets = [self._master(p) if p.dtype in HALF_DTYPES else p for p in params]
         steps, tensors = self._steps
         tensors.number(numbers, len(all_params))
-        tensors.set("params", targets)
+        tensors.set("params", targets, lasting=True)
         tensors.set("grads", [grads[i] for i in numbers])
-        tensors.set("copies", params)
+        tensors.set("copies", params, lasting=True)
         scale, found_inf = _scalar(getattr(self, "grad_scale", None)), _scalar(getattr(self, "found_inf", None))
         grad_scale = None
         if scale is not None:
