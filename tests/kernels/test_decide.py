@@ -1,4 +1,7 @@
-"""Skip or go, and the loss-scale state machine against a model of it in plain Python."""
+"""Skip or go, and the loss-scale state machine against a model of it in plain Python; kernel and twin alike."""
+
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -6,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritonamp.kernels.decide import ScaleRule, decide, update_scale
+from tritonamp.kernels._launch import INTERPRETED, why_not_triton
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels.decide import RECORD, Record, ScaleRule, ScaleState, decide, update_scale
 from tritonamp.kernels.grad_stats import grad_stats
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+
 INF, NAN = float("inf"), float("nan")
+FORMS = ["eager", "triton"] if INTERPRETED or why_not_triton(torch.device("cuda")) is None else ["eager"]
+AT = torch.device("cpu" if INTERPRETED or FORMS == ["eager"] else "cuda")
 
 
 # update_scale
@@ -54,25 +63,39 @@ class Specification:
 
 
 class Machine:
-    def __init__(self, rule: ScaleRule, device: torch.device | None = None) -> None:
-        self.rule = rule
-        self.scale = torch.tensor(1.0, device=device)
-        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
-        self.hysteresis_tracker = torch.tensor(rule.hysteresis, dtype=torch.int32, device=device)
+    def __init__(self, rule: ScaleRule, backend: str, device: torch.device) -> None:
+        self.rule, self.backend = rule, backend
+        self.tensors = ScaleState(
+            torch.tensor(1.0, device=device),
+            torch.tensor(0, dtype=torch.int32, device=device),
+            torch.tensor(rule.hysteresis, dtype=torch.int32, device=device),
+        )
 
     def see(self, found_inf: float, loss_nonfinite: float) -> None:
-        flags = (torch.tensor(flag, device=self.scale.device) for flag in (found_inf, loss_nonfinite))
-        update_scale(self.scale, self.growth_tracker, self.hysteresis_tracker, *flags, self.rule)
+        flags = (torch.tensor(flag, device=self.tensors.scale.device) for flag in (found_inf, loss_nonfinite))
+        update_scale(self.tensors, *flags, self.rule, self.backend)
 
     @property
     def state(self) -> tuple[float, int, int]:
-        return self.scale.item(), int(self.growth_tracker), int(self.hysteresis_tracker)
+        scale, growth_tracker, hysteresis_tracker = self.tensors
+        return scale.item(), int(growth_tracker), int(hysteresis_tracker)
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
 @given(RULES, st.lists(EVENTS, max_size=30))
 def test_the_scale_moves_as_specified(rule: ScaleRule, events: list[tuple[float, float]]) -> None:
-    specification, machine = Specification(rule), Machine(rule)
+    follow(rule, events, "eager")
+
+
+@pytest.mark.skipif("triton" not in FORMS, reason="no kernels here")
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@given(RULES, st.lists(EVENTS, max_size=15))
+def test_the_scale_moves_as_specified_in_the_kernel(rule: ScaleRule, events: list[tuple[float, float]]) -> None:
+    follow(rule, events, "triton")
+
+
+def follow(rule: ScaleRule, events: list[tuple[float, float]], backend: str) -> None:
+    specification, machine = Specification(rule), Machine(rule, backend, AT)
     for event in events:
         before = machine.state
         specification.see(*event)
@@ -80,12 +103,12 @@ def test_the_scale_moves_as_specified(rule: ScaleRule, events: list[tuple[float,
         patience = max(rule.hysteresis - specification.overflows_since_clean, 0)
         assert machine.state == (specification.scale, specification.clean_in_a_row, patience)
         assert rule.min_scale <= machine.state[0] <= rule.max_scale
-        assert torch.frexp(machine.scale).mantissa == 0.5, "a power of two"
+        assert torch.frexp(machine.tensors.scale).mantissa == 0.5, "a power of two"
         assert event not in FAULTS or machine.state == before
 
 
-def test_the_defaults_by_hand(device: torch.device) -> None:
-    machine = Machine(ScaleRule(2.0, 0.5, 2, 2, 2.0**-24, 2.0**24), device)
+def test_the_defaults_by_hand(device: torch.device, backend: str) -> None:
+    machine = Machine(ScaleRule(2.0, 0.5, 2, 2, 2.0**-24, 2.0**24), backend, device)
     seen = []
     for event in [OVERFLOWS[0], OVERFLOWS[0], OVERFLOWS[0], CLEAN, CLEAN, OVERFLOWS[0], FAULTS[0], CLEAN, CLEAN, CLEAN]:
         machine.see(*event)
@@ -104,40 +127,69 @@ def test_the_defaults_by_hand(device: torch.device) -> None:
     ]
 
 
-def test_equal_bounds_fix_the_scale(device: torch.device) -> None:
-    machine = Machine(ScaleRule(2.0, 0.5, 1, 1, 1.0, 1.0), device)
+def test_equal_bounds_fix_the_scale(device: torch.device, backend: str) -> None:
+    machine = Machine(ScaleRule(2.0, 0.5, 1, 1, 1.0, 1.0), backend, device)
     for event in [CLEAN, *OVERFLOWS, CLEAN, *FAULTS]:
         machine.see(*event)
-        assert machine.scale.item() == 1.0
+        assert machine.tensors.scale.item() == 1.0
 
 
-def test_it_moves_in_place_and_keeps_dtypes(device: torch.device) -> None:
-    machine = Machine(ScaleRule(2.0, 0.5, 1, 1, 1.0, 8.0), device)
-    tensors = (machine.scale, machine.growth_tracker, machine.hysteresis_tracker)
+def test_it_moves_in_place_and_keeps_dtypes(device: torch.device, backend: str) -> None:
+    machine = Machine(ScaleRule(2.0, 0.5, 1, 1, 1.0, 8.0), backend, device)
+    pointers = [t.data_ptr() for t in machine.tensors]
     for event in (CLEAN, OVERFLOWS[0]):
         machine.see(*event)
-    assert [t.dtype for t in tensors] == [torch.float32, torch.int32, torch.int32]
+    assert [t.data_ptr() for t in machine.tensors] == pointers
+    assert [t.dtype for t in machine.tensors] == [torch.float32, torch.int32, torch.int32]
     assert machine.state == (1.0, 0, 0)
+
+
+def test_the_rule_may_hold_integers(device: torch.device, backend: str) -> None:
+    machine = Machine(ScaleRule(2, 0.5, 1.0, 1.0, 1, 8), backend, device)
+    for _ in range(4):
+        machine.see(*CLEAN)
+    assert machine.state == (8.0, 0, 1)
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-126, 1.0, 2.0**127])
+def test_the_ends_of_fp32(device: torch.device, backend: str, scale: float) -> None:
+    """Scales are rounded to FP32; the product may not pass the bounds, though infinite."""
+    machine = Machine(ScaleRule(4.0, 0.25, 1, 1, 2.0**-149, 2.0**127), backend, device)
+    machine.tensors.scale.fill_(scale)
+    machine.see(*OVERFLOWS[0])
+    assert machine.state[0] == max(scale / 4, 2.0**-149)
+    machine.tensors.scale.fill_(scale)
+    machine.see(*CLEAN)
+    assert machine.state[0] == min(scale * 4, 2.0**127)
 
 
 # decide
 
 
+RULE = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24)
+
+
 def judge(
-    amax: list[float],
-    square_sum: list[float] | None = None,
+    amax: Any,
+    square_sum: Any = None,
     loss_nonfinite: float = 0.0,
     scale: float = 1.0,
     max_norm: float | None = None,
-    device: torch.device | None = None,
+    found_earlier: float = 0.0,
+    state: ScaleState | None = None,
+    rule: ScaleRule = RULE,
+    record: Record | None = None,
+    *,
+    device: torch.device,
+    backend: str,
 ) -> tuple[float, float, float]:
     square_sum = [0.0] * len(amax) if square_sum is None else square_sum
-    flags = (torch.tensor(value, device=device) for value in (loss_nonfinite, scale))
-    stats = (torch.tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum))
-    result = decide(*stats, *flags, max_norm)
-    assert all(t.dtype is torch.float32 and t.shape == () for t in result)
-    found_inf, norm, grad_scale = (t.item() for t in result)
-    return found_inf, norm, grad_scale
+    flags = (torch.tensor(value, device=device) for value in (loss_nonfinite, found_earlier, scale))
+    stats = (torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum))
+    verdict = torch.full((3,), -7.0, device=device)
+    decide(*stats, *flags, max_norm, state, rule, record, verdict, backend)
+    found_inf, norm, factor = verdict.tolist()
+    return found_inf, norm, factor
 
 
 @pytest.mark.parametrize(
@@ -147,6 +199,7 @@ def judge(
         ([0.0, 65504.0, 3.4e38], 1.0, False),
         ([1.0, INF, 2.0], 1.0, True),
         ([1.0, 2.0, NAN], 1.0, True),
+        ([NAN, INF, 1.0], 1.0, True),
         # finite as it is, not once it is unscaled
         ([1.0, 1.5], 2.0**-127, False),
         ([1.0, 2.0], 2.0**-127, True),
@@ -156,34 +209,69 @@ def judge(
         ([0.0], 2.0**-128, True),
         ([], 2.0**-149, True),
         ([0.0], 0.0, True),
+        ([], NAN, True),
+        ([0.0], INF, False),
     ],
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_what_skips(device: torch.device, amax: list[float], scale: float, skips: bool, max_norm: float | None) -> None:
-    assert bool(judge(amax, scale=scale, max_norm=max_norm, device=device)[0]) == skips
+def test_what_skips(
+    device: torch.device, backend: str, amax: list[float], scale: float, skips: bool, max_norm: float | None
+) -> None:
+    found = judge(amax, scale=scale, max_norm=max_norm, device=device, backend=backend)[0]
+    assert found == float(skips)
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+@pytest.mark.parametrize("place", [0, 1023, 1024, 2048])
+def test_one_bad_gradient_of_many(device: torch.device, backend: str, place: int, bad: float) -> None:
+    """At both ends of the kernel's tiles."""
+    amax = torch.ones(2049)
+    assert judge(amax, device=device, backend=backend)[0] == 0.0
+    amax[place] = bad
+    assert judge(amax, device=device, backend=backend)[0] == 1.0
 
 
 @pytest.mark.parametrize("amax", [1.0, INF])
-def test_a_fault_of_the_loss_skips(device: torch.device, amax: float) -> None:
-    assert judge([amax], loss_nonfinite=1.0, device=device)[0] == 1.0
+def test_a_fault_of_the_loss_skips(device: torch.device, backend: str, amax: float) -> None:
+    assert judge([amax], loss_nonfinite=1.0, device=device, backend=backend)[0] == 1.0
+
+
+@pytest.mark.parametrize("found_earlier", [1.0, 2.0, INF])
+def test_what_was_found_earlier_skips(device: torch.device, backend: str, found_earlier: float) -> None:
+    assert judge([1.0], found_earlier=found_earlier, device=device, backend=backend)[0] != 0.0
+
+
+@pytest.mark.parametrize("flag", ["found_earlier", "loss_nonfinite"])
+def test_a_flag_that_is_not_a_number_skips(device: torch.device, backend: str, flag: str) -> None:
+    assert judge([1.0], **{flag: NAN}, device=device, backend=backend)[0] != 0.0
 
 
 @pytest.mark.parametrize("scale", [2.0**-24, 1.0, 3.0, 2.0**16])
-def test_norm_and_factor(device: torch.device, scale: float) -> None:
+def test_norm_and_factor(device: torch.device, backend: str, scale: float) -> None:
     """sqrt(9 + 16 + 0 + 144) = 13, over the scale; 1/scale is rounded once, the norm twice."""
-    found_inf, norm, grad_scale = judge([3.0] * 4, [9.0, 16.0, 0.0, 144.0], scale=scale, device=device)
+    at = {"device": device, "backend": backend}
+    found_inf, norm, factor = judge([3.0] * 4, [9.0, 16.0, 0.0, 144.0], scale=scale, **at)
     assert found_inf == 0.0
-    assert grad_scale == torch.tensor(1 / scale).item()
+    assert factor == torch.tensor(1 / scale).item()
     assert norm == pytest.approx(13 / scale, rel=2**-23)
-    assert judge([], scale=scale, device=device) == (0.0, 0.0, grad_scale)
+    assert judge([], scale=scale, **at) == (0.0, 0.0, factor)
 
 
-def test_the_squares_are_summed_beyond_fp32(device: torch.device) -> None:
+def test_the_squares_are_summed_beyond_fp32(device: torch.device, backend: str) -> None:
     """In FP32 one after another, the 2**6 are lost after a while, and the 2**127 overflow at once."""
-    assert judge([1.0] * 4096, [2.0**24 + 2.0**6] * 4096, device=device)[1] == pytest.approx(
-        2.0**18 * (1 + 2.0**-19), rel=2**-23
-    )
-    assert judge([1.0] * 16, [2.0**127] * 16, device=device)[1] == pytest.approx(2.0**65.5, rel=2**-23)
+    at = {"device": device, "backend": backend}
+    norm = judge([1.0] * 4096, [2.0**24 + 2.0**6] * 4096, **at)[1]
+    assert norm == pytest.approx(2.0**18 * (1 + 2.0**-19), rel=2**-23)
+    assert judge([1.0] * 16, [2.0**127] * 16, **at)[1] == pytest.approx(2.0**65.5, rel=2**-23)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 1023, 1024, 1025, 2049])
+def test_every_part_counts_once(device: torch.device, backend: str, parts: int) -> None:
+    """More parts than gradients, and fewer. The sum is a square: no rounding at all but one in the FP64 root."""
+    squares = torch.arange(parts).square().float()
+    exact = torch.arange(parts).double().square().sum().sqrt().float().item()
+    assert judge([1.0] * 3, squares, device=device, backend=backend)[1] == exact
+    assert judge([1.0] * 2000, squares, device=device, backend=backend)[1] == exact
 
 
 SPLIT = ([3.0, -4.0], [12.0])  # norms 5, 12; together 13, without any rounding
@@ -192,7 +280,7 @@ SPLIT = ([3.0, -4.0], [12.0])  # norms 5, 12; together 13, without any rounding
 @pytest.mark.parametrize("max_norm", [0.0, 1e-6, 1.0, 12.99, 13.0, 13.01, 100.0, INF])
 @pytest.mark.parametrize("size", [1.0, 2.0**-20, 2.0**-30])
 @pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**16])
-def test_clipping_is_torchs(device: torch.device, size: float, scale: float, max_norm: float) -> None:
+def test_clipping_is_torchs(device: torch.device, backend: str, size: float, scale: float, max_norm: float) -> None:
     """At the small sizes torch's 1e-6 in the denominator tells. Roundings: sum, quotient, product, and in our form the
     norm's: within 4 u = 2**-22; powers of two cost none."""
     grads = [torch.tensor(values, device=device) * size for values in SPLIT]
@@ -202,33 +290,171 @@ def test_clipping_is_torchs(device: torch.device, size: float, scale: float, max
     norm_of_torch = torch.nn.utils.clip_grad_norm_(params, max_norm)
 
     scaled = [grad * scale for grad in grads]
-    zero, scale_tensor = torch.zeros((), device=device), torch.tensor(scale, device=device)
-    found_inf, norm, grad_scale = decide(*grad_stats(scaled, device), zero, scale_tensor, max_norm)
-    assert found_inf.item() == 0.0
-    torch.testing.assert_close(norm, norm_of_torch, rtol=2**-22, atol=0)
+    stats = grad_stats(TensorLists(grads=scaled), device, backend)
+    found_inf, norm, factor = judge(*stats, scale=scale, max_norm=max_norm, device=device, backend=backend)
+    assert found_inf == 0.0
+    torch.testing.assert_close(norm, norm_of_torch.item(), rtol=2**-22, atol=0)
     for param, grad in zip(params, scaled, strict=True):
-        torch.testing.assert_close(grad * grad_scale, param.grad, rtol=2**-22, atol=0)
+        torch.testing.assert_close(grad * factor, param.grad, rtol=2**-22, atol=0)
     if max_norm > 13 * size + 1e-6:
-        assert grad_scale.item() == 1 / scale, "below the limit: untouched"
+        assert factor == 1 / scale, "below the limit: untouched"
 
 
-def squares_overflow(device: torch.device) -> tuple[Tensor, Tensor]:
-    return grad_stats([torch.full((4,), 1e30, dtype=torch.bfloat16, device=device)], device)
+def squares_overflow(device: torch.device, backend: str) -> tuple[Tensor, Tensor]:
+    grads = [torch.full((4,), 1e30, dtype=torch.bfloat16, device=device)]
+    return grad_stats(TensorLists(grads=grads), device, backend)
 
 
-def test_a_norm_beyond_fp32_is_inf_and_clips_to_zero_as_in_torch(device: torch.device) -> None:
+def test_a_norm_beyond_fp32_is_inf_and_clips_to_zero_as_in_torch(device: torch.device, backend: str) -> None:
     """Finite bf16 gradients whose squares leave FP32 are not non-finite gradients."""
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=device))
     param.grad = torch.full_like(param, 1e30)
     assert torch.nn.utils.clip_grad_norm_(param, 1.0) == INF
     assert not param.grad.any()
-    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
-    assert [t.item() for t in decide(*squares_overflow(device), zero, one, None)] == [0.0, INF, 1.0]
-    assert [t.item() for t in decide(*squares_overflow(device), zero, one, 1.0)] == [0.0, INF, 0.0]
+    stats, at = squares_overflow(device, backend), {"device": device, "backend": backend}
+    assert judge(*stats, **at) == (0.0, INF, 1.0)
+    assert judge(*stats, max_norm=1.0, **at) == (0.0, INF, 0.0)
 
 
-def test_a_factor_that_is_not_a_number_skips(device: torch.device) -> None:
+def test_a_factor_that_is_not_a_number_skips(device: torch.device, backend: str) -> None:
     """inf / inf: limit and norm are both infinite. torch makes all gradients NaN here."""
-    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
-    found_inf, norm, _ = decide(*squares_overflow(device), zero, one, INF)
-    assert (found_inf.item(), norm.item()) == (1.0, INF)
+    stats = squares_overflow(device, backend)
+    found_inf, norm, factor = judge(*stats, max_norm=INF, device=device, backend=backend)
+    assert (found_inf, norm) == (1.0, INF)
+    assert factor != factor
+
+
+# the loss scale, and the record
+
+
+def scale_state(device: torch.device, scale: float, growth: int, hysteresis: int) -> ScaleState:
+    counts = (torch.tensor(n, dtype=torch.int32, device=device) for n in (growth, hysteresis))
+    return ScaleState(torch.tensor(scale, device=device), *counts)
+
+
+@pytest.mark.parametrize("amax", [1.0, INF])
+@pytest.mark.parametrize("fault", [0.0, 1.0])
+def test_a_decision_moves_the_scale_like_update_scale(
+    device: torch.device, backend: str, amax: float, fault: float
+) -> None:
+    for growth, hysteresis in itertools.product((0, 1), (0, 1, 2)):
+        rule = RULE._replace(hysteresis=2)
+        moved, expected = (scale_state(device, 8.0, growth, hysteresis) for _ in range(2))
+        found_inf = judge([1.0, amax], loss_nonfinite=fault, state=moved, rule=rule, device=device, backend=backend)[0]
+        flags = (torch.tensor(flag, device=device) for flag in (found_inf, fault))
+        update_scale(expected, *flags, rule, "eager")
+        assert moved == expected
+
+
+def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(device: torch.device, backend: str) -> None:
+    """The gradients are unscaled by what it was."""
+    state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(3, device=device)
+    stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
+    numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
+    record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device))
+    decide(stats, stats, zero, zero, state.scale, None, state, RULE, record, verdict, backend)
+    assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125])
+    stats = stats * INF
+    decide(stats, stats, zero, zero, state.scale, None, state, RULE, record, verdict, backend)
+    assert state.scale.item() == 8.0
+    assert numbers.tolist() == [1.0, 1.0, 0.0, 0.125, 1.0, 16.0]
+
+
+def record_of(device: torch.device, places: list[int]) -> Record:
+    numbers = torch.arange(100.0, 100.0 + RECORD + len(places), dtype=torch.float64, device=device)
+    return Record(numbers, torch.tensor(places, dtype=torch.int64, device=device))
+
+
+def test_the_record_by_hand(device: torch.device, backend: str) -> None:
+    record = record_of(device, [2, -1, 0, 2])
+    pointer, at = record.numbers.data_ptr(), {"record": record, "device": device, "backend": backend}
+    judge([1.0, 2.0, 3.0], [4.0], scale=0.5, **at)
+    assert record.numbers.tolist() == [101, 101, 102, 4.0, 104, 105, 106, 107, 108, 109]
+    judge([1.0, 2.0, INF], [9.0], scale=4.0, **at)
+    assert record.numbers.tolist() == [101, 102, 102, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
+    judge([5.0, 2.0, 3.0], [9.0], scale=8.0, loss_nonfinite=1.0, **at)
+    assert record.numbers.tolist() == [101, 102, 103, 4.0, 2.0, 8.0, 3.0, 0.0, 5.0, 3.0]
+    judge([5.0, 2.0, 7.0], [9.0], found_earlier=1.0, **at)
+    assert record.numbers.tolist() == [101, 103, 103, 4.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    judge([8.0] * 3, [36.0], **at)
+    assert record.numbers.tolist() == [102, 103, 103, 6.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    assert record.numbers.data_ptr() == pointer
+    assert record.places.tolist() == [2, -1, 0, 2]
+
+
+@pytest.mark.parametrize("names", [0, 1, 1023, 1024, 1025, 2050])
+def test_the_record_of_many(device: torch.device, backend: str, names: int) -> None:
+    amax = torch.arange(1.0, 1500.0)
+    amax[7] = NAN
+    places = torch.randint(-1, 1499, (names,))
+    record = record_of(device, places.tolist())
+    judge(amax, record=record, device=device, backend=backend)
+    expected = torch.where(places < 0, 0.0, amax[places]).double()
+    torch.testing.assert_close(record.numbers[RECORD:].cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    assert record.numbers[:RECORD].tolist() == [100, 102, 102, 103, 1, 1]
+
+
+def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
+    """No gradient at all, and names for some."""
+    record = record_of(device, [-1, -1])
+    at = {"record": record, "device": device, "backend": backend}
+    assert judge([], **at) == (0.0, 0.0, 1.0)
+    judge([], loss_nonfinite=1.0, scale=2.0, **at)
+    assert record.numbers.tolist() == [101, 101, 103, 0.0, 2.0, 2.0, 0.0, 0.0]
+
+
+MAGNITUDES = st.one_of(
+    st.sampled_from([0.0, INF, NAN, 2.0**-149, 3.4e38, 65504.0]), st.floats(0, 2.0**127, width=32, allow_nan=False)
+)
+SCALES = st.sampled_from([*(2.0**k for k in (-149, -148, -127, -126, -24, 0, 16, 24, 127)), 0.0, 3.0, 1e-40, INF])
+FLAGS = st.sampled_from([0.0, 0.0, 1.0, 2.0, INF])
+
+
+@pytest.mark.skipif("triton" not in FORMS, reason="no kernels here")
+@settings(max_examples=120, deadline=None, database=None, derandomize=True)
+@given(
+    st.lists(MAGNITUDES, max_size=3),
+    st.lists(MAGNITUDES, max_size=3),
+    FLAGS,
+    FLAGS,
+    SCALES,
+    st.sampled_from([None, 0.0, 1e-6, 1.0, 3.0, 1e30, INF]),
+    st.sampled_from([None, (1.0, 0, 1), (2.0**-24, 1, 0), (2.0**24, 1, 3), (3.0, 0, 2)]),
+    st.one_of(st.none(), st.lists(st.integers(-1, 2), max_size=3)),
+)
+def test_the_kernel_decides_like_its_twin(
+    amax: list[float],
+    square_sum: list[float],
+    fault: float,
+    earlier: float,
+    scale: float,
+    max_norm: float | None,
+    state: tuple[float, int, int] | None,
+    places: list[int] | None,
+) -> None:
+    """Bit by bit, but for the norm in FP64: summed in another order it may round to the FP32 number beside it, and the
+    clip coefficient adds two roundings of its own."""
+    rule = RULE._replace(hysteresis=2)
+    results = []
+    for backend in FORMS:
+        moved = scale_state(AT, *state) if state else None
+        record = None if places is None else record_of(AT, [min(place, len(amax) - 1) for place in places])
+        verdict = judge(
+            amax, square_sum, fault, scale, max_norm, earlier, moved, rule, record, device=AT, backend=backend
+        )
+        numbers = [] if record is None else record.numbers.tolist()
+        results.append((verdict, [t.item() for t in moved or ()], numbers))
+    (verdict, moved, numbers), other = results
+    close = {"rtol": 2**-22, "atol": 2.0**-148, "equal_nan": True}
+    assert verdict[0] == other[0][0]
+    torch.testing.assert_close(torch.tensor(verdict), torch.tensor(other[0]), **close)
+    assert moved == other[1]
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(other[2]), **close)
+    assert numbers[:3] + numbers[4:6] == other[2][:3] + other[2][4:6]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_what_a_decision_reads_and_writes(triton_device: torch.device, traffic: Any, max_norm: float | None) -> None:
+    """Gradients' numbers once, and the three flags."""
+    judge([1.0] * 1500, [1.0] * 1100, max_norm=max_norm, device=triton_device, backend="triton")
+    assert (traffic.read, traffic.written) == (4 * (1500 + 1100 + 3), 12)

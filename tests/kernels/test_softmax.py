@@ -1,200 +1,213 @@
-"""softmax and log_softmax, forward and backward, against FP64."""
+"""softmax and log_softmax, forward and backward, both forms against FP64."""
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.conftest import U, assert_within, backward_and_error, softmax_and_error, ulp
+from tritonamp.kernels._launch import INTERPRETED
 from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
 
-HALVES = [torch.float16, torch.bfloat16]
-LAYOUTS: dict[str, tuple[tuple[int, ...], int]] = {
-    "one": ((4, 1), 1),
-    "two": ((3, 2), -1),
-    "odd": ((5, 311), 1),
-    "block": ((2, 1024), 1),
-    "over": ((2, 1025), 1),
-    "columns": ((33, 7), 0),
-    "middle": ((3, 65, 2), 1),
-    "vector": ((9,), 0),
-    "0-d": ((), 0),
-    "no rows": ((0, 5), 1),
-    "no columns": ((5, 0), 1),
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+
+HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
+Op = Callable[..., Tensor]
+Shrink = Callable[[int | None], None]
+
+
+class Layout(NamedTuple):
+    """Attributes:
+    many: see ``small_tiles``; 0: lines are never shared.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    many: int | None = None
+
+
+SHORT = [1, 2, 3, 7, 8, 9, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025]
+LAYOUTS = {f"{n}": Layout((3, n), 1) for n in SHORT} | {
+    "one line": Layout((1, 5), 1),
+    "two tiles of lines": Layout((513, 8), 1),
+    "more lines": Layout((9, 512), -1),
+    "columns": Layout((33, 7), 0),
+    "middle": Layout((3, 65, 2), 1),
+    "two tiles of columns": Layout((2, 5, 65), 1),
+    "nothing to add": Layout((2, 1, 3), 1),
+    "vector": Layout((9,), 0),
+    "0-d": Layout((), 0),
+    "no rows": Layout((0, 5), 1),
+    "no columns": Layout((5, 0), 1),
+    "nothing in the middle": Layout((4, 0, 3), 1),
+    "whole at most": Layout((3, 128), 1, 0),
+    "long from": Layout((3, 129), 1, 0),
+    "long": Layout((3, 257), 1, 0),
+    "long, no masks": Layout((2, 256), 1, 0),
+    "long columns": Layout((2, 100, 3), 1, 0),
+    "long, two tiles of columns": Layout((1, 9, 65), 1, 0),
+    "shared from": Layout((3, 129), 1, 4),
+    "shared, several steps": Layout((2, 900), 1, 3),
+    "shared, no masks": Layout((1, 512), 1, 4),
+    "shared columns": Layout((2, 100, 3), 1, 4),
+    "shared columns, several steps": Layout((1, 300, 3), 1, 2),
+    "shared, two tiles of columns": Layout((1, 9, 65), 1, 4),
 }
-INF, NAN = float("inf"), float("nan")
-U = 2.0**-24  # half an ulp of 1 in FP32
+REGIMES = ["257", "columns", "long", "shared columns"]
+REAL = {"longest": Layout((2, 32768), 1), "longest backward": Layout((1, 16384), 1), "over": Layout((1, 32769), 1)}
+BACKWARD_DTYPES = [(HALF, HALF, HALF), (BF16, BF16, BF16), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
 
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-each_half = pytest.mark.parametrize("half", HALVES, ids=str)
-each_op = pytest.mark.parametrize("op", ["softmax", "log_softmax"])
-OPS: dict[str, Callable[..., Tensor]] = {"softmax": softmax, "log_softmax": log_softmax}
-
-
-def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance of ``dtype``'s values around each FP64 value; in the subnormal range that of the smallest."""
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(exact.abs().clamp(min=info.tiny)).exponent
-    return torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+each_real_layout = pytest.mark.parametrize("layout", REAL.values(), ids=REAL.keys())
+each_op = pytest.mark.parametrize("op", [softmax, log_softmax])
+each_backward = pytest.mark.parametrize("op", [softmax_backward, log_softmax_backward])
+each_regime = pytest.mark.parametrize("regime", REGIMES)
 
 
-def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
-    assert actual.shape == exact.shape
-    error = (actual.double() - exact).abs()
-    assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
-
-
-def inputs(layout: str, dtype: torch.dtype, spread: float, device: torch.device) -> tuple[Tensor, int]:
-    shape, dim = LAYOUTS[layout]
-    return (torch.randn(shape, device=device) * spread).to(dtype), dim
+def inputs(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Lines of different spread, in memory from ``empty_like``, which may be guarded."""
+    shape = list(layout.shape)
+    x = torch.randn(shape, device=device)
+    if shape:
+        shape[layout.dim] = 1
+    spread = torch.tensor([3.0, 100.0, 0.1], device=device).repeat(-(-math.prod(shape) // 3))[: math.prod(shape)]
+    x = (x * spread.view(shape)).to(dtype)
+    return torch.empty_like(x).copy_(x)
 
 
 # forward
 
 
-def fp32_error(op: str, x: Tensor, dim: int, exact: Tensor) -> Tensor:
-    """With d = max - x: exp(-d) is off by (d + 2) u relatively, their sum of n by n more, the quotient by 1; the
-    logarithm turns what is relative into absolute, and there d itself is rounded twice."""
-    if not x.numel():
-        return torch.zeros_like(exact)
-    d = x.double().amax(dim, keepdim=True) - x.double()
-    n = x.shape[dim] if x.dim() else 1
-    relative = (d + d.amax(dim, keepdim=True) + n + 5) * U
-    return relative if op == "log_softmax" else relative * exact
-
-
-@each_half
-@each_layout
-@each_op
-@pytest.mark.parametrize("spread", [0.1, 3.0, 100.0])
-def test_half_results(device: torch.device, op: str, layout: str, half: torch.dtype, spread: float) -> None:
-    """softmax: one ulp, the numerics contract. log_softmax near 0 has FP32's absolute error instead."""
-    x, dim = inputs(layout, half, spread, device)
-    exact = getattr(torch, op)(x.double(), dim)
-    result = OPS[op](x, dim, half)
-    assert result.dtype is half
-    one = ulp(exact, half)
-    assert_within(result, exact, one if op == "softmax" else one / 2 + fp32_error(op, x, dim, exact))
+def check(op: Op, layout: Layout, dtype: torch.dtype, result: torch.dtype, device: torch.device, backend: str) -> None:
+    """FP32's errors, and the result rounded; for softmax in half at most one ulp, the numerics contract."""
+    x = inputs(layout, dtype, device)
+    exact, error = softmax_and_error(op is log_softmax, x, layout.dim)
+    y = op(x, layout.dim, result, backend)
+    assert y.dtype is result
+    bound = ulp(exact, result) / 2 + error
+    assert_within(y, exact, bound.minimum(ulp(exact, result)) if op is softmax and result is not WIDE else bound)
 
 
 @each_layout
 @each_op
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-def test_fp32_results_carry_fp32_errors_only(device: torch.device, op: str, layout: str, dtype: torch.dtype) -> None:
-    x, dim = inputs(layout, dtype, 3.0, device)
-    exact = getattr(torch, op)(x.double(), dim)
-    result = OPS[op](x, dim, torch.float32)
-    assert result.dtype is torch.float32
-    assert_within(result, exact, fp32_error(op, x, dim, exact))
+def test_results(device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout) -> None:
+    small_tiles(layout.many)
+    check(op, layout, HALF, HALF, device, backend)
 
 
-@each_half
+@pytest.mark.parametrize(("dtype", "result"), [(BF16, BF16), (HALF, WIDE), (WIDE, BF16), (WIDE, WIDE)], ids=str)
+@each_regime
 @each_op
-def test_strides_do_not_matter(device: torch.device, op: str, half: torch.dtype) -> None:
-    x = torch.randn(6, 8, 10, device=device).to(half)
-    for view in (x.transpose(0, 2), x[::2, 1:, ::3], x[:1].expand(6, 8, 10), x.permute(2, 0, 1)):
-        for dim in range(3):
-            expected = OPS[op](view.contiguous(), dim, half)
-            assert_within(OPS[op](view, dim, half), expected.double(), ulp(expected.double(), half))
-
-
-SPECIAL = {
-    "all -inf": [-INF, -INF, -INF],
-    "one -inf": [0.0, -INF, 1.0],
-    "one left": [-INF, -INF, 1.0],
-    "+inf": [INF, 0.0, 1.0],
-    "both": [INF, -INF, 0.0],
-    "NaN": [NAN, 0.0, -INF],
-    "largest": [65504.0, 65504.0, 65504.0],
-    "extremes": [65504.0, -65504.0, 65504.0],
-    "near": [65504.0, 65472.0, 0.0],
-}
-
-
-@each_half
-@each_op
-@pytest.mark.parametrize("row", SPECIAL)
-def test_special_rows_are_torchs_and_leave_others_alone(
-    device: torch.device, op: str, half: torch.dtype, row: str
+def test_dtypes(
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    op: Op,
+    regime: str,
+    dtype: torch.dtype,
+    result: torch.dtype,
 ) -> None:
-    x = torch.tensor([[1.0, 2.0, 3.0], SPECIAL[row], [1.0, 2.0, 3.0]], device=device).to(half)
-    exact = getattr(torch, op)(x.double(), 1)
-    result = OPS[op](x, 1, half)
-    torch.testing.assert_close(result.isnan(), exact.isnan())
-    keep = ~exact.isnan() & ~exact.isinf()
-    torch.testing.assert_close(result[exact.isinf()].double(), exact[exact.isinf()])
-    # -131008 is beyond fp16: the nearest there is -inf, never the largest finite number
-    exact = exact.to(half).double() if half is torch.float16 else exact
-    assert torch.equal(result.isinf(), exact.isinf())
-    keep &= ~exact.isinf()
-    assert_within(result[keep], exact[keep], ulp(exact[keep], half))
+    small_tiles(LAYOUTS[regime].many)
+    check(op, LAYOUTS[regime], dtype, result, device, backend)
 
 
-def test_rows_longer_than_half_can_count(device: torch.device) -> None:
+@each_real_layout
+@each_op
+def test_results_at_real_boundaries(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
+    check(op, layout, HALF, WIDE if op is log_softmax else HALF, device, backend)
+
+
+@pytest.fixture
+def flushed_exp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's exp2: results below 2**-126 are 0."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        exp2 = InterpreterBuilder.create_exp2
+
+        def flushed(self: InterpreterBuilder, arg: TensorHandle) -> TensorHandle:
+            result = exp2(self, arg)
+            result.data[result.data < 2.0**-126] = 0
+            return result
+
+        monkeypatch.setattr(InterpreterBuilder, "create_exp2", flushed)
+
+
+@pytest.mark.usefixtures("flushed_exp2")
+@pytest.mark.parametrize("many", [None, 0, 4])
+def test_smallest_bfloat16_results(device: torch.device, backend: str, small_tiles: Shrink, many: int | None) -> None:
+    """exp(-d) down to bfloat16's smallest subnormal, 2**-133."""
+    d = torch.cat([torch.zeros(1), torch.linspace(80, 93, 105)])
+    x = -d.to(BF16).to(device)
+    exact = torch.softmax(x.double(), 0)
+    assert 0 < exact.min() < 2.0**-133
+    small_tiles(many)
+    for copies in (1, 2):  # lines of up to 128, and longer
+        line = x.repeat(copies)
+        exact = torch.softmax(line.double(), 0)
+        assert_within(softmax(line, 0, BF16, backend), exact, ulp(exact, BF16))
+
+
+def test_rows_longer_than_half_can_count(device: torch.device, backend: str) -> None:
     """70000 equal values: the denominator 70000 is beyond fp16."""
-    y = softmax(torch.zeros(70_000, dtype=torch.float16, device=device), 0, torch.float16)
+    y = softmax(torch.zeros(70_000, dtype=HALF, device=device), 0, HALF, backend)
     assert torch.equal(y, torch.full_like(y, 1 / 70_000))
 
 
 # backward
 
 
-@each_half
-@each_layout
-@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
-def test_softmax_backward(device: torch.device, layout: str, half: torch.dtype, grad_dtype: torch.dtype | None) -> None:
-    """From the y it is given: half an ulp for the result, n + 5 FP32 roundings of y (|grad| + sum |grad y|)."""
-    x, dim = inputs(layout, half, 2.0, device)
-    grad = torch.randn(x.shape, device=device).to(grad_dtype or half)
-    y = torch.softmax(x.float(), dim).to(half)
-    g, wide = grad.double(), y.double()
-    exact = wide * (g - (g * wide).sum(dim, keepdim=True))
-    mass = wide * (g.abs() + (g * wide).abs().sum(dim, keepdim=True))
-    n = x.shape[dim] if x.dim() else 1
-    result = softmax_backward(grad, y, dim, half)
-    assert result.dtype is half
-    assert_within(result, exact, ulp(exact, half) / 2 + (n + 5) * U * mass)
-
-
-@each_half
-@each_layout
-@pytest.mark.parametrize("y_dtype", [None, torch.float32], ids=str)
-def test_log_softmax_backward(
-    device: torch.device, layout: str, half: torch.dtype, y_dtype: torch.dtype | None
+def check_backward(
+    op: Op, layout: Layout, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: torch.device, backend: str
 ) -> None:
-    """Half an ulp for the result, n + 5 FP32 roundings of |grad| + exp(y) sum |grad|."""
-    x, dim = inputs(layout, half, 2.0, device)
-    y = torch.log_softmax(x.float(), dim).to(y_dtype or half)
-    grad = torch.randn(x.shape, device=device).to(y.dtype)
-    g, wide = grad.double(), y.double()
-    exact = g - wide.exp() * g.sum(dim, keepdim=True)
-    mass = g.abs() + wide.exp() * g.abs().sum(dim, keepdim=True)
-    n = x.shape[dim] if x.dim() else 1
-    result = log_softmax_backward(grad, y, dim, half)
-    assert result.dtype is half
-    assert_within(result, exact, ulp(exact, half) / 2 + (n + 5) * U * mass)
+    """``dtypes``: of y, of its gradient, of the result."""
+    forward = torch.log_softmax if op is log_softmax_backward else torch.softmax
+    y = forward(inputs(layout, dtypes[0], device).float() / 8, layout.dim).to(dtypes[0])
+    grad = torch.randn(y.shape, device=device).to(dtypes[1])
+    grad, y = (torch.empty_like(t).copy_(t) for t in (grad, y))
+    exact, error = backward_and_error(op is log_softmax_backward, grad, y, layout.dim)
+    result = op(grad, y, layout.dim, dtypes[2], backend)
+    assert result.dtype is dtypes[2]
+    assert_within(result, exact, ulp(exact, dtypes[2]) / 2 + error)
 
 
-@pytest.mark.parametrize("backward", [softmax_backward, log_softmax_backward])
-def test_backward_is_wide_enough_for_scaled_gradients(
-    device: torch.device, backward: Callable[[Tensor, Tensor, int, torch.dtype], Tensor]
+@each_layout
+@each_backward
+def test_backward(device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout) -> None:
+    small_tiles(layout.many)
+    check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
+
+
+@pytest.mark.parametrize("dtypes", BACKWARD_DTYPES[1:], ids=str)
+@each_regime
+@each_backward
+def test_backward_dtypes(
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    op: Op,
+    regime: str,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> None:
+    small_tiles(LAYOUTS[regime].many)
+    check_backward(op, LAYOUTS[regime], dtypes, device, backend)
+
+
+@each_real_layout
+@each_backward
+def test_backward_at_real_boundaries(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
+    check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
+
+
+@each_backward
+def test_backward_is_wide_enough_for_scaled_gradients(device: torch.device, backend: str, op: Op) -> None:
     """1024 gradients of 60000 cancel exactly; their sum, 6e7, is beyond fp16."""
-    grad = torch.full((1024,), 60_000.0, dtype=torch.float16, device=device)
-    y = torch.full((1024,), 2.0**-10, dtype=torch.float16, device=device)
-    if backward is log_softmax_backward:
+    grad = torch.full((1024,), 60_000.0, dtype=HALF, device=device)
+    y = torch.full((1024,), 2.0**-10, dtype=HALF, device=device)
+    if op is log_softmax_backward:
         y = y.float().log()
-    # log(2**-10) in FP32 is off by up to 4 u, and 60000 is about 2**16
-    assert backward(grad, y, 0, torch.float32).abs().max() <= 2**16 * (4 + 1) * U
-
-
-@pytest.mark.parametrize("bad", [INF, NAN])
-@pytest.mark.parametrize("backward", [softmax_backward, log_softmax_backward])
-def test_backward_never_hides_a_bad_gradient(
-    device: torch.device, backward: Callable[[Tensor, Tensor, int, torch.dtype], Tensor], bad: float
-) -> None:
-    grad = torch.zeros(2, 5, dtype=torch.float16, device=device)
-    grad[0, 3] = bad
-    y = torch.full((2, 5), 0.2, dtype=torch.float16, device=device)
-    result = backward(grad, y if backward is softmax_backward else y.log(), 1, torch.float16)
-    assert torch.equal(result.isfinite().all(1), torch.tensor([False, True], device=device))
+    # y = log(2**-10) in FP32 is off by up to 4 u, exp by 1.25 |y| + 5 < 14 u; 60000 is about 2**16
+    assert op(grad, y, 0, WIDE, backend).abs().max() <= 2**16 * (4 + 14 + 1) * U

@@ -1,0 +1,126 @@
+"""What softmax's and sum's kernels read and write: bytes, counted in Triton's interpreter; and the same bits again."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonamp.kernels import reduce, softmax
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+
+HALF, WIDE = torch.float16, torch.float32
+Shrink = Callable[[int | None], None]
+
+
+class Operation(NamedTuple):
+    """Attributes:
+    run: on a tensor of halves and a dimension.
+    reads, writes: bytes for each element.
+    parts: numbers that shared lines leave for each segment.
+    """
+
+    run: Callable[[Tensor, int], Tensor]
+    reads: int
+    writes: int
+    parts: int
+
+
+OPERATIONS = {
+    "softmax": Operation(lambda x, dim: softmax.softmax(x, dim, HALF, "triton"), 2, 2, 2),
+    "log_softmax": Operation(lambda x, dim: softmax.log_softmax(x, dim, WIDE, "triton"), 2, 4, 2),
+    "softmax_backward": Operation(lambda x, dim: softmax.softmax_backward(x, x.abs(), dim, HALF, "triton"), 4, 2, 1),
+    "log_softmax_backward": Operation(
+        lambda x, dim: softmax.log_softmax_backward(x.float(), -x.abs().float(), dim, HALF, "triton"), 8, 2, 1
+    ),
+}
+WHOLE = [((3, 9), 1), ((3, 64), 1), ((9, 1025), 1), ((9, 7), 0), ((2, 33, 5), 1)]
+SEVERAL = [((3, 300), 1), ((2, 256), 1), ((129, 3), 0), ((1, 9, 65), 1)]
+
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+def half(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(HALF)
+
+
+@pytest.mark.parametrize(("shape", "dim"), WHOLE)
+@each_operation
+def test_whole_lines_are_read_once(
+    triton_device: torch.device, traffic: Any, name: str, shape: tuple[int, ...], dim: int
+) -> None:
+    x, operation = half(shape, triton_device), OPERATIONS[name]
+    operation.run(x, dim)
+    assert (traffic.read, traffic.written) == (x.numel() * operation.reads, x.numel() * operation.writes)
+
+
+@pytest.mark.parametrize(("shape", "dim"), SEVERAL)
+@each_operation
+def test_long_lines_are_read_twice(
+    triton_device: torch.device, small_tiles: Shrink, traffic: Any, name: str, shape: tuple[int, ...], dim: int
+) -> None:
+    small_tiles(0)
+    x, operation = half(shape, triton_device), OPERATIONS[name]
+    operation.run(x, dim)
+    assert (traffic.read, traffic.written) == (2 * x.numel() * operation.reads, x.numel() * operation.writes)
+
+
+@pytest.mark.parametrize(("shape", "dim"), SEVERAL)
+@each_operation
+def test_shared_lines_are_read_twice(
+    triton_device: torch.device, small_tiles: Shrink, traffic: Any, name: str, shape: tuple[int, ...], dim: int
+) -> None:
+    """Every segment leaves its numbers, in FP32, and reads those of all segments of its line."""
+    small_tiles(4)
+    x, operation = half(shape, triton_device), OPERATIONS[name]
+    operation.run(x, dim)
+    parts = traffic.written - x.numel() * operation.writes
+    splits, rest = divmod(parts, 4 * operation.parts * x.numel() // x.shape[dim])
+    assert splits > 1 and rest == 0
+    assert traffic.read == 2 * x.numel() * operation.reads + splits * parts
+
+
+@pytest.mark.parametrize("shape", [(8, 1 << 20), (1, 1 << 24), (64, 100_000), (1, 40_000), (2, 1 << 20, 3)])
+def test_partial_results_are_next_to_nothing(shape: tuple[int, ...]) -> None:
+    """At most 1 % of softmax's own bytes in memory; segments read them out of L2."""
+    t = softmax.tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST)
+    assert t.splits > 1
+    assert t.splits * 2 * 2 * 4 <= 0.01 * t.n * 4
+
+
+@pytest.mark.parametrize("dtype", [HALF, WIDE], ids=str)
+@pytest.mark.parametrize(("shape", "dim"), WHOLE)
+def test_a_sum_reads_once(
+    triton_device: torch.device, traffic: Any, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
+    x = half(shape, triton_device)
+    y = reduce.sum(x, (dim,), False, dtype, "triton")
+    assert (traffic.read, traffic.written) == (x.numel() * 2, y.numel() * y.element_size())
+
+
+@pytest.mark.parametrize(("shape", "dim"), SEVERAL)
+def test_a_sum_of_tiles_reads_once(
+    triton_device: torch.device, small_tiles: Shrink, traffic: Any, shape: tuple[int, ...], dim: int
+) -> None:
+    """The partial sums of the tiles, in FP32, are written and read in addition. Here one more launch adds them."""
+    small_tiles(0)
+    x = half(shape, triton_device)
+    y = reduce.sum(x, (dim,), False, HALF, "triton")
+    block = reduce.tiling(shape, dim, dim, reduce.PER_THREAD, reduce.LONGEST).layout[-1]
+    parts = 4 * y.numel() * -(-shape[dim] // block)
+    assert traffic.written >= parts + 2 * y.numel()
+    assert traffic.read - 2 * x.numel() == traffic.written - 2 * y.numel()
+
+
+@pytest.mark.parametrize(("shape", "dim", "many"), [((5, 300), 1, None), ((2, 200, 3), 1, 0), ((2, 300), 1, 4)])
+@pytest.mark.parametrize("name", [*OPERATIONS, "sum"])
+def test_the_same_bits_again(
+    triton_device: torch.device, small_tiles: Shrink, name: str, shape: tuple[int, ...], dim: int, many: int | None
+) -> None:
+    small_tiles(many)
+    x = half(shape, triton_device)
+    run = OPERATIONS[name].run if name in OPERATIONS else lambda x, dim: reduce.sum(x, (dim,), False, WIDE, "triton")
+    first = run(x, dim)
+    assert torch.equal(run(x, dim), first)

@@ -1,0 +1,736 @@
+"""Pointer tables: each element once, tensors that lie in memory in any way, and what a change of the lists costs."""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tritonamp.kernels import _launch, _multi_tensor
+from tritonamp.kernels._launch import Forms, launch, tl, triton
+from tritonamp.kernels._multi_tensor import (
+    MAX_CHUNK,
+    MIN_CHUNK,
+    PROGRAMS,
+    Table,
+    TensorLists,
+    Upload,
+    _chunk,
+    chunk_bounds,
+    element_pointer,
+)
+
+pytestmark = pytest.mark.usefixtures("triton_device")
+
+HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
+SHAPES = [(0,), (), (1,), (3,), (4,), (7, 5), (4095,), (4096,), (4097,), (3, 0), (2, 4099), (12289,)]
+ADD = Forms(lambda: None, lambda: None)
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def add_kernel(
+    x_ptr, y_ptr, numel_ptr, first_ptr, rows_ptr, chunk,
+    X: tl.constexpr, Y: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y += x, as the kernels of the package walk over their chunks."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    x, y = element_pointer(x_ptr, row, X, VEC), element_pointer(y_ptr, row, Y, VEC)
+    j = tl.arange(0, BLOCK)
+    for at in range(begin, whole, BLOCK):
+        total = tl.load(y + at + j, mask=at + j < whole) + tl.load(x + at + j, mask=at + j < whole)
+        tl.store(y + at + j, total.to(Y), mask=at + j < whole)
+    if whole < end:
+        offs = whole + tl.arange(0, VEC)
+        total = tl.load(y + offs, mask=offs < end) + tl.load(x + offs, mask=offs < end)
+        tl.store(y + offs, total.to(Y), mask=offs < end)
+
+
+def add(lists: TensorLists) -> list[Table]:
+    with lists.launches(("y",)) as tables:
+        for t in tables:
+            vec = 4 if t.aligned else 1
+            arrays = t.pointers["x"], t.pointers["y"], t.numel, t.first, t.rows
+            launch(add_kernel, (t.chunks, 1, 1), arrays, (t.chunk,), (t.type("x"), t.type("y"), vec, 1024), 1)
+    return tables
+
+
+def takes(lists: TensorLists) -> bool:
+    return lists.take_triton("triton", ADD)
+
+
+def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = WIDE) -> Tensor:
+    """1, 2, ... 999, 1, ...: exact in FP16, and in FP16 as sums of two, too."""
+    numel = torch.Size(shape).numel()
+    return (torch.arange(numel, device=device) % 999 + 1).to(dtype).view(shape)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    memory = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype, device=tensor.device)
+    assert memory.data_ptr() % 16 == 0
+    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """How often tables were built, and numbers sent to a device by hand of ``Upload``."""
+    counts = SimpleNamespace(builds=0, sent=0)
+    build, send = _multi_tensor._Part.__init__, Upload.send
+
+    def counted_build(self: Any, *args: Any) -> None:
+        counts.builds += 1
+        build(self, *args)
+
+    def counted_send(self: Any, *args: Any) -> None:
+        counts.sent += 1
+        send(self, *args)
+
+    monkeypatch.setattr(_multi_tensor._Part, "__init__", counted_build)
+    monkeypatch.setattr(Upload, "send", counted_send)
+    return counts
+
+
+# Tables and chunks
+
+
+@pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", [HALF, BF16, WIDE], ids=str)
+def test_each_element_once(triton_device: torch.device, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> None:
+    x = [place(numbered(shape, triton_device, dtype)) for shape in SHAPES]
+    y = [numbered(shape, triton_device) for shape in SHAPES]
+    tables = add(TensorLists(x=x, y=y))
+    assert all(torch.equal(b, numbered(shape, triton_device) + a) for a, b, shape in zip(x, y, SHAPES, strict=True))
+    assert sorted(n for t in tables for n in t.number.tolist()) == [i for i, a in enumerate(x) if a.numel()]
+    for t in tables:
+        assert t.numel.tolist() == [x[i].numel() for i in t.number.tolist()]
+        chunks = [-(-n // MIN_CHUNK) for n in t.numel.tolist()]
+        assert t.first.tolist() == [sum(chunks[:row]) for row in range(len(chunks))]
+        assert t.rows.tolist() == [row for row, many in enumerate(chunks) for _ in range(many)]
+        assert (t.chunk, t.chunks) == (MIN_CHUNK, sum(chunks))
+    in_copies = dtype is BF16 and _launch.INTERPRETED  # in FP32, and aligned
+    one_element = {1, 2}  # these are read alone in any case
+    expected = {True} if place is not unaligned or in_copies else {True, False}
+    assert {t.aligned for t in tables} == expected
+    assert len(expected) == 1 or {i for t in tables if t.aligned for i in t.number.tolist()} == one_element
+
+
+@pytest.mark.parametrize(
+    ("numel", "chunk"),
+    [
+        (1, MIN_CHUNK),
+        (PROGRAMS * MIN_CHUNK, MIN_CHUNK),
+        (PROGRAMS * MIN_CHUNK + 1, 2 * MIN_CHUNK),
+        (PROGRAMS * 2 * MIN_CHUNK, 2 * MIN_CHUNK),
+        (PROGRAMS * 3 * MIN_CHUNK - 1, 3 * MIN_CHUNK),
+        (PROGRAMS * MAX_CHUNK, MAX_CHUNK),
+        (PROGRAMS * MAX_CHUNK + 1, MAX_CHUNK),
+        (2**40, MAX_CHUNK),
+    ],
+)
+def test_chunks_grow_with_the_model(numel: int, chunk: int) -> None:
+    assert _chunk(numel) == chunk
+    assert chunk % (32 * _multi_tensor.NUM_WARPS * 8) == 0, "whole tiles"
+
+
+def test_large_chunks(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_multi_tensor, "PROGRAMS", 2)
+    x, y = ([numbered((n,), triton_device) for n in (1, 8192, 9000)] for _ in range(2))
+    (table,) = add(TensorLists(x=x, y=y))
+    assert (table.chunk, table.rows.tolist(), table.first.tolist()) == (3 * MIN_CHUNK, [0, 1, 2], [0, 1, 2])
+    assert all(torch.equal(b, 2 * a) for a, b in zip(x, y, strict=True))
+
+
+def test_tables_by_dtypes_and_alignment(triton_device: torch.device) -> None:
+    x = [numbered((n,), triton_device, dtype) for n, dtype in [(5, HALF), (5, WIDE), (4097, HALF), (5, HALF)]]
+    x.append(unaligned(x[3]))
+    y = [numbered((len(a),), triton_device) for a in x]
+    tables = add(TensorLists(x=x, y=y))
+    assert [t.number.tolist() for t in tables] == [[0, 2, 3], [1], [4]]
+    assert [t.dtypes for t in tables] == [{"x": a.dtype, "y": WIDE} for a in (x[0], x[1], x[4])]
+    assert [t.aligned for t in tables] == [True, True, False]
+    assert [(t.before, t.chunks) for t in tables] == [(0, 4), (4, 1), (5, 1)]
+    assert all(torch.equal(b, 2 * a.float()) for a, b in zip(x, y, strict=True))
+    if _launch.INTERPRETED:
+        assert tables[0].type("x") == tl.float16 and tables[0].type("y") == tl.float32
+
+
+def test_columns_of_tables_are_aligned(triton_device: torch.device) -> None:
+    """Kernels are compiled for arrays at multiples of 16 bytes."""
+    x = [numbered((3,), triton_device, dtype) for dtype in (HALF, WIDE, WIDE, HALF, HALF)]
+    for t in add(TensorLists(x=x, y=[a.clone() for a in x])):
+        columns = t.numel, t.first, t.number, *t.pointers.values()
+        assert [c.data_ptr() % 16 for c in columns] == [0] * 5
+
+
+def test_one_unaligned_list_makes_the_row_unaligned(triton_device: torch.device) -> None:
+    x, y = (numbered((9,), triton_device) for _ in range(2))
+    for pair in ([x], [unaligned(y)]), ([unaligned(x)], [y]):
+        assert [t.aligned for t in add(TensorLists(x=pair[0], y=pair[1]))] == [False]
+
+
+@pytest.mark.parametrize("dtype", [HALF, WIDE], ids=str)
+def test_aligned_is_a_multiple_of_16_bytes(triton_device: torch.device, dtype: torch.dtype) -> None:
+    memory = torch.zeros(32, dtype=dtype, device=triton_device)
+    lists = TensorLists(x=[memory[offset : offset + 8] for offset in range(17)])
+    assert takes(lists)
+    aligned = [n for t in lists.tables for n in t.number.tolist() if t.aligned]
+    assert aligned == [offset for offset in range(17) if offset * dtype.itemsize % 16 == 0]
+    for offset in range(17):  # the same when pointers change
+        lists = TensorLists(x=[memory[:8]])
+        takes(lists)
+        lists.set("x", [memory[offset : offset + 8]])
+        takes(lists)
+        assert lists.tables[0].aligned == (offset in aligned)
+
+
+def test_devices_have_tables_of_their_own() -> None:
+    """The meta device stands for another GPU."""
+    x = [torch.zeros(4097, device=device) for device in ("cpu", "meta", "cpu", "meta")]
+    lists = TensorLists(x=x, y=[torch.zeros_like(a) for a in x])
+    assert takes(lists) or not _launch.INTERPRETED
+    if _launch.INTERPRETED:
+        assert [(t.device.type, t.before, t.chunks) for t in lists.tables] == [("cpu", 0, 4), ("meta", 4, 4)]
+        assert lists.tables[0].number.tolist() == [0, 2]
+        assert lists.tables[1].numel.device.type == lists.tables[1].rows.device.type == "meta"
+
+
+def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
+    """Nothing is allocated: tensors on the meta device, with a table on the CPU."""
+    sizes = [3, 2**31 + 5, 2**33, 1]
+    x = [torch.empty(n, dtype=HALF, device="meta") for n in sizes]
+    part = _multi_tensor._Part(torch.device("cpu"), {"x": x}, [0, 1, 2, 3], [0, 1, 2, 3], 0)
+    (table,) = part.tables
+    assert table.numel.tolist() == sizes
+    assert table.chunk == MAX_CHUNK
+    assert table.first.tolist() == [0, 1, 1 + 2**15 + 1, 1 + 2**15 + 1 + 2**17]
+    assert table.chunks == len(table.rows) == 1 + 2**15 + 1 + 2**17 + 1
+    assert torch.bincount(table.rows).tolist() == [1, 2**15 + 1, 2**17, 1]
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def bounds_kernel(out_ptr, numel_ptr, first_ptr, chunk, VEC: tl.constexpr):
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, 0, chunk, VEC)
+    out_ptr += 3 * tl.program_id(0)
+    tl.store(out_ptr, begin)
+    tl.store(out_ptr + 1, whole)
+    tl.store(out_ptr + 2, end)
+
+
+@pytest.mark.parametrize("first", [0, -(2**15), -(2**17) - 1])
+@pytest.mark.parametrize("vec", [1, 4, 8])
+def test_bounds_beyond_32_bits(triton_device: torch.device, vec: int, first: int) -> None:
+    """With a first chunk below zero the programs 0 and 1 stand for late ones."""
+    start = -first * MAX_CHUNK
+    for rest in (1, 7, 8, MAX_CHUNK - 1, MAX_CHUNK):
+        numbers = torch.tensor([[start + MAX_CHUNK + rest], [first]], device=triton_device)
+        out = torch.zeros(2, 3, dtype=torch.int64, device=triton_device)
+        launch(bounds_kernel, (2, 1, 1), (out, numbers[0], numbers[1]), (MAX_CHUNK,), (vec,), 1)
+        middle, end = start + MAX_CHUNK, start + MAX_CHUNK + rest
+        assert out.tolist() == [[start, middle, middle], [middle, end // vec * vec, end]]
+
+
+# How tensors lie in memory
+
+
+def dense() -> list[tuple[Tensor, Tensor]]:
+    image = numbered((2, 3, 4, 5))
+    return [
+        (image.to(memory_format=torch.channels_last), image.to(memory_format=torch.channels_last)),
+        (numbered((5, 7)).t(), numbered((5, 7)).t()),
+        (numbered((6, 1, 4)).permute(2, 0, 1), numbered((6, 1, 4)).permute(2, 0, 1)),
+    ]
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_dense_tensors_are_worked_on_where_they_are(triton_device: torch.device, case: int) -> None:
+    x, y = (t.to(triton_device) for t in dense()[case])
+    lists, expected = TensorLists(x=[x], y=[y]), x + y
+    (table,) = add(lists)
+    assert torch.equal(y, expected)
+    assert [t.item() for t in table.pointers.values()] == [x.data_ptr(), y.data_ptr()]
+    assert not [copy for part in lists._parts for copy in part.copies]
+
+
+MISMATCHES = {
+    "transposed y": (lambda: numbered((5, 7)), lambda: numbered((7, 5)).t(), "y"),
+    "transposed x": (lambda: numbered((7, 5)).t(), lambda: numbered((5, 7)), "y"),
+    "strided x": (lambda: numbered((5, 14))[:, ::2], lambda: numbered((5, 7)), "x"),
+    "strided y": (lambda: numbered((5, 7)), lambda: numbered((5, 14))[:, ::2], "y"),
+    "both strided": (lambda: numbered((9,))[::2], lambda: numbered((9,))[::2], "xy"),
+    "expanded x": (lambda: numbered((5, 1)).expand(5, 7), lambda: numbered((5, 7)), "x"),
+    "expanded row": (lambda: numbered((7,)).expand(5, 7), lambda: numbered((5, 7)), "x"),
+    "columns": (lambda: numbered((5, 9))[:, 1:8], lambda: numbered((5, 9))[:, 1:8], "xy"),
+    "one element": (lambda: numbered((5,))[3:4], lambda: numbered((5, 5)).diagonal()[4:], ""),
+    "no dimension": (lambda: numbered((5,))[3], lambda: numbered((5, 5))[2, 2], ""),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_others_are_worked_on_in_copies_that_are_written_back(triton_device: torch.device, name: str) -> None:
+    make_x, make_y, copied = MISMATCHES[name]
+    x, y = make_x().to(triton_device, copy=False), make_y().to(triton_device, copy=False)
+    lists = TensorLists(x=[x], y=[y])
+    for _ in range(2):
+        before = x.clone()
+        expected = x + y
+        add(lists)
+        assert torch.equal(y, expected) and torch.equal(x, before)
+    assert "".join(list_name for part in lists._parts for list_name, _, _ in part.copies) == copied
+
+
+def test_what_lies_between_is_left_alone(triton_device: torch.device) -> None:
+    around = numbered((5, 14), triton_device)
+    before = around.clone()
+    add(TensorLists(x=[numbered((5, 7), triton_device)], y=[around[:, ::2]]))
+    assert torch.equal(around[:, 1::2], before[:, 1::2])
+    assert not torch.equal(around[:, ::2], before[:, ::2])
+
+
+def test_only_lists_that_kernels_write_are_written_back(triton_device: torch.device) -> None:
+    lists = TensorLists(x=[numbered((5, 14), triton_device)[:, ::2]], y=[numbered((5, 14), triton_device)[:, ::2]])
+    versions = [lists[name][0]._version for name in "xy"]
+    add(lists)
+    assert [lists[name][0]._version - version for name, version in zip("xy", versions, strict=True)] == [0, 1]
+
+
+def test_copies_are_made_anew_for_each_launch(triton_device: torch.device) -> None:
+    x, y = numbered((9,), triton_device)[::2], torch.zeros(5, device=triton_device)
+    lists = TensorLists(x=[x], y=[y])
+    add(lists)
+    x.fill_(100)
+    add(lists)
+    assert torch.equal(y, numbered((9,), triton_device)[::2] + 100)
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_other_tensors_with_gaps(triton_device: torch.device, name: str) -> None:
+    """Of the same kind, at another place: the copies, not the tensors, go into the table."""
+    lists = TensorLists(x=[numbered((9,), triton_device)[::2]], y=[numbered((9,), triton_device)[::2]])
+    add(lists)
+    for turn in range(2):
+        memory = numbered((9,), triton_device) + 10 + turn
+        before = memory.clone()
+        lists.set(name, [memory[::2]])
+        expected = lists["x"][0] + lists["y"][0]
+        add(lists)
+        assert torch.equal(lists["y"][0], expected)
+        assert torch.equal(memory[1::2], before[1::2])
+
+
+def test_a_tensor_of_an_earlier_list_is_not_copied_twice(triton_device: torch.device) -> None:
+    x = [numbered((5,), triton_device, HALF), numbered((5,), triton_device, HALF)]
+    lists = TensorLists(params=x, copies=[x[0], x[1].float()], grads=[x[0].clone(), x[1]])
+    assert takes(lists)
+    assert [t.dtypes for t in lists.tables] == [
+        {"params": HALF, "copies": None, "grads": HALF},
+        {"params": HALF, "copies": WIDE, "grads": HALF},  # that one is only read
+    ]
+    assert lists.tables[0].type("copies") is None
+    strided = numbered((9,), triton_device, BF16)[::2]
+    lists = TensorLists(params=[strided], copies=[strided])
+    takes(lists)
+    assert [name for part in lists._parts for name, _, _ in part.copies] == ["params"]
+
+
+def test_an_equal_tensor_is_no_repetition(triton_device: torch.device) -> None:
+    """Another tensor object over the same memory is told apart as another one."""
+    x = numbered((5,), triton_device)
+    lists = TensorLists(x=[x], y=[x.detach()])
+    assert takes(lists)
+    assert lists.tables[0].dtypes == {"x": WIDE, "y": WIDE}
+
+
+# What kernels do not take
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_dtypes_are_for_the_twin(triton_device: torch.device, dtype: torch.dtype) -> None:
+    x = [torch.zeros(3, device=triton_device), torch.zeros(3, dtype=dtype, device=triton_device)]
+    assert not takes(TensorLists(x=x))
+    assert takes(TensorLists(x=x[:1]))
+
+
+def test_wrapper_subclasses_are_for_the_twin(triton_device: torch.device) -> None:
+    x = torch.zeros(3, device=triton_device)
+    assert not takes(TensorLists(x=[x, TwoTensor(x, x.clone())]))
+    assert takes(TensorLists(x=[x, torch.nn.Parameter(x)]))
+
+
+def test_rows_over_two_devices_are_for_the_twin(triton_device: torch.device) -> None:
+    x = torch.zeros(3, device=triton_device)
+    assert not takes(TensorLists(x=[x], y=[x.to("meta")]))
+
+
+def test_nothing_is_for_the_twin(triton_device: torch.device) -> None:
+    empty = torch.zeros(0, device=triton_device)
+    assert not takes(TensorLists(x=[]))
+    assert not takes(TensorLists())
+    assert not takes(TensorLists(x=[empty, empty]))
+
+
+def test_the_backend_is_asked(triton_device: torch.device) -> None:
+    lists = TensorLists(x=[torch.zeros(3, device=triton_device)])
+    assert not lists.take_triton("eager", ADD)
+    assert lists.take_triton("auto", ADD) == (triton_device.type == "cuda")
+
+
+# Numbers, and lists that change
+
+
+def test_numbers_with_gaps(triton_device: torch.device) -> None:
+    lists = TensorLists()
+    lists.number([1, 4, 6], 9)
+    lists.set("x", [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]])
+    assert takes(lists)
+    assert [t.number.tolist() for t in lists.tables] == [[1, 6], [4]]
+    assert (len(lists), lists.size, lists.numbers) == (3, 9, [1, 4, 6])
+    lists.number([0, 4, 6], 9)
+    with pytest.raises(KeyError):
+        lists["x"]
+    lists.set("x", [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]])
+    assert takes(lists)
+    assert [t.number.tolist() for t in lists.tables] == [[0, 6], [4]]
+
+
+def test_the_same_numbers_keep_the_lists(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    x = [numbered((3,), triton_device)]
+    lists = TensorLists()
+    for _ in range(3):
+        lists.number([2], 5)
+        lists.set("x", x)
+        assert takes(lists)
+    assert counts.builds == 1
+    lists.number([2], 6)  # more numbers: kernels write into other memory
+    lists.set("x", x)
+    assert takes(lists) and lists.size == 6
+    assert counts.builds == 2
+
+
+def test_another_length_starts_anew(triton_device: torch.device) -> None:
+    lists = TensorLists(x=[numbered((3,), triton_device)] * 2, y=[numbered((3,), triton_device)] * 2)
+    assert (len(lists), lists.size, list(lists.numbers)) == (2, 2, [0, 1])
+    lists.set("x", [numbered((3,), triton_device)])
+    assert (len(lists), lists.size, list(lists.numbers)) == (1, 1, [0])
+    with pytest.raises(KeyError):
+        lists["y"]
+    assert takes(lists)
+    assert [t.number.tolist() for t in lists.tables] == [[0]]
+
+
+def test_kept_memory_stays_while_its_shape_does(triton_device: torch.device) -> None:
+    lists = TensorLists()
+    first = lists.kept("a", (2,), WIDE, triton_device)
+    assert (first.tolist(), first.dtype) == ([0.0, 0.0], WIDE)
+    first.fill_(1)
+    assert lists.kept("a", (2,), WIDE, triton_device) is first
+    assert lists.kept("b", (2,), WIDE, triton_device) is not first
+    assert lists.kept("a", (2,), WIDE, torch.device("meta")) is not first
+    assert lists.kept("a", (3,), WIDE, triton_device).tolist() == [0.0] * 3
+
+
+def fresh(device: torch.device) -> tuple[TensorLists, dict[str, list[Tensor]]]:
+    """Lists that have been used once."""
+    given = {"x": [numbered((n,), device) for n in (3, 4099)], "y": [numbered((n,), device) for n in (3, 4099)]}
+    lists = TensorLists(**given)
+    assert takes(lists)
+    return lists, given
+
+
+def test_unchanged_lists_cost_nothing(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    lists, given = fresh(triton_device)
+    assert (counts.builds, counts.sent) == (1, 1)
+    for _ in range(2):
+        for name, tensors in given.items():
+            lists.set(name, list(tensors))
+            assert takes(lists)
+        add(lists)
+    lists.release("x")
+    lists.set("x", given["x"])
+    lists.set("y", [t.view_as(t) for t in given["y"]])  # other objects at the same places
+    assert takes(lists)
+    assert (counts.builds, counts.sent) == (1, 1)
+
+
+def test_new_tensors_of_the_same_kind_cost_one_upload(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    lists, given = fresh(triton_device)
+    for turn in range(1, 4):
+        given["x"] = [x.clone() + 1 for x in given["x"]]
+        lists.release("x")
+        lists.set("x", given["x"])
+        assert takes(lists)
+        assert (counts.builds, counts.sent) == (1, 1 + turn)
+        expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
+        add(lists)
+        assert all(map(torch.equal, given["y"], expected))
+
+
+def test_several_tables_are_sent_together(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    x = [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF), (6, WIDE), (7, HALF)]]
+    y = [numbered((len(a),), triton_device) for a in x]
+    lists = TensorLists(x=x, y=y)
+    takes(lists)
+    x = [2 * a for a in x]
+    lists.set("x", x)
+    expected = [a + b for a, b in zip(x, y, strict=True)]
+    add(lists)
+    assert all(map(torch.equal, y, expected))
+    assert (counts.builds, counts.sent) == (1, 2)
+
+
+def test_each_device_costs_one_upload(counts: SimpleNamespace) -> None:
+    if not _launch.INTERPRETED:
+        pytest.skip("the meta device stands for another GPU")
+    lists = TensorLists(x=[torch.zeros(3), torch.zeros(3, device="meta")])
+    takes(lists)
+    lists.set("x", [torch.zeros(3) + 1, torch.zeros(3, device="meta")])
+    takes(lists)
+    assert (counts.builds, counts.sent) == (2, 4)
+
+
+def test_one_tensor_given_other_memory_costs_one_upload(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    lists, given = fresh(triton_device)
+    given["x"][1].data = given["x"][1] + 1
+    lists.set("x", given["x"])
+    expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
+    add(lists)
+    assert all(map(torch.equal, given["y"], expected))
+    assert (counts.builds, counts.sent) == (1, 2)
+
+
+def test_tensors_given_other_memory(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    lists, given = fresh(triton_device)
+    for tensors in given.values():
+        for tensor in tensors:
+            tensor.data = tensor + 1
+    lists.set("y", given["y"])
+    lists.set("x", given["x"])
+    expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
+    add(lists)
+    assert all(map(torch.equal, given["y"], expected))
+    assert counts.builds == 1
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone(triton_device: torch.device) -> None:
+    """Python gives a new tensor the address of one that was freed, and the allocator the same memory: gradients, from
+    step to step."""
+    memory, y = numbered((2, 6), triton_device), numbered((6, 2), triton_device)
+    x = memory.view(6, 2)
+    lists, before = TensorLists(x=[x], y=[y]), id(x)
+    assert takes(lists)
+    lists.release("x")
+    del x
+    others = []
+    while len(others) < 1000:
+        others.append(memory.t())
+        if id(others[-1]) == before:
+            break
+    else:
+        pytest.skip("Python did not use the address again")
+    lists.set("x", [others[-1]])
+    expected = others[-1] + y
+    add(lists)
+    assert torch.equal(y, expected)
+
+
+def test_a_tensor_that_is_transposed_in_place(triton_device: torch.device) -> None:
+    """The same object at the same place."""
+    x, y = numbered((4, 4), triton_device), torch.zeros(4, 4, device=triton_device)
+    lists = TensorLists(x=[x], y=[y])
+    add(lists)
+    lists.set("x", [x.t_()])
+    add(lists)
+    assert torch.equal(y, x + x.t())
+
+
+def other_dtype(x: Tensor) -> Tensor:
+    """At the same place: the first bytes of it."""
+    memory = x.view(-1).view(HALF)[: x.numel()]
+    return memory.copy_(numbered((x.numel(),))).view(x.shape)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "dtype": lambda x: x.half(),
+    "dtype at the same place": other_dtype,
+    "strides": lambda x: x.clone().view(2, 6).t(),
+    "strides at the same place": lambda x: x.view(2, 6).t(),
+    "alignment": unaligned,
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_kind_builds_anew(triton_device: torch.device, counts: SimpleNamespace, change: str) -> None:
+    x, y = numbered((6, 2), triton_device), numbered((6, 2), triton_device)
+    lists = TensorLists(x=[x], y=[y])
+    takes(lists)
+    changed = CHANGES[change](x)
+    lists.set("x", [changed])
+    expected = changed + y
+    add(lists)
+    assert counts.builds == 2
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (9, 4), (0, 4)])
+def test_another_shape_builds_anew(triton_device: torch.device, shape: tuple[int, int]) -> None:
+    """Its strides are those of before."""
+    lists = TensorLists(x=[numbered((6, 4), triton_device)], y=[numbered((6, 4), triton_device)])
+    assert takes(lists)
+    x, y = numbered(shape, triton_device), numbered(shape, triton_device)
+    lists.set("x", [x])
+    lists.set("y", [y])
+    assert takes(lists) == (x.numel() > 0)
+    assert [t.numel.tolist() for t in lists.tables] == [[x.numel()]] * (x.numel() > 0)
+
+
+def test_a_list_that_no_longer_repeats_another_builds_anew(triton_device: torch.device) -> None:
+    """And one that does from now on: amsgrad may be switched on and off."""
+    x, y = [numbered((6,), triton_device)], [numbered((6,), triton_device)]
+    lists = TensorLists(params=x, copies=x)
+    for second, dtype in ((x, None), (y, WIDE), (list(x), None), (y, WIDE)):
+        lists.set("copies", second)
+        assert takes(lists)
+        assert lists.tables[0].dtypes["copies"] is dtype
+
+
+def test_from_the_twin_to_kernels_and_back(triton_device: torch.device) -> None:
+    x = torch.zeros(3, device=triton_device)
+    lists = TensorLists(x=[x])
+    for tensor, taken in [(x, True), (x.double(), False), (x, True), (x[:0], False), (x, True)]:
+        lists.set("x", [tensor])
+        assert takes(lists) == taken
+
+
+def test_parameters_and_copies_get_a_new_version(triton_device: torch.device) -> None:
+    """Autograd then refuses a backward through what it had saved of them."""
+    names = "params", "copies", "exp_avgs"
+    lists = TensorLists(**{name: [numbered((n,), triton_device) for n in (3, 0)] for name in names})
+    before = {name: [t._version for t in lists[name]] for name in names}
+    with lists.launches(("params", "exp_avgs")):
+        pass
+    with lists.launches(("copies",)):
+        pass
+    for name in ("params", "copies"):
+        assert [t._version for t in lists[name]] == [version + 1 for version in before[name]]
+
+
+# Upload
+
+
+class Device:
+    """What ``Upload`` uses of torch.cuda: copies that are through when their event says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capturing = False
+        self.events: list[SimpleNamespace] = []
+        self.pieces: list[Tensor] = []  # of pinned memory
+        self.on_the_way: list[tuple[Tensor, list[int], SimpleNamespace | None]] = []
+        self.captured: list[tuple[Tensor, list[int]]] = []
+        plain = torch.empty_like
+
+        def pinned(values: Tensor, pin_memory: bool = False) -> Tensor:
+            assert pin_memory and not self.capturing, "CUDA cannot pin memory while it captures"
+            self.pieces.append(plain(values))
+            return self.pieces[-1]
+
+        monkeypatch.setattr(torch, "empty_like", pinned)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def event(self) -> Any:
+        event = SimpleNamespace(through=False)
+        event.record = lambda: self.recorded(event)
+        event.query = lambda: self.query(event)
+        return event
+
+    def query(self, event: SimpleNamespace) -> bool:
+        assert not self.capturing, "CUDA cannot query an event while it captures"
+        return event.through
+
+    def recorded(self, event: SimpleNamespace) -> None:
+        event.through = False
+        piece, values, _ = self.on_the_way.pop()
+        self.on_the_way.append((piece, values, event))
+
+    def copy_(self, piece: Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        if self.capturing:
+            assert not [p for p, _, _ in self.on_the_way if p is piece], "overwritten before it was copied"
+            self.captured.append((piece, piece.tolist()))
+        else:
+            self.on_the_way.append((piece, piece.tolist(), None))
+
+    def arrive(self, k: int = 0) -> None:
+        piece, values, event = self.on_the_way.pop(k)
+        assert event is not None, "a copy without an event"
+        assert piece.tolist() == values, "overwritten before it was copied"
+        event.through = True
+
+    @property
+    def target(self) -> Any:
+        return SimpleNamespace(device=torch.device("cuda"), copy_=self.copy_)
+
+
+def test_upload_on_the_cpu_copies() -> None:
+    values, target = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    upload = Upload(torch.device("cpu"))
+    upload.send(values, target)
+    values += 1
+    assert target.tolist() == [0, 1, 2]
+    upload.send(values, values)
+
+
+def test_upload_uses_memory_again_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, numbers = Device(monkeypatch), itertools.count()
+    upload = Upload(torch.device("cuda"))
+
+    def send() -> None:
+        upload.send(torch.tensor([next(numbers)]), device.target)
+
+    for _ in range(5):
+        send()
+        device.arrive()
+    few = len(device.pieces)
+    assert few <= 2, "one at work, and perhaps one for a capture"
+    for _ in range(3):
+        send()
+    assert len(device.pieces) == few + 2
+    device.arrive(1)  # not the oldest
+    for _ in range(4):
+        send()
+        device.arrive(-1)
+    device.arrive()
+    device.arrive()
+    assert len(device.pieces) == few + 2
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_what_a_graph_captures_is_never_used_again(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+    device, numbers = Device(monkeypatch), itertools.count()
+    upload = Upload(torch.device("cuda"))
+
+    def send() -> None:
+        upload.send(torch.tensor([next(numbers)]), device.target)
+
+    for _ in range(2):  # graphs, with steps in between
+        for _ in range(max(in_flight, 1)):
+            send()
+        if not in_flight:
+            device.arrive()
+        device.capturing = True
+        send()
+        device.capturing = False
+        while device.on_the_way:
+            device.arrive()
+        for _ in range(3):
+            send()
+            device.arrive()
+    assert len(device.captured) == 2
+    assert len({id(piece) for piece, _ in device.captured}) == 2
+    assert all(piece.tolist() == values for piece, values in device.captured), "written to after the capture"

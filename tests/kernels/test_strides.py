@@ -1,0 +1,175 @@
+"""Any shape, strides and offset, in small tiles and in those that are shipped."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.conftest import assert_within, backward_and_error, softmax_and_error, sum_and_error, ulp
+from tritonamp.kernels.reduce import sum
+from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+
+Shrink = Callable[[int | None], None]
+FORWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
+    "softmax": lambda x, dim, backend: softmax(x, dim, x.dtype, backend),
+    "log_softmax": lambda x, dim, backend: log_softmax(x, dim, torch.float32, backend),
+}
+BACKWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
+    "gradient of softmax": lambda g, dim, backend: softmax_backward(g, g.abs(), dim, g.dtype, backend),
+    "gradient of log_softmax": lambda g, dim, backend: log_softmax_backward(g, -g.abs(), dim, g.dtype, backend),
+}
+SUM: dict[str, Callable[[Tensor, int, str], Tensor]] = {
+    "sum": lambda x, dim, backend: sum(x, (dim,), False, torch.float32, backend),
+    "sum of the others": lambda x, dim, backend: sum(
+        x, tuple(d for d in range(x.dim()) if d != dim), True, torch.float32, backend
+    ),
+}
+ALL = FORWARD | BACKWARD | SUM
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2, 3, 4, 10]
+    "transposed": lambda x: x.transpose(0, 3),
+    "permuted": lambda x: x.permute(2, 0, 3, 1),
+    "steps": lambda x: x[:, ::2, 1:, ::3],
+    "expanded": lambda x: x[:1].expand(5, 3, 4, 10),
+    "overlapping": lambda x: x.flatten().unfold(0, 9, 4),
+    "diagonal": lambda x: x.diagonal(0, 1, 2),
+    "unaligned": lambda x: x.flatten()[1:].narrow(0, 0, 216).view(12, 18),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("op", ALL)
+def test_strides_do_not_matter(device: torch.device, backend: str, op: str, view: str) -> None:
+    """Bit for bit, where torch does not choose the order of additions by strides."""
+    x = VIEWS[view](torch.randn(2, 3, 4, 10, device=device).to(torch.float16))
+    copy = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x)
+    for dim in (0, x.dim() - 1):
+        result, expected = ALL[op](x, dim, backend), ALL[op](copy, dim, backend)
+        if backend == "triton" or op in FORWARD:
+            assert torch.equal(result, expected)
+            assert result.is_contiguous()
+        else:
+            torch.testing.assert_close(result, expected, rtol=2.0**-10, atol=2.0**-15)
+
+
+class View(NamedTuple):
+    """What becomes of memory: an offset, a shape, an order of its dimensions, slices, flips, repetition."""
+
+    offset: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    slices: tuple[slice, ...]
+    flipped: tuple[int, ...]
+    repeated: tuple[int, ...]
+
+    def random(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        torch.manual_seed(0)
+        memory = torch.randn(self.offset + math.prod(self.shape), device=device).mul(3).to(dtype)
+        x = memory[self.offset :].view(self.shape).permute(self.order)[self.slices].flip(self.flipped)
+        one = tuple(slice(0, 1) if d in self.repeated else slice(None) for d in range(x.dim()))
+        return x[one].expand([5 if d in self.repeated and x.shape[d] else x.shape[d] for d in range(x.dim())])
+
+
+SHAPES = [(2, 3, 5, 9), (3, 130), (17, 9, 2), (130, 3), (5, 1, 40), (2, 300), (4, 5, 3, 2), (1, 9, 33), (600,), (1,)]
+SHAPES += [(2, 129, 1), (33, 9), (2, 0, 3), (0, 200), ()]  # few elements keep the interpreter quick; a tile has 128
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    shape = draw(st.sampled_from(SHAPES))
+    order = draw(st.permutations(range(len(shape))))
+    some = st.lists(st.sampled_from(order), unique=True, max_size=2) if shape else st.just([])
+    steps = [(draw(st.integers(0, shape[d] > 1)), draw(st.sampled_from([1, 1, 2, 3]))) for d in order]
+    slices = tuple(slice(start, None, step) for start, step in steps)
+    return View(draw(st.integers(0, 3)), shape, tuple(order), slices, tuple(draw(some)), tuple(draw(some)[:1]))
+
+
+any_view = views()
+any_dtype = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
+reproducible = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+each_tile = pytest.mark.parametrize("many", [None, 4])
+
+
+def any_dim(data: st.DataObject, x: Tensor) -> int:
+    return data.draw(st.integers(-max(x.dim(), 1), max(x.dim(), 1) - 1), label="dim")
+
+
+@each_tile
+@given(view=any_view, data=st.data(), log=st.booleans(), dtype=any_dtype, result=any_dtype)
+@pytest.mark.usefixtures("guarded")
+@reproducible
+def test_softmax_of_any_view(
+    triton_device: torch.device,
+    small_tiles: Shrink,
+    many: int | None,
+    view: View,
+    data: st.DataObject,
+    log: bool,
+    dtype: torch.dtype,
+    result: torch.dtype,
+) -> None:
+    small_tiles(many)
+    x = view.random(dtype, triton_device)
+    dim = any_dim(data, x)
+    exact, error = softmax_and_error(log, x, dim)
+    y = (log_softmax if log else softmax)(x, dim, result, "triton")
+    assert y.dtype is result
+    assert_within(y, exact, ulp(exact, result) / 2 + error)
+
+
+@each_tile
+@given(view=any_view, data=st.data(), log=st.booleans(), dtype=any_dtype, result=any_dtype)
+@pytest.mark.usefixtures("guarded")
+@reproducible
+def test_gradient_of_any_view(
+    triton_device: torch.device,
+    small_tiles: Shrink,
+    many: int | None,
+    view: View,
+    data: st.DataObject,
+    log: bool,
+    dtype: torch.dtype,
+    result: torch.dtype,
+) -> None:
+    """The incoming gradient has the view's strides, the output others."""
+    small_tiles(many)
+    grad = view.random(dtype, triton_device)
+    dim = any_dim(data, grad)
+    y = (torch.log_softmax if log else torch.softmax)(grad.float() / 8, dim).to(dtype)
+    exact, error = backward_and_error(log, grad, y, dim)
+    dx = (log_softmax_backward if log else softmax_backward)(grad, y, dim, result, "triton")
+    assert dx.dtype is result
+    assert_within(dx, exact, ulp(exact, result) / 2 + error)
+
+
+@each_tile
+@given(view=any_view, data=st.data(), keepdim=st.booleans(), dtype=any_dtype, result=any_dtype)
+@pytest.mark.usefixtures("guarded")
+@reproducible
+def test_sum_of_any_view(
+    triton_device: torch.device,
+    small_tiles: Shrink,
+    many: int | None,
+    view: View,
+    data: st.DataObject,
+    keepdim: bool,
+    dtype: torch.dtype,
+    result: torch.dtype,
+) -> None:
+    small_tiles(many)
+    x = view.random(dtype, triton_device)
+    some = st.lists(st.sampled_from(range(x.dim())), unique=True) if x.dim() else st.just([])
+    dims = tuple(d - data.draw(st.sampled_from([0, x.dim()])) for d in data.draw(some, label="dims"))
+    exact, error = sum_and_error(x, dims, keepdim)
+    y = sum(x, dims, keepdim, result, "triton")
+    assert y.dtype is result
+    assert_within(y, exact, error + ulp(exact, result) / 2)
