@@ -398,7 +398,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     rows = []
     for row in measured(builds(args.op, args.arch or list(LIMITS), args.only)):
-        print(json.dumps(row._asdict() | {"build": row.build._asdict()}, default=str) if args.json else line(row), flush=True)
+        fields = row._asdict() | {"build": row.build._asdict()}
+        print(json.dumps(fields, default=str) if args.json else line(row), flush=True)
         rows.append(row)
     if not rows:
         parser.error("nothing to build: no kernel module has that name and ships such a call")

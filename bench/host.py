@@ -1,0 +1,96 @@
+"""What the host pays for a call, without a GPU: kernel launches are replaced by a stub that only looks up its key.
+
+    python bench/host.py
+
+Microseconds of this machine's CPU, the least of many: one softmax inside an enabled forward against
+``torch.empty_like``, and an O2 step on 148 small tensors. Add 1.6 to 3 us for each real launch.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import provenance
+import steps
+import torch
+
+import tritonamp
+from tritonamp.kernels import _launch, adamw, cast, decide, grad_stats, reduce, softmax
+
+LAUNCHING = adamw, cast, decide, grad_stats, reduce, softmax
+
+
+@contextmanager
+def stub_launches() -> Iterator[list[int]]:
+    """Kernels are taken for CPU tensors and never run; yields a list whose one number counts launches."""
+    count, compiled = [0], {}
+
+    def launch(kernel: Any, grid: Any, tensors: Any, sizes: Any, constants: Any, num_warps: int) -> None:
+        count[0] += 1
+        key: list[Any] = [id(kernel), 0, num_warps, constants]
+        pointers = 0
+        for tensor in tensors:
+            key.append(tensor.dtype)
+            pointers |= tensor.data_ptr()
+        compiled.setdefault(tuple(key), pointers & 15 or max(sizes) >= 1 << 31)
+
+    patches = [mock.patch.object(module, "launch", launch) for module in LAUNCHING]
+    patches.append(mock.patch.dict(_launch._answers, {torch.device("cpu"): True}))
+    for patch in patches:
+        patch.start()
+    try:
+        yield count
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def least_us(call: Callable[[], Any], repeats: int, inner: int) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(inner):
+            call()
+        times.append(time.perf_counter() - start)
+    return 1e6 * min(times) / inner
+
+
+def measure(repeats: int) -> dict[str, float]:
+    """Microseconds, and launches of a step."""
+    x = torch.randn(256, 1024).half()
+    found = {"torch.empty_like": least_us(lambda: torch.empty_like(x), repeats, 50)}
+    with stub_launches() as count:
+        amp = tritonamp.enable(torch.nn.Linear(2, 2), level="O1")
+        try:
+            with amp.autocast():
+                for name, given in (("softmax", x), ("softmax, with autograd", x.clone().requires_grad_())):
+                    found[f"{name}, overridden"] = least_us(lambda given=given: torch.softmax(given, -1), repeats, 50)
+        finally:
+            amp.disable()
+        work = steps.our_step(steps.SETS["148 small"][1], torch.device("cpu"))
+        found["O2 step, 148 tensors, clipped"] = least_us(work.calls[0], repeats, 1)
+        before = count[0]
+        work.calls[0]()
+        found["launches of that step"] = count[0] - before
+        work.close()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Host microseconds of a call, launches replaced by a stub.")
+    parser.add_argument("--repeats", type=int, default=500)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print("{device}, torch {torch}, commit {commit}".format(**provenance.machine(torch.device("cpu"))))
+    for name, number in measure(args.repeats).items():
+        print(f"{name:34}{number:8.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

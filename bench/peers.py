@@ -1,0 +1,53 @@
+"""Who is compared, where it comes from, and which of them can share a process."""
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+
+class Peer(NamedTuple):
+    """A peer.
+
+    Attributes:
+        process: peers of one name are measured in one process; some packages patch torch for everybody in it.
+        module: that must be importable, None: torch is enough.
+        package: what to install for it.
+    """
+
+    process: str
+    module: str | None = None
+    package: str | None = None
+
+
+PEERS = {
+    "tritonamp": Peer("tritonamp"),
+    "tritonamp O1": Peer("tritonamp"),
+    "tritonamp O2": Peer("tritonamp"),
+    "eager": Peer("torch"),
+    "autocast": Peer("torch"),
+    "fp32": Peer("torch"),
+    "torch.amp": Peer("torch"),
+    "fused AdamW": Peer("torch"),
+    "half pipeline": Peer("torch"),
+    "compile": Peer("compile"),
+    "Liger-Kernel": Peer("liger", "liger_kernel", "liger-kernel"),
+    "FlagGems": Peer("flag_gems", "flag_gems", "flag_gems"),
+    "Transformer Engine": Peer("te", "transformer_engine", "transformer_engine[pytorch]"),
+    "apex": Peer("apex", "apex.optimizers", "apex, from source with its CUDA extensions"),
+    "optimi": Peer("optimi", "optimi", "torch-optimi"),
+}
+"""In the order of tables. "eager": torch as it is; "autocast": torch under stock ``torch.autocast``, the result cast
+back to half where a half matmul would take it; "half pipeline": what a half model with FP32 masters takes in stock
+torch; "torch.amp": autocast, GradScaler and the fused optimizer on an FP32 model; "compile": ``torch.compile`` of
+"eager" or "torch.amp"."""
+
+
+def missing(peer: str) -> str | None:
+    """What to install for ``peer``; None where nothing is missing."""
+    module, package = PEERS[peer].module, PEERS[peer].package
+    if module is None:
+        return None
+    try:
+        found = find_spec(module)
+    except ImportError:
+        found = None
+    return None if found else f"{peer} is not installed: {package}"

@@ -1,0 +1,217 @@
+"""What an optimizer step is made of, and whole steps, on the parameters of real models."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from case import Case
+from timing import Work
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.kernels import cast, decide, grad_stats
+from tritonamp.kernels._multi_tensor import TensorLists
+
+HALF = torch.float16
+LR = 1e-5
+MAX_NORM = 1.0
+IN_GRAPH = 64  # launches that share the launch of a graph
+
+Build = Callable[[], nn.Module]
+
+
+def gpt(vocabulary: int, context: int, width: int, layers: int) -> nn.Module:
+    """Modules that have the parameters of a GPT-2 with tied embeddings; they never run."""
+    blocks = [m for _ in range(layers) for m in _block(width)]
+    return nn.ModuleList([nn.Embedding(vocabulary, width), nn.Embedding(context, width), *blocks, nn.LayerNorm(width)])
+
+
+def _block(width: int) -> list[nn.Module]:
+    attention = [nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)]
+    return [*attention, nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
+
+
+def tiny(count: int) -> nn.Module:
+    return nn.ModuleList(nn.Linear(16, 16) for _ in range(count // 2))
+
+
+SETS: dict[str, tuple[Build, Build]] = {
+    "GPT-2 124M": (lambda: gpt(50257, 1024, 768, 12), lambda: gpt(17, 8, 8, 2)),
+    "148 small": (lambda: gpt(256, 64, 64, 12), lambda: gpt(16, 4, 4, 12)),
+    "4000 tiny": (lambda: tiny(4000), lambda: tiny(40)),
+    "1.3B": (lambda: gpt(50257, 2048, 2048, 24), lambda: gpt(19, 8, 12, 3)),
+}
+"""By name, how to build the parameters, and a toy of them."""
+
+
+def parameters(build: Build, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+    with torch.device(device):
+        params = [nn.Parameter(p.detach().to(dtype)) for p in build().parameters()]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def grads_of(params: list[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def scaler_of_one(device: torch.device) -> torch.amp.GradScaler:
+    """Scale 1 for good: unscaling reads and writes all the same, and gradients do not shrink from call to call."""
+    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+# the parts
+
+
+def statistics(build: Build, device: torch.device) -> Work:
+    lists = TensorLists(grads=grads_of(parameters(build, device, HALF)))
+    return Work([lambda: grad_stats.grad_stats(lists, device)])
+
+
+def unscale_and_norm(build: Build, device: torch.device) -> Work:
+    grads = grads_of(parameters(build, device, HALF))
+    found_inf, inv_scale = torch.zeros(1, device=device), torch.ones(1, device=device)
+
+    def call() -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        torch.nn.utils.get_total_norm(grads)
+
+    return Work([call])
+
+
+def adamw(kind: str, build: Build, device: torch.device) -> Work:
+    """``optimizer.step()`` alone."""
+    params = parameters(build, device, {"fused AdamW": torch.float32, "optimi": torch.bfloat16}.get(kind, HALF))
+    optimizer: torch.optim.Optimizer
+    if kind == "tritonamp":
+        optimizer = tritonamp.optim.AdamW(params, lr=LR)
+    elif kind == "fused AdamW":
+        optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
+    elif kind == "apex":
+        from apex.optimizers import FusedAdam
+
+        optimizer = FusedAdam(params, lr=LR, weight_decay=1e-2, capturable=True, master_weights=True)
+    else:
+        from optimi import AdamW
+
+        optimizer = AdamW(params, lr=LR)
+    return Work([optimizer.step])
+
+
+def our_cast(build: Build, device: torch.device) -> Work:
+    params = [p.detach() for p in parameters(build, device, torch.float32)]
+    lists = TensorLists(params=params, copies=[p.to(HALF) for p in params])
+    return Work([lambda: cast.cast(lists)])
+
+
+def foreach_cast(build: Build, device: torch.device) -> Work:
+    params = [p.detach() for p in parameters(build, device, torch.float32)]
+    copies = [p.to(HALF) for p in params]
+    return Work([lambda: torch._foreach_copy_(copies, params)])
+
+
+def our_scale(device: torch.device) -> Work:
+    scale, zero = torch.full((), 1024.0, device=device), torch.zeros((), device=device)
+    state = decide.ScaleState(scale, zero.int(), zero.int())
+    rule = decide.ScaleRule(2.0, 0.5, 1 << 30, 1, 1.0, 2.0**24)
+    return Work([lambda: decide.update_scale(state, zero, zero, rule)] * IN_GRAPH)
+
+
+def torch_scale(device: torch.device) -> Work:
+    scale, zero = torch.full((1,), 1024.0, device=device), torch.zeros(1, device=device)
+    tracker = zero.int()
+    return Work([lambda: torch._amp_update_scale_(scale, tracker, zero, 2.0, 0.5, 1 << 30)] * IN_GRAPH)
+
+
+# whole steps, clipping included
+
+
+def our_step(build: Build, device: torch.device) -> Work:
+    with torch.device(device):
+        model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    amp = tritonamp.enable(model, optimizer, level="O2", dtype=HALF)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    loss = torch.ones((), device=device)
+
+    def call() -> None:
+        with amp.scale_loss(loss):  # stands for the backward: the gradients are there
+            pass
+        amp.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+
+    return Work([call], amp.disable)
+
+
+def half_pipeline(build: Build, device: torch.device) -> Work:
+    """A half model in stock torch, 60 B/param: gradients up, unscale, clip, fused AdamW on masters, parameters down."""
+    params = parameters(build, device, HALF)
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    halves, wide = [p.detach() for p in params], [m.detach() for m in masters]
+    half_grads, grads = grads_of(params), grads_of(masters)
+    optimizer, scaler = torch.optim.AdamW(masters, lr=LR, fused=True), scaler_of_one(device)
+
+    def call() -> None:
+        torch._foreach_copy_(grads, half_grads)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        torch._foreach_copy_(halves, wide)
+
+    return Work([call])
+
+
+def standard_amp(build: Build, device: torch.device) -> Work:
+    """FP32 parameters and gradients, 54 B/param: weight casts of the forward, unscale, clip, fused AdamW."""
+    params = parameters(build, device, torch.float32)
+    weights = [p.detach() for p in params if p.dim() > 1]
+    optimizer, scaler = torch.optim.AdamW(params, lr=LR, fused=True), scaler_of_one(device)
+
+    def call() -> None:
+        for weight in weights:  # one by one, as autocast does
+            weight.to(HALF)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Work([call])
+
+
+def cases(toy: bool) -> list[Case]:
+    found = []
+    for name, builds in SETS.items():
+        build = builds[toy]
+        with torch.device("meta"):
+            size = sum(p.numel() for p in build().parameters())
+        rows: dict[str, tuple[float, dict[str, Callable[..., Work]], dict[str, float]]] = {
+            "full step": (
+                30,
+                {"tritonamp": our_step, "half pipeline": half_pipeline, "torch.amp": standard_amp},
+                {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54},
+            ),
+            "optimizer": (
+                28,
+                {kind: functools.partial(adamw, kind) for kind in ("tritonamp", "fused AdamW", "apex", "optimi")},
+                {"tritonamp": 28, "fused AdamW": 28},
+            ),
+            "gradient statistics": (
+                2,
+                {"tritonamp": statistics, "eager": unscale_and_norm},
+                {"tritonamp": 2, "eager": 6},
+            ),
+            "weight cast": (6, {"tritonamp": our_cast, "eager": foreach_cast}, {"tritonamp": 6, "eager": 6}),
+        }
+        for group, (least, peers, path) in rows.items():
+            made = {peer: functools.partial(make, build) for peer, make in peers.items()}
+            quick = name == "GPT-2 124M" and group == "full step"
+            found.append(Case(group, f"{group} {name}", "float16", name, size, least, made, path, quick))
+    scale = {"tritonamp": our_scale, "eager": torch_scale}
+    return [*found, Case("loss scale", "loss scale update", "float32", "1", 1, None, scale, graph=True)]

@@ -1,0 +1,158 @@
+"""The one way in which things are timed here.
+
+On a GPU: random data; caches flushed by reading four times the L2 before each sample (reading leaves no dirty lines
+behind that the measured call would have to write back); device events around one call, or for calls so small that
+their launch would be measured a CUDA graph of calls on rotated inputs; warm-up; the median. The copy bandwidth is
+measured in the same process. On a CPU: a clock and the median, to keep the code alive; it measures nothing of interest.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+L2_TIMES = 4
+MIN_SAMPLES, MAX_SAMPLES = 10, 500
+HOST_SAMPLES = 20
+WARM_UP = 3
+
+
+class Work(NamedTuple):
+    """Something to measure.
+
+    Attributes:
+        calls: the same call on different inputs, used in turn.
+        close: puts back what making it changed.
+    """
+
+    calls: Sequence[Callable[[], Any]]
+    close: Callable[[], None] = lambda: None
+
+
+class Timing(NamedTuple):
+    """What was measured of a call.
+
+    Attributes:
+        us: of the device, the median.
+        host_us: median until the call returns while the device has nothing else to do; None on a CPU.
+        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph of many inputs.
+        clock: "events", "graph" or "host".
+    """
+
+    us: float
+    host_us: float | None
+    peak_bytes: int | None
+    clock: str
+    samples: int
+
+
+class Stopwatch:
+    """Measures on one device.
+
+    Args:
+        seconds: to spend on the samples of a call.
+        copy_bytes: size of the copy that gives the bandwidth.
+
+    Attributes:
+        copy_bandwidth: bytes read and written in a second by a copy.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, copy_bytes: int = 1 << 30) -> None:
+        self.device, self._seconds = device, seconds
+        source = torch.randint(256, (copy_bytes,), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        self._flushed = source[: L2_TIMES * _l2_bytes(device)].view(torch.int32)
+        self.copy_bandwidth = 2e6 * copy_bytes / self._time([lambda: target.copy_(source)])[0]
+        if device.type == "cuda":
+            self._flushed = self._flushed.clone()
+
+    def measure(self, make: Callable[[], Work], graph: bool = False) -> Timing:
+        """Times the calls of ``make()``.
+
+        Args:
+            graph: the calls are too small for events and can be captured.
+        """
+        gpu = self.device.type == "cuda"
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device) if gpu else 0
+        work = make()
+        try:
+            host_us = self._host_us(work.calls) if gpu else None
+            peak = torch.cuda.max_memory_allocated(self.device) - before if gpu else None
+            if gpu and graph:
+                us, samples = self._time([_captured(work.calls).replay])
+                return Timing(us / len(work.calls), host_us, None, "graph", samples)
+            us, samples = self._time(work.calls)
+            return Timing(us, host_us, peak, "events" if gpu else "host", samples)
+        finally:
+            work.close()
+
+    def flush(self) -> None:
+        """Fills the L2 cache with something else."""
+        if self.device.type == "cuda":
+            self._flushed.amax()
+
+    def _time(self, calls: Sequence[Callable[[], Any]]) -> tuple[float, int]:
+        """Median microseconds of a call, and the number of samples."""
+        for i in range(WARM_UP):
+            calls[i % len(calls)]()
+        start = now(self.device)
+        calls[0]()
+        count = min(MAX_SAMPLES, max(MIN_SAMPLES, int(self._seconds / (now(self.device) - start))))
+        if self.device.type != "cuda":
+            return self._time_on_host(calls, min(count, MIN_SAMPLES))
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for i, (begin, end) in enumerate(events):
+            self.flush()
+            begin.record()
+            calls[i % len(calls)]()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return median(1e3 * begin.elapsed_time(end) for begin, end in events), count
+
+    def _time_on_host(self, calls: Sequence[Callable[[], Any]], count: int) -> tuple[float, int]:
+        samples = []
+        for i in range(count):
+            start = time.perf_counter()
+            calls[i % len(calls)]()
+            samples.append(time.perf_counter() - start)
+        return 1e6 * median(samples), count
+
+    def _host_us(self, calls: Sequence[Callable[[], Any]]) -> float:
+        samples = []
+        for i in range(WARM_UP + HOST_SAMPLES):
+            start = now(self.device)
+            calls[i % len(calls)]()
+            samples.append(time.perf_counter() - start)
+        return 1e6 * median(samples[WARM_UP:])
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def sets_beyond_l2(device: torch.device, bytes_per_call: int) -> int:
+    """How many sets of inputs the L2 cache does not hold together."""
+    return min(1024, max(1, math.ceil(L2_TIMES * _l2_bytes(device) / bytes_per_call)))
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph

@@ -1,0 +1,113 @@
+"""Training steps of whole models: forward, loss, backward, clipped AdamW step. Time and peak memory."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import models
+import torch
+import torch.nn.functional as F
+from case import Case
+from timing import Work
+from torch import Tensor, nn
+
+import tritonamp
+
+MODES = "fp32", "torch.amp", "compile", "tritonamp O1", "tritonamp O2"
+MAX_NORM = 1.0
+
+
+class Training(NamedTuple):
+    """A model and its data.
+
+    Attributes:
+        shape: of one input. ``tokens``: inputs are token numbers below this, and every one has a target; 0: images.
+        classes: that a target is one of.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: int
+    shape: tuple[int, ...]
+    tokens: int
+    classes: int
+
+
+REAL = {
+    "ResNet-50, 32x32 images, batch 256": Training(models.ResNet, 256, (3, 32, 32), 0, 10),
+    "GPT-2 small, batch 8x1024, fused attention": Training(lambda: models.GPT(True), 8, (1024,), 50257, 50257),
+    "GPT-2 small, batch 8x1024, softmax attention": Training(lambda: models.GPT(False), 8, (1024,), 50257, 50257),
+    "ViT-B/16, 224x224 images, batch 64": Training(models.ViT, 64, (3, 224, 224), 0, 1000),
+}
+TOYS = [
+    Training(lambda: models.ResNet((1, 1), 4), 2, (3, 8, 8), 0, 10),
+    Training(lambda: models.GPT(True, 16, 4, 8, 1, 2), 2, (4,), 16, 16),
+    Training(lambda: models.GPT(False, 16, 4, 8, 1, 2), 2, (4,), 16, 16),
+    Training(lambda: models.ViT(4, 2, 8, 1, 2), 2, (3, 4, 4), 0, 1000),
+]
+
+
+def data(training: Training, device: torch.device) -> tuple[Tensor, Tensor]:
+    shape = (training.batch, *training.shape)
+    if training.tokens:
+        return tuple(torch.randint(training.tokens, shape, device=device) for _ in range(2))
+    return torch.randn(shape, device=device), torch.randint(training.classes, (training.batch,), device=device)
+
+
+def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def work(training: Training, mode: str, device: torch.device) -> Work:
+    with torch.device(device):
+        model = training.build()
+    x, y = data(training, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if mode.startswith("tritonamp"):
+        return _ours(model, optimizer, mode.split()[1], x, y)
+    return _stock(model, optimizer, mode, x, y)
+
+
+def _ours(model: nn.Module, optimizer: torch.optim.Optimizer, level: str, x: Tensor, y: Tensor) -> Work:
+    amp = tritonamp.enable(model, optimizer, level=level, cast_outputs=None)
+
+    def step() -> None:
+        with amp.autocast():
+            loss = criterion(model(x), y)
+        amp.backward(loss)
+        amp.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Work([step], amp.disable)
+
+
+def _stock(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, x: Tensor, y: Tensor) -> Work:
+    half = mode != "fp32"
+    scaler = torch.amp.GradScaler(x.device.type, enabled=half)
+    forward: Callable[[Tensor], Tensor] = model
+    if mode == "compile":
+        torch._dynamo.reset()
+        forward = torch.compile(model, backend="inductor" if x.is_cuda else "eager")
+
+    def step() -> None:
+        with torch.autocast(x.device.type, torch.float16, enabled=half):
+            loss = criterion(forward(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return Work([step])
+
+
+def cases(toy: bool) -> list[Case]:
+    found = []
+    for (name, real), small in zip(REAL.items(), TOYS, strict=True):
+        used = small if toy else real
+        shape = "x".join(map(str, (used.batch, *used.shape)))
+        peers = {mode: functools.partial(work, used, mode) for mode in MODES}
+        quick = name.startswith("ResNet")
+        found.append(Case("training step", name, "float16", shape, used.batch, None, peers, quick=quick))
+    return found

@@ -1,0 +1,206 @@
+"""bench/: the arithmetic of the rows, what the report makes of them, and that nothing is claimed without a GPU.
+
+``pytest bench`` itself runs every case of every peer.
+"""
+
+import importlib
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tritonamp.kernels import _launch
+
+pytest.importorskip("matplotlib")
+CPU = torch.device("cpu")
+MACHINE = {"device": "NVIDIA Test", "torch": "2.15.0", "triton": "3.9.0", "tritonamp": "0.1.0", "commit": "abc"}
+
+
+@pytest.fixture(scope="module")
+def bench() -> SimpleNamespace:
+    """The modules of bench/, which pytest's ``pythonpath`` finds by name."""
+    names = "convergence", "host", "matrix", "pictures", "report", "row_ops", "run", "steps", "timing"
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def stopwatch(bench: SimpleNamespace) -> Any:
+    return bench.timing.Stopwatch(CPU, 1e-3, 1 << 16)
+
+
+@pytest.fixture(scope="module")
+def rows(bench: SimpleNamespace) -> list[dict[str, Any]]:
+    """Made up: every peer takes 100 us on every case, ours 50, but 200 in the last of the softmax forward cases."""
+    made = []
+    cases = bench.matrix.all_cases(toy=True)
+    lost = [case.name for case in cases if case.group == "softmax forward"][-1]
+    for case in cases:
+        for peer in case.peers:
+            us = 100.0 if not peer.startswith("tritonamp") else 200.0 if case.name == lost else 50.0
+            timing = bench.timing.Timing(us, 7.0, 1 << 20, "events", 10)
+            made.append(bench.run.row(case, peer, timing, 3e12))
+    return bench.run.with_ratios(made, MACHINE)
+
+
+@pytest.fixture
+def results(bench: SimpleNamespace, rows: list[dict[str, Any]], tmp_path: Path) -> Path:
+    record = {"command": "python bench/run.py", "date": "2026-01-01", "rows": rows}
+    record["not_measured"] = [{"peer": "apex", "reason": "apex is not installed"}]
+    bench.run.write(tmp_path / "nvidia-test.json", MACHINE | record)
+    return tmp_path
+
+
+# Rows
+
+
+def test_rows_can_be_recomputed(rows: list[dict[str, Any]]) -> None:
+    us = {(row["case"], row["peer"]): row["us"] for row in rows}
+    for row in rows:
+        if row["bytes_per_element"]:
+            rate = row["elements"] * row["bytes_per_element"] / (row["us"] * 1e-6)
+            assert row["gb_per_s"] == pytest.approx(rate / 1e9)
+            assert row["fraction_of_copy"] == pytest.approx(rate / (row["copy_gb_per_s"] * 1e9))
+        others = {peer: t for (case, peer), t in us.items() if case == row["case"] and peer != row["peer"]}
+        assert row["ratio"] == {peer: t / row["us"] for peer, t in others.items()}
+        assert row.keys() >= {"host_us", "peak_bytes", *MACHINE}
+
+
+def test_names_are_unique_and_every_kernel_has_a_row(bench: SimpleNamespace) -> None:
+    cases = bench.matrix.all_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    measured = {case.group for case in cases if "tritonamp" in case.peers}
+    assert bench.matrix.KERNELS.keys() <= measured
+    assert set.union(*bench.matrix.KERNELS.values()) == _launch.TRITON_OPS
+    assert {case.name for case in cases} == {case.name for case in bench.matrix.all_cases(toy=True)}
+
+
+def test_declared_bytes(bench: SimpleNamespace) -> None:
+    by_name = {case.name: case for case in bench.matrix.all_cases()}
+    softmax = by_name["softmax backward bfloat16 131072x1024"]
+    assert softmax.bytes == 6 and softmax.path_bytes["autocast"] == 36
+    assert by_name["full step GPT-2 124M"].path_bytes == {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54}
+    assert by_name["full step GPT-2 124M"].elements == 124_439_808  # as counted by its authors
+    assert 1.25e9 < by_name["full step 1.3B"].elements < 1.35e9
+
+
+@pytest.mark.parametrize(("name", "count"), [("GPT-2 124M", 148), ("148 small", 148), ("4000 tiny", 4000)])
+def test_parameter_sets_have_the_tensors_they_are_named_for(bench: SimpleNamespace, name: str, count: int) -> None:
+    with torch.device("meta"):
+        assert len(list(bench.steps.SETS[name][0]().parameters())) == count
+    assert len(list(bench.steps.SETS["148 small"][1]().parameters())) == 148
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "sum"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_peers_compute_the_same(bench: SimpleNamespace, name: str, backward: bool) -> None:
+    op = next(op for op in bench.row_ops.OPS if op.name == name)
+    work = bench.row_ops.backward_work if backward else bench.row_ops.forward_work
+    peers = ["tritonamp", "eager"] if op.wide else ["tritonamp", "eager", "autocast"]  # torch's CPU lists have none
+    results = {}
+    for peer in peers:
+        torch.manual_seed(0)
+        results[peer] = work(bench.row_ops.forwards(op, False)[peer], (4, 65), torch.bfloat16, CPU).calls[0]()
+    for result in results.values():
+        torch.testing.assert_close(result, results["eager"], rtol=2e-2, atol=2e-2)
+
+
+# Timing
+
+
+def test_cpu_timing_says_that_it_is_one(stopwatch: Any, bench: SimpleNamespace) -> None:
+    closed = []
+    timing = stopwatch.measure(lambda: bench.timing.Work([lambda: time.sleep(1e-3)], lambda: closed.append(True)))
+    assert timing.us >= 1000
+    assert (timing.clock, timing.host_us, timing.peak_bytes, closed) == ("host", None, None, [True])
+
+
+def test_a_failing_peer_does_not_end_the_run(stopwatch: Any, bench: SimpleNamespace) -> None:
+    def fails(device: torch.device) -> None:
+        raise MemoryError("too much")
+
+    def works(device: torch.device) -> Any:
+        return bench.timing.Work([lambda: None])
+
+    case = bench.matrix.Case("g", "n", "float16", "1", 1, 2, {"eager": fails, "autocast": works, "compile": works})
+    bad, good = bench.run.measure("torch", [case], stopwatch, time.time() + 100)
+    assert bad == {"case": "n", "peer": "eager", "reason": "MemoryError: too much"}
+    assert good["peer"] == "autocast" and good["us"] >= 0
+    late = list(bench.run.measure("torch", [case], stopwatch, 0.0))
+    assert [row["reason"] for row in late] == ["out of time"] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
+def test_run_writes_nothing_without_a_gpu(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.run, "RESULTS", tmp_path)
+    assert bench.run.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_host_cost_runs(bench: SimpleNamespace) -> None:
+    found = bench.host.measure(repeats=1)
+    assert 0 < found["launches of that step"] <= 8
+    assert _launch._answers.get(CPU) is not True
+
+
+# Report
+
+
+def test_report_shows_where_we_lose(bench: SimpleNamespace, results: Path) -> None:
+    text = bench.report.speed(bench.report.load(results), "bench/results")
+    assert "2.00x" in text
+    assert "Where we lose" in text and "| **0.50x** |" in text
+    assert "apex is not installed" in text
+    assert "NVIDIA Test" in text and "abc" in text
+
+
+def test_pictures(bench: SimpleNamespace, results: Path) -> None:
+    rows = json.loads((results / "nvidia-test.json").read_text())["rows"]  # as report.py reads them
+    written = bench.pictures.draw(rows, results, "x")
+    assert {path.name for path in written} == set(bench.pictures.names("x", rows).values())
+    assert len(written) == 3 and all(path.stat().st_size > 10_000 for path in written)
+    assert not bench.pictures.draw([], results, "y")
+
+
+def test_report_without_measurements(bench: SimpleNamespace, tmp_path: Path) -> None:
+    text = bench.report.speed(bench.report.load(tmp_path), "bench/results")
+    assert text.startswith("Not measured yet.") and "python bench/run.py" in text
+    assert bench.report.training_results(tmp_path).startswith("Not measured yet")
+
+
+def test_quick_runs_are_shown_only_alone(bench: SimpleNamespace, results: Path) -> None:
+    quick = results / "nvidia-test-quick.json"
+    quick.write_text((results / "nvidia-test.json").read_text())
+    assert list(bench.report.load(results)) == ["nvidia-test"]
+    (results / "nvidia-test.json").unlink()
+    assert list(bench.report.load(results)) == ["nvidia-test-quick"]
+
+
+def test_marks(bench: SimpleNamespace) -> None:
+    text = "a\n<!-- bench:speed, by report.py -->\nold\n<!-- /bench:speed -->\nb"
+    assert bench.report.filled(text, "speed", r"new \1") == text.replace("old", r"new \1")
+    with pytest.raises(ValueError, match="bench:other"):
+        bench.report.filled(text, "other", "new")
+
+
+def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
+    text = bench.report.README.read_text()
+    speed = bench.report.speed(bench.report.load(bench.report.RESULTS), "bench/results")
+    trained = bench.report.training_results(bench.report.RESULTS)
+    assert text == bench.report.filled(bench.report.filled(text, "speed", speed), "convergence", trained)
+
+
+def test_table_of_final_losses(bench: SimpleNamespace) -> None:
+    runs = [
+        {"task": "digits", "mode": mode, "seed": seed, "loss": 1.0 + seed + (mode == "O2") / 8, "score": 99.0}
+        for mode in ("O0", "O2")
+        for seed in (0, 1)
+    ]
+    lines = bench.convergence.table(runs).splitlines()
+    assert lines[-1] == "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) | 0.1250 |"
