@@ -113,6 +113,10 @@ class TensorLists:
             tensor = self._kept[name, device] = torch.zeros(shape, dtype=dtype, device=device)
         return tensor
 
+    def all_kept(self, name: str) -> list[Tensor]:
+        """That memory on all devices."""
+        return [tensor for (kept_name, _), tensor in self._kept.items() if kept_name == name]
+
     def take_triton(self, backend: str, operation: Forms) -> bool:
         """Whether ``operation`` on these lists runs its kernel. Kernels do not take float64, nor wrapper subclasses."""
         if not self._n or torch.compiler.is_compiling():

@@ -280,6 +280,23 @@ def test_an_overflow_names_its_parameters(device: torch.device, caplog: pytest.L
     run.amp.disable()
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_weight_beyond_its_format_is_named(device: torch.device, backend: str, optimizer: Any) -> None:
+    run = Run(device, backend, optimizer)
+    run.step(*batches(1, device))
+    assert run.amp.stats()["overflowed_parameters"] == []
+    with torch.no_grad():
+        next(run.amp.master_params())[0, 0] = 1e5
+    run.optimizer.zero_grad()
+    run.amp.backward(torch.zeros((), device=device, requires_grad=True))  # of no use to the model
+    run.model[0].weight.grad = torch.zeros_like(run.model[0].weight)
+    run.optimizer.step()
+    assert run.model[0].weight[0, 0] == float("inf")
+    assert run.amp.stats()["overflowed_parameters"] == ["0.weight"]
+    run.amp.disable()
+
+
 def test_a_kernel_that_does_not_compile_gives_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise _launch.KernelError("adamw_kernel cannot be compiled: no")

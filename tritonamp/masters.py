@@ -303,12 +303,16 @@ class MasterWeights:
 
     def write_back(self, backend: str) -> None:
         """Rounds the masters into the half parameters."""
-        copies = self.copies()
-        self._all.set("params", list(copies), lasting=True)
-        self._all.set("copies", list(copies.values()), lasting=True)
+        self._all.set("params", self._masters, lasting=True)
+        self._all.set("copies", self._params, lasting=True)
         with torch.no_grad():
             cast(self._all, backend)
         self.written()
+
+    def overflowed(self) -> list[Tensor]:
+        """Parameters of the model that a finite master was too large for, in any step. Reads the device."""
+        flags = [flag.tolist() for lists in (self._lists, self._all) for flag in lists.all_kept("overflow")]
+        return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
 
     def written(self) -> None:
         """The half parameters hold the rounded masters now."""

@@ -228,8 +228,11 @@ class Amp:
 
         Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped,
         scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend, backend_reason, kernel_failures
-        (operation: why its Triton kernel could not be compiled; it runs in eager torch), and scales (by loss_id).
+        (operation: why its Triton kernel could not be compiled; it runs in eager torch), scales (by loss_id), grad_norm
+        (of the last step that was not skipped), and overflowed_parameters (names of half parameters that became inf
+        though their FP32 master is finite: beyond 65504 in float16).
         """
+        names = _names(self._models)
         return {
             "scale": self.scaler.get_scale(),
             **self._log.stats(),
@@ -237,6 +240,7 @@ class Amp:
             "backend": self._backend.name,
             "backend_reason": self._backend.reason,
             "kernel_failures": dict(_launch.failures),
+            "overflowed_parameters": [names[p] for w in self._weights.values() for p in w.overflowed()],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
 
