@@ -4,13 +4,13 @@ Several short lines make up a tile; a longer line fills a program's registers; a
 out of L2 and from its end; few long ones are shared by several programs, in two launches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
-from tritonamp.kernels._lines import column_offsets, line_offsets, power_of_two, tiling
+from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two, tiling
 
 PER_THREAD = 32  # elements that a thread holds
 LONGEST = 32768  # line that registers hold, half as long in backward: it has two inputs
@@ -273,11 +273,22 @@ def softmax_backward_rest_kernel(
     _write_gradient(g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK)
 
 
+def _backward_tiling(shape: Sequence[int], dim: int, wide: bool) -> Tiling:
+    """Two inputs need twice the registers: threads hold less of longer lines, and least where loops or addresses take
+    registers, too."""
+    n, per_thread = shape[dim] if shape else 1, PER_THREAD
+    columns = n > 1 and dim % len(shape) != len(shape) - 1
+    if n > 1024:
+        per_thread //= 2
+        if columns or (n > LONGEST // 2 and (wide or n % 8 != 0)):
+            per_thread //= 2
+    return tiling(shape, dim, dim, per_thread, LONGEST // 2)
+
+
 def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     grad, y = grad.contiguous(), y.contiguous()
     dx = torch.empty_like(y, dtype=dtype)
-    long = y.dim() > 0 and y.shape[dim] > LONGEST // 2
-    t = tiling(y.shape, dim, dim, PER_THREAD // 2 if long else PER_THREAD, LONGEST // 2)  # loops need registers too
+    t = _backward_tiling(y.shape, dim, y.dtype is torch.float32)
     if t.lines * t.n == 0:
         return dx
     if t.splits == 1:
