@@ -135,7 +135,7 @@ class TensorLists:
     def launches(self, written: Sequence[str] = ()) -> Iterator[list[Table]]:
         """Yields the tables, for a ``with`` block that launches kernels, which write to the lists ``written``."""
         self._follow()
-        copies = [copy for part in self._parts for copy in part.copies]
+        copies = [copy for part in self._parts for copy in part.copies if len(self._lists[copy[0]])]  # not released
         for name, i, copy in copies:
             copy.copy_(self._lists[name][i])
         yield self.tables

@@ -88,10 +88,11 @@ class _Sent:
                 if isinstance(value, Tensor) and value.device.type == "cpu" != self.numbers.device.type:
                     values[g][k] = float(value)
                 elif isinstance(value, Tensor):
-                    values[g][k] = 0.0
+                    values[g][k] = None
                     tensors.append((g, k, value))
         if values != self._values:
-            self._upload.send(torch.tensor(values, dtype=torch.float64), self.numbers)
+            known = [[value or 0.0 for value in row] for row in values]
+            self._upload.send(torch.tensor(known, dtype=torch.float64), self.numbers)
             self._values = values
         for g, k, value in tensors:
             self.numbers[g, k].copy_(value, non_blocking=True)

@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,27 +34,34 @@ class SkipLog:
         self._names = dict(names())
         self._loaded = [0.0, 0.0, 0.0]
         self._numbers: Tensor | None = None  # see kernels.decide.Record
-        self._places: Tensor | None = None
-        self._params: list[Tensor] = []  # of the last decision
+        self._places: dict[tuple[int, ...], Tensor] = {}  # by the ids of a decision's parameters
+        self._params: dict[tuple[int, ...], list[Tensor]] = {}
         self._speaks = speaks
         self._seen = 0.0  # skips that were spoken of
         self._mailbox: _Mailbox | None = None
 
     def record(self, params: list[Tensor], device: torch.device) -> Record:
         """Where the decision about the gradients of ``params`` is to be noted."""
-        known = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-        if not known or self._numbers is None or self._places is None or self._numbers.device != device:
-            self._params = params
-            places = {param: i for i, param in enumerate(params)}
-            if not places.keys() <= self._names.keys():
-                later, new = self._ask_names(), places.keys() - self._names.keys()
-                self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
+        key = tuple(map(id, params))
+        if key not in self._places or self._numbers is None or self._numbers.device != device:
+            self._learn(params, device)
+            self._params[key] = params  # as long as these live, nothing else has their ids
+        assert self._numbers is not None
+        return Record(self._numbers, self._places[key])
+
+    def _learn(self, params: list[Tensor], device: torch.device) -> None:
+        places = {param: i for i, param in enumerate(params)}
+        if not places.keys() <= self._names.keys():
+            later, new = self._ask_names(), places.keys() - self._names.keys()
+            self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
+        size = RECORD + len(self._names)
+        if self._numbers is None or len(self._numbers) != size or self._numbers.device != device:
             before = self._values()
-            numbers = torch.tensor(before + [0.0] * (RECORD + len(self._names) - len(before)), dtype=torch.float64)
-            self._numbers = numbers.to(device)
-            self._places = torch.tensor([places.get(p, -1) for p in self._names], dtype=torch.int64).to(device)
-            self._mailbox = _Mailbox(numbers)
-        return Record(self._numbers, self._places)
+            numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
+            self._numbers, self._mailbox = numbers.to(device), _Mailbox(numbers)
+            self._places, self._params = {}, {}
+        found = torch.tensor([places.get(p, -1) for p in self._names], dtype=torch.int64)
+        self._places[tuple(map(id, params))] = found.to(device)
 
     def read_back(self, min_scale: float) -> None:
         """Logs a skip whose numbers have arrived, and sends for those of the last decision."""

@@ -159,13 +159,17 @@ class MasterWeights:
     def adopt(self, group: dict[str, Any]) -> None:
         """Puts masters in the place of the half parameters of a group, the optimizer's state with them."""
         for i, param in enumerate(group["params"]):
+            if param in self._sources:
+                continue
             master = self._precise.master(param) if self._master_weights and param in self._precise else param
             self._sources[master] = param
             if master is not param:
                 group["params"][i] = master
                 if param in self.optimizer.state:
                     self.optimizer.state[master] = self.optimizer.state.pop(param)
-        self._masters, self._params = list(self._sources), list(self._sources.values())
+        self._masters = [master for group in self.optimizer.param_groups for master in group["params"]]
+        self._masters = [master for master in self._masters if master in self._sources]  # of groups still to come: none
+        self._params = [self._sources[master] for master in self._masters]
         self._halves, self._moves = self._precise.places(list(self.copies().values())), -1
 
     def give_back(self) -> None:
@@ -237,6 +241,9 @@ class MasterWeights:
         Raises:
             RuntimeError: the model was moved to another device since ``enable``.
         """
+        if list(map(id, self._masters)) != [id(p) for group in self.optimizer.param_groups for p in group["params"]]:
+            for group in self.optimizer.param_groups:  # somebody has changed the groups by hand
+                self.adopt(group)
         self._stepping, self._listed = True, False
         self._precise.refresh()
         if self._moves != self._precise.moves:
@@ -247,6 +254,11 @@ class MasterWeights:
                         "move the model to its device before tritonamp.enable"
                     )
             self._moves = self._precise.moves
+
+    def forget_lists(self) -> None:
+        """Gradients may change from now on, and are not held on to."""
+        self._stepping = self._listed = False
+        self._lists.release("grads")
 
     def begin(self, cause: Any) -> None:
         """A backward with another scale is about to add to the gradients: sets the true ones aside."""
@@ -277,6 +289,7 @@ class MasterWeights:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of the half parameters, and those set aside."""
         self._earlier.clear()
+        self.forget_lists()
         for param in self.copies().values():
             had = param.grad is not None
             _show_gradient(param, None)
@@ -287,8 +300,7 @@ class MasterWeights:
         """The step is over: the gradients belong to the past."""
         self.scaled_by, self.unscaled = None, False
         self._earlier.clear()
-        self._stepping = self._listed = False
-        self._lists.release("grads")
+        self.forget_lists()
 
     def take_back(self) -> None:
         """The backward that ``begin`` announced has failed: the true gradients that were set aside count again."""

@@ -74,8 +74,8 @@ class AdamSteps:
     def _moments(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Both moments, maxima (the second moments again where there are none) and step counts, from the state."""
         groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
-        everything, amsgrad = [p for group in groups for p in group["params"]], [g["amsgrad"] for g in groups]
-        seen = list(map(id, everything)), list(map(id, params)), list(map(id, states)), amsgrad
+        everything, amsgrad = [list(map(id, group["params"])) for group in groups], [g["amsgrad"] for g in groups]
+        seen = everything, list(map(id, params)), list(map(id, states)), amsgrad
         if seen == self._seen:
             try:
                 moments = _read([states[k] for k in self._order], self._amsgrad)
@@ -126,7 +126,9 @@ def _state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any
     dtype = torch.promote_types(param.dtype, torch.float32)
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    elif not isinstance(state["step"], Tensor) or state["step"].device != param.device:
+    elif not (isinstance(state["step"], Tensor) and state["step"].dtype is torch.float32) or (
+        state["step"].device != param.device
+    ):
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(param.device)
     for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
         if name not in state:

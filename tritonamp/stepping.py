@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tritonamp.decision import Decision
 from tritonamp.diagnostics import NonFiniteError, SkipLog
@@ -174,6 +175,7 @@ class Stepper:
         for decision in decisions:
             self._make(decision)
         if not decisions:
+            w.forget_lists()
             return
         found_inf = decisions[0].found_inf
         if len(decisions) > 1:
@@ -204,6 +206,8 @@ class Stepper:
 
         @Optimizer.profile_hook_step
         def step(optimizer: Optimizer) -> None:
+            if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+                w.forget_lists()  # hooks may have put other gradients there
             with torch.no_grad():
                 lists = w.lists()
                 if w.sparse:

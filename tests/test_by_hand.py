@@ -1,0 +1,130 @@
+"""What users do to an optimizer between two steps, against torch's own optimizer in FP32."""
+
+import logging
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import tritonamp
+from tritonamp.kernels import _launch
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with inf and NaN in NumPy
+BACKENDS = ["eager"] + ["triton"] * (_launch.INTERPRETED or torch.cuda.is_available())
+
+
+def rate_to_float(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.0
+
+
+def to_another_group(optimizer: Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"].append(second["params"].pop(0))
+
+
+def out_of_the_optimizer(optimizer: Optimizer) -> None:
+    optimizer.param_groups.pop()
+
+
+def gradient_by_a_hook(optimizer: Optimizer) -> None:
+    def replace(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        weight = optimizer.param_groups[0]["params"][0]
+        weight.grad = -weight.grad
+
+    optimizer.register_step_pre_hook(replace)
+
+
+def no_gradient_by_a_hook(optimizer: Optimizer) -> None:
+    def remove(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        optimizer.param_groups[0]["params"][0].grad = None
+
+    optimizer.register_step_pre_hook(remove)
+
+
+def half_step_counts(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"] = state["step"].half()
+
+
+def other_layout_of_moments(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if value.dim() == 2:
+                state[name] = value.t().contiguous().t()
+
+
+ACTS = [
+    rate_to_float, to_another_group, out_of_the_optimizer, gradient_by_a_hook, no_gradient_by_a_hook, half_step_counts,
+    other_layout_of_moments,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("act", ACTS)
+def test_the_next_steps_are_torchs(act: Callable[[Optimizer], None], backend: str, device: torch.device) -> None:
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
+        groups = [{"params": model[0].parameters(), "lr": torch.tensor(0.1)}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, foreach=False)
+        amp = tritonamp.enable(model, optimizer, level="O0", backend=backend) if enabled else None
+        for i in range(4):
+            loss = model(torch.randn(6, 5, device=device)).square().mean()
+            if amp is None:
+                loss.backward()
+            else:
+                amp.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 1:
+                act(optimizer)
+        results.append([p.detach().clone() for p in model.parameters()])
+        if amp is not None:
+            amp.disable()
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-20, atol=2**-22)  # a few FP32 ulps in each of four steps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_losses_that_take_turns_have_their_skips_logged(
+    backend: str, device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GAN's loop. Nothing is read from the device for it."""
+    models = [nn.Linear(3, 2).to(device) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in models]
+    amp = tritonamp.enable(models, optimizers, level="O2", backend=backend, loss_scale=8.0)
+    reads = []
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for i in range(6):
+            if i == 2:
+                tolist = torch.Tensor.tolist
+                monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (reads.append(t), tolist(t))[1])
+            for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                x = torch.randn(4, 3, device=device)
+                if (i, k) in [(2, 0), (4, 1)]:
+                    x[0, 0] = float("nan")
+                amp.backward(model(x).square().mean(), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+    monkeypatch.undo()
+    assert reads == []
+    skips = [line for line in caplog.messages if "steps skipped" in line]
+    assert [line[:22] for line in skips] == ["1 of 5 steps skipped. ", "2 of 10 steps skipped."]
+    amp.disable()
+
+
+def test_gradients_that_nobody_steps_with_are_let_go(device: torch.device) -> None:
+    model = nn.Linear(3, 2).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    amp.backward(model(torch.randn(4, 3, device=device)).sum())
+    amp.clip_grad_norm_(1.0)
+    assert model.weight.grad is not None
+    grad = weakref.ref(model.weight.grad)
+    optimizer.zero_grad()
+    assert grad() is None
+    amp.disable()
