@@ -97,11 +97,10 @@ def test_losses_that_take_turns_have_their_skips_logged(
     models = [nn.Linear(3, 2).to(device) for _ in range(2)]
     optimizers = [torch.optim.AdamW(m.parameters()) for m in models]
     amp = tritonamp.enable(models, optimizers, level="O2", backend=backend, loss_scale=8.0)
-    reads = []
+    reads, tolist = [], torch.Tensor.tolist
     with caplog.at_level(logging.INFO, "tritonamp"):
         for i in range(6):
             if i == 2:
-                tolist = torch.Tensor.tolist
                 monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (reads.append(t), tolist(t))[1])
             for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 x = torch.randn(4, 3, device=device)
