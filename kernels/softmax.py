@@ -273,22 +273,19 @@ def softmax_backward_rest_kernel(
     _write_gradient(g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK)
 
 
-def _backward_tiling(shape: Sequence[int], dim: int, wide: bool) -> Tiling:
-    """Two inputs need twice the registers: threads hold less of longer lines, and least where loops or addresses take
-    registers, too."""
+def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
+    """Loops over two inputs take registers, and so do the addresses of single elements and of columns."""
     n, per_thread = shape[dim] if shape else 1, PER_THREAD
-    columns = n > 1 and dim % len(shape) != len(shape) - 1
-    if n > 1024:
-        per_thread //= 2
-        if columns or (n > LONGEST // 2 and (wide or n % 8 != 0)):
-            per_thread //= 2
+    columns = n > 1024 and dim % len(shape) != len(shape) - 1
+    if columns or n > LONGEST // 2:
+        per_thread //= 4 if columns or n % 8 != 0 else 2
     return tiling(shape, dim, dim, per_thread, LONGEST // 2)
 
 
 def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     grad, y = grad.contiguous(), y.contiguous()
     dx = torch.empty_like(y, dtype=dtype)
-    t = _backward_tiling(y.shape, dim, y.dtype is torch.float32)
+    t = _backward_tiling(y.shape, dim)
     if t.lines * t.n == 0:
         return dx
     if t.splits == 1:

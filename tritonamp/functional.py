@@ -130,6 +130,13 @@ def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
     return dtype is None or dtype is torch.float32 or dtype in _HALF
 
 
+def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
+    """``function`` of autograd; where there is no gradient to compute the bare operation, which costs the host less."""
+    if input.requires_grad and torch.is_grad_enabled():
+        return function.apply(input, *args)
+    return operation(input, *args)
+
+
 # the rules of overrides.py: what these ops do inside an enabled forward
 
 
@@ -141,7 +148,7 @@ def _softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torc
     if not _takes(input, dtype):
         return stock(input, dim, None if dtype is input.dtype else dtype)
     if _softmax.SOFTMAX.takes_triton(backend, input):
-        return _Softmax.apply(input, dim, dtype, backend)
+        return _apply(_Softmax, _softmax.softmax, input, dim, dtype, backend)
     return stock.run(_Softmax.apply, input, dim, dtype, "eager")
 
 
@@ -153,7 +160,7 @@ def _log_softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: 
     if not _takes(input, dtype):
         return stock(input, dim, dtype)
     if _softmax.LOG_SOFTMAX.takes_triton(backend, input):
-        return _LogSoftmax.apply(input, dim, dtype, backend)
+        return _apply(_LogSoftmax, _softmax.log_softmax, input, dim, dtype, backend)
     return stock.run(_LogSoftmax.apply, input, dim, dtype, "eager")
 
 
@@ -174,7 +181,7 @@ def _sum_rule(
     if not _takes(input, dtype):
         return stock(input, *args, dtype=dtype)
     if input.is_contiguous() and _reduce.SUM.takes_triton(backend, input):
-        return _Sum.apply(input, _dims(dim), keepdim, dtype, backend)
+        return _apply(_Sum, _reduce.sum, input, _dims(dim), keepdim, dtype, backend)
     return stock.run(_Sum.apply, input, _dims(dim), keepdim, dtype, "eager")
 
 
