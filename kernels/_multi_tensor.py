@@ -201,6 +201,7 @@ def shipped_lists(aligned: bool, **dtypes: torch.dtype | str) -> TensorLists:
             lists.set(name, [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]])
     lists._to_check.clear()
     lists._parts = [_Part(torch.device("cpu"), lists._lists, [0], [0], 0)]
+    lists._repeats = lists._repeated()
     return lists
 
 

@@ -311,15 +311,15 @@ def test_shipped_kernels_pass() -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    calls = {row["build"]["call"]: row for row in rows}
-    row = calls["softmax float16 n=1024"]
+    calls = {(row["build"]["call"], row["build"]["kernel"]): row for row in rows}
+    row = calls["softmax float16 n=1024", "softmax_kernel"]
     assert row["tile_loads"] == row["tile_stores"] == {"16": 64}  # 1024 elements, one warp
     assert row["loads"] == row["stores"] == {"16": 4}
     assert 16 <= row["registers"] <= 64
     assert 4 < row["instructions"] <= 12
     assert row["ex2"] == 1
-    assert calls["softmax float16 n=1001"]["loads"] == {"2": 32}
-    row = calls["adamw float32 float16 float16"]
+    assert calls["softmax float16 n=1001", "softmax_kernel"]["loads"] == {"2": 32}
+    row = calls["adamw float32 float16 float16", "adamw_kernel"]
     assert row["tile_loads"] == row["tile_stores"] == {"8": 8, "16": 48}  # four elements: half, and three times FP32
     assert row["shared"] == row["spills"] == 0
     assert 40 <= row["registers"] <= 64

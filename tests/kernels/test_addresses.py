@@ -55,6 +55,7 @@ WHOLE = [
     Place(True, 1 << 29, BIG, 8),
     Place(False, (1 << 31) - 2, 3, 7),
     Place(False, 9, 1 << 30, 8),
+    Place(False, 1 << 30, (1 << 32) + 3, 8),
     Place(False, (1 << 30) + 1, BIG, 8),
 ]
 LONG = [

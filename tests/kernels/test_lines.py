@@ -179,9 +179,19 @@ def test_every_element_is_visited_once(
     assert_visits_each_once(shape, first, last, t, triton_device)
 
 
+@pytest.mark.parametrize("lines", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(3, 13, 1), (2, 13, 3)])
+def test_the_last_tile_of_lines_is_not_full(triton_device: torch.device, shape: tuple[int, ...], lines: int) -> None:
+    row_major = shape[2] == 1
+    blocks, groups = -(-3 // lines), 1 if row_major else 2
+    layout = row_major, 1, lines, 16
+    t = Tiling(13, 3 * groups, True, 1, 1, (groups * blocks, 1, 1), (3, 13, blocks), layout, 1)
+    assert_visits_each_once(shape, 1, 1, t, triton_device)
+
+
 @given(
     shape=st.lists(st.sampled_from([1, 2, 3, 5, 8, 33]), min_size=1, max_size=3),
-    n=st.sampled_from([1, 2, 7, 8, 31, 32, 33, 64, 65, 200]),
+    n=st.sampled_from([1, 2, 7, 8, 13, 32, 33, 64, 65, 200]),
     data=st.data(),
     many=st.sampled_from([0, 4, 100]),
     longest=st.sampled_from([32, 64]),

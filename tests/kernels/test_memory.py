@@ -36,6 +36,8 @@ OPERATIONS = {
         lambda x, dim: softmax.log_softmax_backward(x.float(), -x.abs().float(), dim, HALF, "triton"), 8, 2, 1
     ),
 }
+RUNS: dict[str, Callable[[Tensor, int], Tensor]] = {name: operation.run for name, operation in OPERATIONS.items()}
+RUNS["sum"] = lambda x, dim: reduce.sum(x, (dim,), False, WIDE, "triton")
 WHOLE = [((3, 9), 1), ((3, 64), 1), ((9, 1025), 1), ((9, 7), 0), ((2, 33, 5), 1)]
 SEVERAL = [((3, 300), 1), ((2, 256), 1), ((129, 3), 0), ((1, 9, 65), 1)]
 
@@ -114,13 +116,27 @@ def test_a_sum_of_tiles_reads_once(
     assert traffic.read - 2 * x.numel() == traffic.written - 2 * y.numel()
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 40_000), (0, 5, 3), (3, 5, 0)])
+@pytest.mark.parametrize("name", RUNS)
+def test_empty_tensors_launch_nothing(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
+) -> None:
+    """A grid of no programs is an error on a GPU."""
+    launched: list[Any] = []
+    for module in (softmax, reduce):
+        monkeypatch.setattr(module, "launch", lambda *args: launched.append(args))
+    x = half(shape, triton_device)
+    for dim in range(len(shape)):
+        RUNS[name](x, dim)
+    assert not launched
+
+
 @pytest.mark.parametrize(("shape", "dim", "many"), [((5, 300), 1, None), ((2, 200, 3), 1, 0), ((2, 300), 1, 4)])
-@pytest.mark.parametrize("name", [*OPERATIONS, "sum"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_same_bits_again(
     triton_device: torch.device, small_tiles: Shrink, name: str, shape: tuple[int, ...], dim: int, many: int | None
 ) -> None:
     small_tiles(many)
     x = half(shape, triton_device)
-    run = OPERATIONS[name].run if name in OPERATIONS else lambda x, dim: reduce.sum(x, (dim,), False, WIDE, "triton")
-    first = run(x, dim)
-    assert torch.equal(run(x, dim), first)
+    first = RUNS[name](x, dim)
+    assert torch.equal(RUNS[name](x, dim), first)

@@ -59,6 +59,24 @@ def test_strides_do_not_matter(device: torch.device, backend: str, op: str, view
             torch.testing.assert_close(result, expected, rtol=2.0**-10, atol=2.0**-15)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), ()])
+@pytest.mark.parametrize("op", [*FORWARD, *BACKWARD, "sum"])
+def test_dimensions_that_do_not_exist_are_refused(
+    device: torch.device, backend: str, op: str, shape: tuple[int, ...]
+) -> None:
+    x = torch.ones(shape, dtype=torch.float16, device=device)
+    for dim in (5, -3):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            ALL[op](x, dim, backend)
+
+
+def test_dimensions_are_summed_once(device: torch.device, backend: str) -> None:
+    x = torch.ones(3, 5, dtype=torch.float16, device=device)
+    for dims in ((0, 0), (1, -1)):
+        with pytest.raises(RuntimeError, match="appears multiple times in the list of dims"):
+            sum(x, dims, False, torch.float32, backend)
+
+
 class View(NamedTuple):
     """What becomes of memory: an offset, a shape, an order of its dimensions, slices, flips, repetition."""
 
