@@ -68,7 +68,7 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
         longest: line that a program holds in its registers.
     """
     rank = max(len(shape), 1)
-    first, last = first % rank, last % rank
+    first, last = in_range(first, rank), in_range(last, rank)
     outer, n, inner = math.prod(shape[:first]), math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
     row_major = inner == 1
     groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
@@ -96,6 +96,13 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
         splits = -(-n // (steps * block))
     grid, sizes, layout = (groups * blocks, splits, 1), (rows, n, blocks), (row_major, align, lines, block)
     return Tiling(n, groups * rows, block >= n, splits, steps, grid, sizes, layout, num_warps)
+
+
+def in_range(dim: int, rank: int) -> int:
+    """``dim`` counted from the front; torch's error where there is no such dimension."""
+    if not -rank <= dim < rank:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+    return dim % rank
 
 
 def power_of_two(n: int, limit: int = 1 << 62) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
-from tritonamp.kernels._lines import cached_by_shape, column_offsets, line_offsets, tiling
+from tritonamp.kernels._lines import cached_by_shape, column_offsets, in_range, line_offsets, tiling
 
 PER_THREAD = 32  # elements that a thread holds
 LONGEST = 8192  # line that is one tile
@@ -47,7 +47,11 @@ def _reduction(
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
     """Shape of the result; the order that makes the summed dimensions neighbours, if they are not; first and last."""
     rank = len(shape)
-    dims = sorted({d % rank for d in dim}) if dim and rank else list(range(rank))
+    given = [in_range(d, max(rank, 1)) for d in dim]
+    for d in given:
+        if given.count(d) > 1:
+            raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
+    dims = sorted(given) if dim and rank else list(range(rank))
     result = tuple(1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims)
     if not dims:
         return result, None, 0, 0

@@ -275,8 +275,9 @@ def softmax_backward_rest_kernel(
 
 def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
     """Loops over two inputs take registers, and so do the addresses of single elements and of columns."""
-    n, per_thread = shape[dim] if shape else 1, PER_THREAD
-    columns = n > 1024 and dim % len(shape) != len(shape) - 1
+    rank, per_thread = max(len(shape), 1), PER_THREAD
+    n = shape[dim % rank] if shape else 1
+    columns = n > 1024 and dim % rank != rank - 1
     if columns or n > LONGEST // 2:
         per_thread //= 4 if columns or n % 8 != 0 else 2
     return tiling(shape, dim, dim, per_thread, LONGEST // 2)
