@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -105,6 +105,7 @@ class TensorLists:
         """Lets go of the tensors of these lists until they are set again; remembers where they were."""
         for name in names:
             self._lists[name] = ()
+            self._to_check.pop(name, None)
 
     def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that stays where it is as long as its shape does; zeros at first."""
@@ -117,14 +118,18 @@ class TensorLists:
         """That memory on all devices."""
         return [tensor for (kept_name, _), tensor in self._kept.items() if kept_name == name]
 
-    def take_triton(self, backend: str, operation: Forms) -> bool:
-        """Whether ``operation`` on these lists runs its kernel. Kernels do not take float64, nor wrapper subclasses."""
+    def take_triton(self, backend: str, operation: Forms, names: Iterable[str] | None = None) -> bool:
+        """Whether ``operation`` on these lists runs its kernel. Kernels do not take float64, nor wrapper subclasses.
+
+        Args:
+            names: the lists that it works on; None: all.
+        """
         if not self._n or torch.compiler.is_compiling():
             return False
         device = next(iter(self._lists.values()))[0].device  # the others are looked at once, in _build
         if not operation.runs_triton(backend, device):
             return False
-        self._follow()
+        self._follow(names)
         return self._suit_kernels
 
     @property
@@ -132,10 +137,15 @@ class TensorLists:
         return [table for part in self._parts for table in part.tables]
 
     @contextmanager
-    def launches(self, written: Sequence[str] = ()) -> Iterator[list[Table]]:
-        """Yields the tables, for a ``with`` block that launches kernels, which write to the lists ``written``."""
-        self._follow()
-        copies = [copy for part in self._parts for copy in part.copies if len(self._lists[copy[0]])]  # not released
+    def launches(self, written: Sequence[str] = (), names: Iterable[str] | None = None) -> Iterator[list[Table]]:
+        """Yields the tables, for a ``with`` block that launches kernels on the lists ``names`` (None: on all).
+
+        Args:
+            written: those that they write to.
+        """
+        self._follow(names)
+        names = self._lists if names is None else names
+        copies = [copy for part in self._parts for copy in part.copies if copy[0] in names and self._lists[copy[0]]]
         for name, i, copy in copies:
             copy.copy_(self._lists[name][i])
         yield self.tables
@@ -146,19 +156,24 @@ class TensorLists:
             if name in ("params", "copies"):  # autograd may have saved them
                 torch.autograd.graph.increment_version(self._lists[name])
 
-    def _follow(self) -> None:
-        """Brings the tables up to date."""
+    def _follow(self, names: Iterable[str] | None) -> None:
+        """Brings what the tables have of these lists up to date."""
+        to_check = {n: self._to_check.pop(n) for n in list(self._to_check) if names is None or n in names}
+        if not to_check:
+            return
         build = False
-        addresses: dict[int, tuple[list[int], list[int]]] = {}  # two names may stand for one list
-        to_check, self._to_check = self._to_check, {}
+        addresses: dict[int, list[int]] = {}  # two names may stand for one list
         for name, lasting in to_check.items():
             tensors, before = self._lists[name], self._known.get(name)
             if id(tensors) not in addresses:
-                addresses[id(tensors)] = list(map(id, tensors)), list(map(Tensor.data_ptr, tensors))
-            ids, pointers = addresses[id(tensors)]
+                addresses[id(tensors)] = list(map(Tensor.data_ptr, tensors))
+            pointers = addresses[id(tensors)]
+            ids = list(map(id, tensors))
             if lasting and before is not None and pointers == before.pointers and ids == before.ids:
                 continue
-            kinds = [*map(_dtype, tensors), *map(Tensor.stride, tensors), *map(Tensor.numel, tensors)]
+            kinds = [*map(_dtype, tensors), *map(Tensor.stride, tensors)]
+            if name == next(iter(self._lists)):
+                kinds += map(Tensor.numel, tensors)  # the other lists have the same shapes
             self._known[name] = _Known(ids, pointers, kinds)
             if before is None or kinds != before.kinds:
                 build = True
@@ -174,7 +189,8 @@ class TensorLists:
 
     def _build(self) -> None:
         for name in [name for name, tensors in self._lists.items() if len(tensors) < self._n]:  # released
-            del self._lists[name], self._known[name]
+            del self._lists[name]
+            self._known.pop(name, None)
         self._repeats = self._repeated()
         tensors = [t for tensors in self._lists.values() for t in tensors]
         one_device = all(len({t.device for t in row}) == 1 for row in zip(*self._lists.values(), strict=True))

@@ -58,7 +58,7 @@ def grad_stats_kernel(
 
 
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    with lists.launches() as tables:
+    with lists.launches(names=("grads",)) as tables:
         results = []
         chunks = sum(t.chunks for t in tables)
         for on in dict.fromkeys(t.device for t in tables):
@@ -99,7 +99,7 @@ def grad_stats(lists: TensorLists, device: torch.device, backend: str = "auto") 
         any number of them; float32, of the values as they are (scaled). The next call for the same lists may overwrite
         them.
     """
-    return GRAD_STATS.run(backend, lists.take_triton(backend, GRAD_STATS), lists, device)
+    return GRAD_STATS.run(backend, lists.take_triton(backend, GRAD_STATS, ("grads",)), lists, device)
 
 
 GRAD_STATS = Forms(grad_stats_triton, grad_stats_torch)

@@ -62,7 +62,7 @@ class Decision:
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
         state = self.scaler.scale_state if self.automatic else None
-        record = log.record([param for weights in self.feeds for param in weights.parameters()], self.scale.device)
+        record = log.record([weights.parameters() for weights in self.feeds], self.scale.device)
         rule = self.scaler.rule
         decide(
             amax, square_sum, flag, earlier, self.scale, max_norm, state, rule, record, self._verdict, self._backend

@@ -34,22 +34,25 @@ class SkipLog:
         self._names = dict(names())
         self._loaded = [0.0, 0.0, 0.0]
         self._numbers: Tensor | None = None  # see kernels.decide.Record
-        self._places: dict[tuple[int, ...], Tensor] = {}  # by the ids of a decision's parameters
-        self._params: dict[tuple[int, ...], list[Tensor]] = {}
+        self._places: dict[tuple[int, ...], Tensor] = {}  # by the ids of a decision's lists of parameters
+        self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
         self._speaks = speaks
         self._seen = 0.0  # skips that were spoken of
         self._mailbox: _Mailbox | None = None
 
-    def record(self, params: list[Tensor], device: torch.device) -> Record:
-        """Where the decision about the gradients of ``params`` is to be noted."""
+    def record(self, params: Sequence[list[Tensor]], device: torch.device) -> Record:
+        """Where the decision about the gradients of ``params``, one list for each optimizer, is to be noted.
+
+        The lists do not change: other parameters come in other lists.
+        """
         key = tuple(map(id, params))
         if key not in self._places or self._numbers is None or self._numbers.device != device:
-            self._learn(params, device)
+            self._learn(key, [param for part in params for param in part], device)
             self._params[key] = params  # as long as these live, nothing else has their ids
         assert self._numbers is not None
         return Record(self._numbers, self._places[key])
 
-    def _learn(self, params: list[Tensor], device: torch.device) -> None:
+    def _learn(self, key: tuple[int, ...], params: list[Tensor], device: torch.device) -> None:
         places = {param: i for i, param in enumerate(params)}
         if not places.keys() <= self._names.keys():
             later, new = self._ask_names(), places.keys() - self._names.keys()
@@ -61,7 +64,7 @@ class SkipLog:
             self._numbers, self._mailbox = numbers.to(device), _Mailbox(numbers)
             self._places, self._params = {}, {}
         found = torch.tensor([places.get(p, -1) for p in self._names], dtype=torch.int64)
-        self._places[tuple(map(id, params))] = found.to(device)
+        self._places[key] = found.to(device)
 
     def read_back(self, min_scale: float) -> None:
         """Logs a skip whose numbers have arrived, and sends for those of the last decision."""
