@@ -70,6 +70,7 @@ class Build(NamedTuple):
     constants: dict[str, Any]
     n: int
     warps: int
+    maxnreg: int | None
     max_registers: int
     max_instructions: float | None
     exp2: int
@@ -160,7 +161,7 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
         with mock.patch.object(module, "launch") as launch:
             case.function(*case.args)
         times: Counter[str] = Counter()
-        for kernel, _, tensors, sizes, constants, warps in (call.args for call in launch.call_args_list):
+        for kernel, _, tensors, sizes, constants, warps, *maxnreg in (call.args for call in launch.call_args_list):
             if arch < FIRST_BF16 and (tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)):
                 continue  # refused there
             times[kernel.__name__] += 1
@@ -177,6 +178,7 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
                 {name: given[name] for name in kernel.arg_names[len(tensors) + len(sizes) :]},
                 given.get("n", 0),
                 warps,
+                maxnreg[0] if maxnreg else None,
                 case.max_registers,
                 case.max_instructions,
                 case.exp2,
@@ -202,7 +204,7 @@ def measure(build: Build) -> Row:
         constexprs=build.constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
-    options = {"num_warps": build.warps, "enable_fp_fusion": True}
+    options = {"num_warps": build.warps, "maxnreg": build.maxnreg, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", build.arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

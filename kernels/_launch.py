@@ -217,11 +217,13 @@ def launch(
     sizes: tuple[float, ...],
     constants: tuple[Any, ...],
     num_warps: int,
+    maxnreg: int | None = None,
 ) -> None:
     """Runs ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
 
     ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled kernel is looked up
-    by types, the pointers' alignment and the constants, in less time than Triton's own launch takes.
+    by types, the pointers' alignment and the constants, in less time than Triton's own launch takes. ``maxnreg`` is the
+    most registers that a thread may take.
 
     Raises:
         KernelError: it could not be compiled or loaded.
@@ -236,8 +238,8 @@ def launch(
     device = tensors[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, tensors, sizes, constants, num_warps)
-    key: list[Any] = [id(kernel), device, num_warps, constants]
+            return launch(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
+    key: list[Any] = [id(kernel), device, num_warps, maxnreg, constants]
     pointers = 0
     for tensor in tensors:
         key.append(tensor.dtype)
@@ -246,7 +248,8 @@ def launch(
         key += [*[tensor.data_ptr() & 15 == 0 for tensor in tensors], *[size >= 1 << 31 for size in sizes]]
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        compiled = _compiled[tuple(key)] = _compile(kernel, grid, (*tensors, *sizes, *constants), num_warps)
+        options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": True}
+        compiled = _compiled[tuple(key)] = _compile(kernel, grid, (*tensors, *sizes, *constants), options)
     compiled[grid](*tensors, *sizes, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
@@ -262,9 +265,9 @@ def _interpret(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, .
             tensor.copy_(stand_in)
 
 
-def _compile(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], num_warps: int) -> Any:
+def _compile(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     try:
-        compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, enable_fp_fusion=True)
+        compiled = kernel.warmup(*args, grid=grid, **options)
         compiled.run  # noqa: B018  # loads it onto the device
     except Exception as error:  # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
         raise KernelError(f"{kernel.__name__} cannot be compiled: {type(error).__name__}: {error}") from error

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
-from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two, tiling
+from tritonamp.kernels._lines import MAX_VECTOR, Tiling, column_offsets, line_offsets, power_of_two, tiling
 
 PER_THREAD = 32  # elements that a thread holds
+MAX_REGISTERS = 64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
 LONGEST = 32768  # line that registers hold, half as long in backward: it has two inputs
 
 
@@ -134,7 +135,8 @@ def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
         return y
     if t.splits == 1:
         kernel = softmax_kernel if t.whole else softmax_long_kernel
-        launch(kernel, t.grid, (x, y), t.sizes, (log, shift, *t.layout), t.num_warps)
+        maxnreg = MAX_REGISTERS if t.whole and t.n % MAX_VECTOR == 0 and not log else None
+        launch(kernel, t.grid, (x, y), t.sizes, (log, shift, *t.layout), t.num_warps, maxnreg)
         return y
     m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
     launch(softmax_part_kernel, t.grid, (x, m, s), (*t.sizes, t.steps, t.lines), (shift, *t.layout), t.num_warps)

@@ -68,6 +68,7 @@ def good(static: ModuleType) -> Any:
         constants={"ROW_MAJOR": True, "ALIGN": 1024, "ROWS": 1, "BLOCK": 1024},
         n=1024,
         warps=1,
+        maxnreg=None,
         max_registers=64,
         max_instructions=12,
         exp2=1,

@@ -18,7 +18,7 @@ class Launcher:
     def __init__(self, src, metadata):
         self.constants = {src.fn.arg_names[path[0]]: value for path, value in src.constants.items()}
         self.attributes = {src.fn.arg_names[path[0]]: value for path, value in src.attrs.items() if value}
-        self.signature, self.num_warps = src.signature, metadata.num_warps
+        self.signature, self.num_warps, self.maxnreg = src.signature, metadata.num_warps, metadata.maxnreg
 
     def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
         calls.append(SimpleNamespace(grid=(x, y, z), stream=stream, args=args, build=self))
@@ -51,7 +51,7 @@ assert call.args[0] is x and call.args[1] is y and call.args[2:5] == (4, 1024, 4
 assert call.build.signature["rows"] == "i32" and call.build.signature["x_ptr"] == "*fp16"
 assert call.build.constants["BLOCK"] == 1024 and call.build.constants["LOG"] is False
 assert "rows" not in call.build.attributes and "x_ptr" in call.build.attributes  # 16-byte alignment is compiled in
-assert call.build.num_warps == 1
+assert call.build.num_warps == 1 and call.build.maxnreg == softmax.MAX_REGISTERS
 
 # the same build serves other numbers of rows, and memory elsewhere
 softmax.softmax_triton(torch.zeros(1, 1024, dtype=half), 1, half)
