@@ -29,9 +29,11 @@ def stub_launches() -> Iterator[list[int]]:
     """Kernels are taken for CPU tensors and never run; yields a list whose one number counts launches."""
     count, compiled = [0], {}
 
-    def launch(kernel: Any, grid: Any, tensors: Any, sizes: Any, constants: Any, num_warps: int) -> None:
+    def launch(
+        kernel: Any, grid: Any, tensors: Any, sizes: Any, constants: Any, num_warps: int, maxnreg: int | None = None
+    ) -> None:
         count[0] += 1
-        key: list[Any] = [id(kernel), 0, num_warps, constants]
+        key: list[Any] = [id(kernel), 0, num_warps, maxnreg, constants]
         pointers = 0
         for tensor in tensors:
             key.append(tensor.dtype)

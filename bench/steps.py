@@ -115,9 +115,9 @@ def foreach_cast(build: Build, device: torch.device) -> Work:
 
 def our_scale(device: torch.device) -> Work:
     scale, zero = torch.full((), 1024.0, device=device), torch.zeros((), device=device)
-    state = decide.ScaleState(scale, zero.int(), zero.int())
+    state = decide.ScaleState(scale, zero.int(), zero.int(), scale.clone())
     rule = decide.ScaleRule(2.0, 0.5, 1 << 30, 1, 1.0, 2.0**24)
-    return Work([lambda: decide.update_scale(state, zero, zero, rule)] * IN_GRAPH)
+    return Work([lambda: decide.update_scale(state, zero, zero, zero, rule)] * IN_GRAPH)
 
 
 def torch_scale(device: torch.device) -> Work:

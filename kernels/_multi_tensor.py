@@ -58,7 +58,8 @@ class TensorLists:
 
     A list may change from step to step: pointers are sent to the device only when they changed, without waiting. A
     tensor that does not lie in memory like the first list's tensor, without gaps, is worked on in a copy. A list of
-    ``REPEATS`` that holds the very tensor of the other list at some place holds nothing there.
+    ``REPEATS`` that holds the very tensor of the other list at some place holds nothing there. In the place of sharded
+    tensors there are this rank's parts.
 
     Attributes:
         numbers: of the tensors, ascending, in what kernels write for each tensor. ``size``: of that.
@@ -92,7 +93,7 @@ class TensorLists:
         """
         if len(tensors) != self._n:
             self.number(range(len(tensors)), len(tensors))
-        self._lists[name] = tensors
+        self._lists[name] = _local(tensors)
         self._to_check[name] = lasting
 
     def number(self, numbers: Sequence[int], size: int) -> None:
@@ -344,6 +345,13 @@ def note_overflow(flag_ptr, x, rounded, mask, VEC: tl.constexpr):
     beyond = (tl.abs(rounded.to(tl.float32)) == float("inf")) & (tl.abs(x) < float("inf")) & mask
     of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (x.shape[0] // VEC, VEC)), 1)
     tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)
+
+
+def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of sharded tensors (DTensor) the parts of this rank."""
+    if len(tensors) and hasattr(tensors[0], "_local_tensor"):
+        return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
+    return tensors
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:

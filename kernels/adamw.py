@@ -5,97 +5,24 @@ order of operations of ``torch.optim.AdamW``.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._adam_lists import AdamLists as AdamLists
+from tritonamp.kernels._adam_lists import AdamRule as AdamRule
 from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
 from tritonamp.kernels._multi_tensor import (
     NUM_WARPS,
-    TensorLists,
     chunk_bounds,
     element_pointer,
     note_overflow,
     shipped_lists,
 )
-from tritonamp.kernels._upload import Upload
 
 RATES = 9  # numbers that adam_rates_kernel leaves for each tensor
 _VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
-
-
-class AdamRule(NamedTuple):
-    """Hyperparameters of one group, named as in ``torch.optim.AdamW``.
-
-    ``decoupled_weight_decay`` is True for AdamW, False for Adam's L2 term.
-    """
-
-    lr: float | Tensor
-    beta1: float | Tensor
-    beta2: float | Tensor
-    eps: float
-    weight_decay: float
-    decoupled_weight_decay: bool
-    amsgrad: bool
-    maximize: bool
-
-
-class AdamLists:
-    """What the steps of one optimizer work on.
-
-    Attributes:
-        tensors: "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs" (the second moments again where a
-            group has no amsgrad) and "copies" (the parameter again where there is none).
-        steps: "steps", the step counts, 0-d float32.
-        rules: hyperparameters by group. ``groups``: by number, which group a tensor belongs to.
-    """
-
-    def __init__(self) -> None:
-        self.tensors, self.steps = TensorLists(), TensorLists()
-        self.rules: list[AdamRule] = []
-        self.groups: list[int] = []
-        self._sent: dict[torch.device, _Sent] = {}
-
-    def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Hyperparameters by group, float64 of shape (groups, 7), and the tensors' groups, int32, on the device."""
-        sent = self._sent.get(device)
-        if sent is None or sent.groups != self.groups or len(sent.numbers) != len(self.rules):
-            sent = self._sent[device] = _Sent(device, self.groups, len(self.rules))
-        sent.follow(self.rules)
-        return sent.numbers, sent.places
-
-
-class _Sent:
-    """Hyperparameters on a device."""
-
-    def __init__(self, device: torch.device, groups: list[int], n: int) -> None:
-        self.groups = list(groups)
-        self.places = torch.tensor(groups, dtype=torch.int32, device=device)
-        self.numbers = torch.zeros((n, 7), dtype=torch.float64, device=device)
-        self._upload = Upload(device)
-        self._values: list[list[Any]] = []
-
-    def follow(self, rules: Sequence[AdamRule]) -> None:
-        """Sends numbers that changed; those that are tensors are copied on the device."""
-        values: list[list[Any]] = []
-        tensors = []
-        for g, rule in enumerate(rules):
-            signs = float(rule.decoupled_weight_decay), -1.0 if rule.maximize else 1.0
-            values.append([*rule[:5], *signs])
-            for k, value in enumerate(rule[:3]):
-                if isinstance(value, Tensor) and value.device.type == "cpu" != self.numbers.device.type:
-                    values[g][k] = float(value)
-                elif isinstance(value, Tensor):
-                    values[g][k] = None
-                    tensors.append((g, k, value))
-        if values != self._values:
-            known = [[value or 0.0 for value in row] for row in values]
-            self._upload.send(torch.tensor(known, dtype=torch.float64), self.numbers)
-            self._values = values
-        for g, k, value in tensors:
-            self.numbers[g, k].copy_(value, non_blocking=True)
 
 
 @triton.jit
@@ -111,8 +38,8 @@ def _power(base, exponent):
 
 @triton.jit(do_not_specialize=("rows",))
 def adam_rates_kernel(
-    steps_ptr, number_ptr, groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, rates_ptr, rows,
-    RATES: tl.constexpr, BLOCK: tl.constexpr,
+    steps_ptr, number_ptr, groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, rates_ptr, lost_ptr, rows,
+    LOST: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts the steps; what of the update is the same for all elements of a tensor, in FP64, rounded once."""
     if tl.load(found_inf_ptr) != 0.0:
@@ -129,6 +56,9 @@ def adam_rates_kernel(
     tl.store(step_ptr, step, mask=mask)
     bias_correction1 = 1.0 - _power(beta1, step.to(tl.int32))
     bias_correction2 = 1.0 - _power(beta2, step.to(tl.int32))
+    if LOST:
+        tl.store(lost_ptr + 2 * number, 0, mask=mask)
+        tl.store(lost_ptr + 2 * number + 1, 0, mask=mask)
     rates = rates_ptr + number * RATES
     factor = tl.load(grad_scale_ptr) * sign.to(tl.float32)
     tl.store(rates, factor, mask=mask)
@@ -145,8 +75,9 @@ def adam_rates_kernel(
 @triton.jit
 def _update(
     offs, mask, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow_ptr, rates,
-    AMSGRAD: tl.constexpr, COPY: tl.constexpr, VEC: tl.constexpr,
+    AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
+    """The update of one tile; LOST: also which half values it left as they were, and where it was not zero."""
     factor, decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
     p = tl.load(params + offs, mask=mask, other=0.0)
     m = tl.load(exp_avgs + offs, mask=mask, other=0.0)
@@ -154,7 +85,7 @@ def _update(
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
     # weight decay
-    p = p.to(tl.float32)
+    stored, p = p, p.to(tl.float32)
     grad = tl.where(l2 == 0.0, grad, grad + l2 * p)
     p *= decay
     # moments
@@ -167,25 +98,39 @@ def _update(
         tl.store(max_exp_avg_sqs + offs, v_max, mask=mask)
     # update
     denom = tl.div_rn(tl.sqrt_rn(v_max), correction) + eps
-    p += tl.div_rn(rate * m, denom)
+    step = tl.div_rn(rate * m, denom)
+    moves = (step != 0.0) | (p != stored.to(tl.float32))
+    p += step
 
     tl.store(exp_avgs + offs, m, mask=mask)
     tl.store(exp_avg_sqs + offs, v, mask=mask)
+    moves &= mask
+    lost = moves
+    if LOST:
+        half = tl.load(copies + offs, mask=mask, other=0.0) if COPY else stored
+        lost &= p.to(half.dtype) == half
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
         copy = p.to(copies.dtype.element_ty)
         tl.store(copies + offs, copy, mask=mask)
         note_overflow(overflow_ptr, p, copy, mask, VEC)
+    return lost, moves
+
+
+@triton.jit
+def _count(lost_ptr, lost, moves):
+    tl.atomic_add(lost_ptr, tl.sum(lost, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(lost_ptr + 1, tl.sum(moves, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("chunk",))
 def adamw_kernel(
     params_ptr, grads_ptr, exp_avgs_ptr, exp_avg_sqs_ptr, max_exp_avg_sqs_ptr, copies_ptr,
-    numel_ptr, first_ptr, number_ptr, rows_ptr, rates_ptr, found_inf_ptr, overflow_ptr, chunk,
+    numel_ptr, first_ptr, number_ptr, rows_ptr, rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, AMSGRAD: tl.constexpr,
-    RATES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    LOST: tl.constexpr, RATES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. COPY is the copies' type, or None."""
+    """One chunk. COPY is the copies' type, or None. LOST: count half values that did not change."""
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -208,17 +153,25 @@ def adamw_kernel(
     )  # fmt: skip
     overflow = overflow_ptr + number
     j = tl.arange(0, BLOCK)
+    all_lost, all_moves = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for at in range(begin, whole, BLOCK):
-        _update(
+        lost, moves = _update(
             at + j, at + j < whole, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow, rates,
-            AMSGRAD, COPY is not None, VEC,
+            AMSGRAD, COPY is not None, LOST, VEC,
         )  # fmt: skip
+        if LOST:
+            all_lost += lost.to(tl.int32)
+            all_moves += moves.to(tl.int32)
+    if LOST:
+        _count(lost_ptr + 2 * number, all_lost, all_moves)
     if whole < end:
         offs = whole + tl.arange(0, VEC)
-        _update(
+        lost, moves = _update(
             offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow, rates,
-            AMSGRAD, COPY is not None, VEC,
+            AMSGRAD, COPY is not None, LOST, VEC,
         )  # fmt: skip
+        if LOST:
+            _count(lost_ptr + 2 * number, lost.to(tl.int32), moves.to(tl.int32))
 
 
 def adamw_triton(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -227,26 +180,34 @@ def adamw_triton(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor 
         for on in step_tables:
             rules, groups = lists.numbers(on.device)
             rates, scale, skip = _on(lists, on.device, grad_scale, found_inf)
-            arrays = on.pointers["steps"], on.number, groups, rules, scale, skip, rates
+            arrays = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, _lost(lists, on.device)
             rows = len(on.number)
-            launch(adam_rates_kernel, (-(-rows // 32), 1, 1), arrays, (rows,), (RATES, 32), 1)
+            launch(adam_rates_kernel, (-(-rows // 32), 1, 1), arrays, (rows,), (lists.track_lost, RATES, 32), 1)
         for t in tables:
             rates, _, skip = _on(lists, t.device, grad_scale, found_inf)
             overflow = tensors.kept("overflow", (tensors.size,), torch.int32, t.device)
             types = t.type("params"), t.type("grads"), t.type("copies"), t.type("max_exp_avg_sqs") is not None
             vec = _VEC if t.aligned else 1
+            lost = lists.track_lost and (types[2] or types[0]) != tl.float32
             launch(
                 adamw_kernel,
                 (t.chunks, 1, 1),
-                (*(t.pointers[name] for name in _LISTS), t.numel, t.first, t.number, t.rows, rates, skip, overflow),
+                (
+                    *(t.pointers[name] for name in _LISTS),
+                    *(t.numel, t.first, t.number, t.rows, rates, skip, overflow, _lost(lists, t.device)),
+                ),
                 (t.chunk,),
-                (*types, RATES, vec, 32 * NUM_WARPS * vec),
+                (*types, lost, RATES, vec, 32 * NUM_WARPS * vec),
                 NUM_WARPS,
             )
 
 
 _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
 _WRITTEN = "params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
+
+
+def _lost(lists: AdamLists, device: torch.device) -> Tensor:
+    return lists.tensors.kept("lost", (lists.tensors.size if lists.track_lost else 1, 2), torch.int64, device)
 
 
 def _on(
@@ -292,13 +253,18 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
         bias_correction2 = 1 - beta2 ** step.double()
         # update
         denom = (v_max.sqrt() / bias_correction2.sqrt().to(compute)).add(eps)
-        p = p + (-(lr / bias_correction1)).to(compute) * m / denom
+        update = (-(lr / bias_correction1)).to(compute) * m / denom
+        moves = (update != 0) | (p != param)
+        p = p + update
 
         store(exp_avg, m)
         store(exp_avg_sq, v)
         if amsgrad:
             store(max_exp_avg_sq, v_max)
         store(steps, step)
+        if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
+            lost = moves & (p.to(copy.dtype) == copy)
+            store(_lost(lists, param.device)[number], torch.stack([lost.sum(), moves.sum()]))
         store(param, p)
         if copy is not param:
             store(copy, p)
@@ -334,8 +300,11 @@ def shipped() -> Iterator[Shipped]:
     """The dtypes of the levels: masters with copies, FP32 parameters, half parameters alone."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
     kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, half), (wide, wide, None), (half, half, None)]
-    for (param, grad, copy), amsgrad, aligned in itertools.product(kinds, (False, True), (True, False)):
-        lists = AdamLists()
+    flags = (False, True)
+    for (param, grad, copy), amsgrad, aligned, lost in itertools.product(kinds, flags, flags, flags):
+        if lost and (grad is not half or amsgrad or not aligned):
+            continue
+        lists = AdamLists(lost)
         lists.tensors = shipped_lists(
             aligned,
             params=param,
@@ -347,6 +316,7 @@ def shipped() -> Iterator[Shipped]:
         )
         lists.steps = shipped_lists(True, steps=wide)
         lists.rules, lists.groups = [AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)], [0]
-        name = f"adamw {param} {grad} {copy}{' amsgrad' * amsgrad}{'' if aligned else ' unaligned'}"
-        registers = 72 if copy and grad is wide else 64
-        yield Shipped(name.replace("torch.", ""), adamw_triton, (lists, None, None), registers, None, 0, 0)
+        name = f"adamw {param} {grad} {copy}{' amsgrad' * amsgrad}{'' if aligned else ' unaligned'}{' lost' * lost}"
+        registers = 80 if lost else 72 if copy and grad is wide else 64
+        shared = None if lost else 0
+        yield Shipped(name.replace("torch.", ""), adamw_triton, (lists, None, None), registers, None, 0, shared)

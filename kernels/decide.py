@@ -9,12 +9,18 @@ from torch import Tensor
 from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
 
 OUTCOMES = CLEAN, OVERFLOW, FAULT = 0, 1, 2
-RECORD = 6  # numbers in front of a record's magnitudes
+RECORD = 8  # numbers in front of a record's magnitudes
+NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = range(3, RECORD)  # where they are, after the counts by outcome
 _BLOCK = 1024
 
 
 class ScaleRule(NamedTuple):
-    """How a loss scale moves. A fixed scale is ``min_scale == max_scale``."""
+    """How a loss scale moves. A fixed scale is ``min_scale == max_scale``.
+
+    ``headroom``: the scale also grows at every clean step as long as the largest scaled gradient stays within that, and
+    the scale below where an overflow followed on a clean step; that mark is forgotten when the ``growth_interval`` is
+    over. 0: no such growth.
+    """
 
     growth_factor: float
     backoff_factor: float
@@ -22,22 +28,26 @@ class ScaleRule(NamedTuple):
     hysteresis: int
     min_scale: float
     max_scale: float
+    headroom: float = 0.0
 
 
 class ScaleState(NamedTuple):
-    """A loss scale, 0-d float32, and what it remembers, 0-d int32."""
+    """A loss scale, 0-d float32, and what it remembers: two 0-d int32, and the highest that ``headroom`` grows to, 0-d
+    float32."""
 
     scale: Tensor
     growth_tracker: Tensor
     hysteresis_tracker: Tensor
+    ceiling: Tensor
 
 
 class Record(NamedTuple):
     """What is remembered of decisions.
 
     Attributes:
-        numbers: float64 of shape (6 + names,): how many were clean, scale overflows, forward faults; the norm of the
-            last clean one; of the last skipped one its outcome (1 overflow, 2 fault), scale, and magnitudes by name.
+        numbers: float64 of shape (8 + names,): how many were clean, scale overflows, forward faults; the norm and the
+            largest magnitude, both unscaled, of the last clean one; the scale that the last one used; of the last
+            skipped one its outcome (1 overflow, 2 fault), scale, and scaled magnitudes by name.
         places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1: none.
     """
 
@@ -47,42 +57,47 @@ class Record(NamedTuple):
 
 @triton.jit
 def _next_scale(
-    scale_ptr, growth_ptr, hysteresis_ptr, found_inf, fault,
-    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, largest,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
 ):  # fmt: skip
     scale, tracker, patience = tl.load(scale_ptr), tl.load(growth_ptr), tl.load(hysteresis_ptr)
+    ceiling = tl.load(ceiling_ptr)
     overflow = (found_inf != 0.0) & (fault == 0.0)
     clean = (found_inf == 0.0) & (fault == 0.0)
+    lower = tl.maximum(scale * backoff_factor, min_scale)
+    higher = tl.minimum(scale * growth_factor, max_scale)
     # overflow: use up one unit of patience, back off when there is none left
     patience -= overflow.to(tl.int32)
     back_off = overflow & (patience <= 0)
-    # clean: count, grow after growth_interval in a row
+    ceiling = tl.where(overflow & (tracker > 0), lower, ceiling)
+    # clean: count, grow after growth_interval in a row, or where there is room
     tracker = tl.where(overflow, 0, tracker + clean.to(tl.int32))
-    grow = clean & (tracker >= growth_interval)
-    lower = tl.maximum(scale * backoff_factor, min_scale)
-    higher = tl.minimum(scale * growth_factor, max_scale)
+    due = clean & (tracker >= growth_interval)
+    grow = due | (clean & (largest * higher <= headroom) & (headroom > 0.0) & (higher <= ceiling))
     tl.store(scale_ptr, tl.where(back_off, lower, tl.where(grow, higher, scale)))
-    tl.store(growth_ptr, tl.where(grow, 0, tracker))
+    tl.store(growth_ptr, tl.where(due, 0, tracker))
     tl.store(hysteresis_ptr, tl.where(clean, hysteresis, tl.maximum(patience, 0)))
+    tl.store(ceiling_ptr, tl.where(due, max_scale, ceiling))
 
 
 @triton.jit(do_not_specialize=("growth_interval", "hysteresis"))
 def update_scale_kernel(
-    scale_ptr, growth_ptr, hysteresis_ptr, found_inf_ptr, fault_ptr,
-    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf_ptr, fault_ptr, largest_ptr,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
 ):  # fmt: skip
     _next_scale(
-        scale_ptr, growth_ptr, hysteresis_ptr, tl.load(found_inf_ptr), tl.load(fault_ptr),
-        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+        scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr,
+        tl.load(found_inf_ptr), tl.load(fault_ptr), tl.load(largest_ptr),
+        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("n", "parts", "names", "growth_interval", "hysteresis"))
 def decide_kernel(
     amax_ptr, square_ptr, fault_ptr, earlier_ptr, used_ptr, verdict_ptr,
-    scale_ptr, growth_ptr, hysteresis_ptr, numbers_ptr, places_ptr,
+    scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, numbers_ptr, places_ptr,
     n, parts, names, max_norm,
-    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
     CLIP: tl.constexpr, MOVE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
@@ -91,9 +106,11 @@ def decide_kernel(
     j = tl.arange(0, BLOCK)
     # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
     bad = tl.zeros([BLOCK], tl.int32)
+    largest = tl.zeros([BLOCK], tl.float32)
     for at in range(0, n, BLOCK):
         unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
+        largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
     squares = tl.zeros([BLOCK], tl.float64)
     for at in range(0, parts, BLOCK):
         squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
@@ -109,17 +126,19 @@ def decide_kernel(
     tl.store(verdict_ptr + 2, factor)
     if MOVE:
         _next_scale(
-            scale_ptr, growth_ptr, hysteresis_ptr, found_inf, fault,
-            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, tl.max(largest, 0),
+            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
         )  # fmt: skip
     if RECORD > 0:
         outcome = tl.where(fault != 0.0, 2, tl.where(found_inf != 0.0, 1, 0))
         tl.store(numbers_ptr + outcome, tl.load(numbers_ptr + outcome) + 1.0)
+        tl.store(numbers_ptr + 5, used.to(tl.float64))
         if outcome == 0:
             tl.store(numbers_ptr + 3, norm.to(tl.float64))
+            tl.store(numbers_ptr + 4, tl.max(largest, 0).to(tl.float64))
         else:
-            tl.store(numbers_ptr + 4, outcome.to(tl.float64))
-            tl.store(numbers_ptr + 5, used.to(tl.float64))
+            tl.store(numbers_ptr + 6, outcome.to(tl.float64))
+            tl.store(numbers_ptr + 7, used.to(tl.float64))
             for at in range(0, names, BLOCK):
                 place = tl.load(places_ptr + at + j, mask=at + j < names, other=-1)
                 amax = tl.load(amax_ptr + place, mask=place >= 0, other=0.0)
@@ -138,7 +157,7 @@ def decide_triton(
     record: Record | None,
     verdict: Tensor,
 ) -> None:
-    moved = state or (used_scale,) * 3
+    moved = state or (used_scale,) * 4
     numbers, places = record or (amax, amax)
     tensors = (amax, square_sum, loss_nonfinite, found_earlier, used_scale, verdict, *moved, numbers, places)
     sizes = len(amax), len(square_sum), len(places) if record else 0, float(max_norm or 0.0), *_numbers(rule)
@@ -166,25 +185,34 @@ def decide_torch(
     # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
     nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(factor)
     found_inf = (nonfinite | (loss_nonfinite != 0) | (found_earlier != 0)).float()
+    largest = torch.cat([amax, amax.new_zeros(1)]).max() * inv_scale
     if record is not None:
-        _note(record, amax, norm, found_inf, loss_nonfinite, used_scale)
+        _note(record, amax, norm, largest, found_inf, loss_nonfinite, used_scale)
     if state is not None:  # used_scale may be the one that moves
-        update_scale_torch(state, found_inf, loss_nonfinite, rule)
+        update_scale_torch(state, found_inf, loss_nonfinite, largest, rule)
     verdict.copy_(torch.stack([found_inf, norm, factor]))
 
 
 def _note(
-    record: Record, amax: Tensor, norm: Tensor, found_inf: Tensor, loss_nonfinite: Tensor, used_scale: Tensor
+    record: Record,
+    amax: Tensor,
+    norm: Tensor,
+    largest: Tensor,
+    found_inf: Tensor,
+    loss_nonfinite: Tensor,
+    used_scale: Tensor,
 ) -> None:
     fault = loss_nonfinite != 0
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
     numbers, places = record
     # in place, so that a CUDA graph that captured this goes on counting
     numbers[:3] += torch.arange(3, device=outcome.device) == outcome
-    numbers[3].copy_(torch.where(outcome == CLEAN, norm.double(), numbers[3]))
+    clean = torch.stack([norm, largest]).double()
+    numbers[NORM:SCALE] = torch.where(outcome == CLEAN, clean, numbers[NORM:SCALE])
+    numbers[SCALE].copy_(used_scale)
     found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
     last = torch.cat([torch.stack([outcome.float(), used_scale]), found]).double()
-    numbers[4:] = torch.where(outcome != CLEAN, last, numbers[4:])
+    numbers[SKIPPED:] = torch.where(outcome != CLEAN, last, numbers[SKIPPED:])
 
 
 def decide(
@@ -219,50 +247,65 @@ def decide(
 
 def _numbers(rule: ScaleRule) -> tuple[float, ...]:
     """For a kernel, which tells integers and floating-point numbers apart."""
-    growth, backoff, interval, hysteresis, low, high = rule
-    return float(growth), float(backoff), int(interval), int(hysteresis), float(low), float(high)
+    growth, backoff, interval, hysteresis, low, high, room = rule
+    return float(growth), float(backoff), int(interval), int(hysteresis), float(low), float(high), float(room)
 
 
-def update_scale_triton(state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, rule: ScaleRule) -> None:
-    launch(update_scale_kernel, (1, 1, 1), (*state, found_inf, loss_nonfinite), _numbers(rule), (), 1)
+def update_scale_triton(
+    state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, largest: Tensor, rule: ScaleRule
+) -> None:
+    tensors = *state, found_inf, loss_nonfinite, largest
+    launch(update_scale_kernel, (1, 1, 1), tensors, _numbers(rule), (), 1)
 
 
-def update_scale_torch(state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, rule: ScaleRule) -> None:
-    scale, growth_tracker, hysteresis_tracker = state
+def update_scale_torch(
+    state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, largest: Tensor, rule: ScaleRule
+) -> None:
+    scale, growth_tracker, hysteresis_tracker, ceiling = state
     fault = loss_nonfinite != 0  # the forward's fault: a lower scale cannot help
     overflow = (found_inf != 0) & ~fault
     clean = ~fault & ~overflow
+    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
+    higher = (scale * rule.growth_factor).clamp(max=rule.max_scale)
 
     # overflow: use up one unit of patience, back off when there is none left
     patience = hysteresis_tracker - overflow.int()
     back_off = overflow & (patience <= 0)
-    # clean: count, grow after growth_interval in a row
+    ceiling.copy_(torch.where(overflow & (growth_tracker > 0), lower, ceiling))
+    # clean: count, grow after growth_interval in a row, or where there is room
     tracker = (growth_tracker + clean) * ~overflow
-    grow = clean & (tracker >= rule.growth_interval)
+    due = clean & (tracker >= rule.growth_interval)
+    grow = due
+    if rule.headroom > 0:
+        grow = due | (clean & (largest * higher <= rule.headroom) & (higher <= ceiling))
 
-    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
-    higher = (scale * rule.growth_factor).clamp(max=rule.max_scale)
     scale.copy_(torch.where(back_off, lower, torch.where(grow, higher, scale)))
-    growth_tracker.copy_(tracker * ~grow)
+    growth_tracker.copy_(tracker * ~due)
     hysteresis_tracker.copy_(torch.where(clean, torch.full_like(patience, rule.hysteresis), patience.clamp(min=0)))
+    ceiling.copy_(torch.where(due, torch.full_like(ceiling, rule.max_scale), ceiling))
 
 
 def update_scale(
-    state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, rule: ScaleRule, backend: str = "auto"
+    state: ScaleState,
+    found_inf: Tensor,
+    loss_nonfinite: Tensor,
+    largest: Tensor,
+    rule: ScaleRule,
+    backend: str = "auto",
 ) -> None:
     """The loss-scale state machine, in place on the device. Its twin is the specification.
 
     - loss non-finite: nothing moves;
     - gradients non-finite though the loss is finite: the growth count restarts, and at the ``hysteresis``-th time
       without a clean step between, the scale is multiplied by ``backoff_factor``, never below ``min_scale``;
-    - clean: after ``growth_interval`` in a row the scale is multiplied by ``growth_factor``, never above ``max_scale``.
+    - clean: after ``growth_interval`` in a row, or where ``headroom`` allows it at once, the scale is multiplied by
+      ``growth_factor``, never above ``max_scale``.
 
     Args:
-        found_inf, loss_nonfinite: 0-d float32.
+        found_inf, loss_nonfinite, largest: 0-d float32; the last is the largest unscaled gradient.
     """
-    UPDATE_SCALE.run(
-        backend, UPDATE_SCALE.runs_triton(backend, state.scale.device), state, found_inf, loss_nonfinite, rule
-    )
+    takes_triton = UPDATE_SCALE.runs_triton(backend, state.scale.device)
+    UPDATE_SCALE.run(backend, takes_triton, state, found_inf, loss_nonfinite, largest, rule)
 
 
 DECIDE = Forms(decide_triton, decide_torch)
@@ -273,9 +316,9 @@ def shipped() -> Iterator[Shipped]:
     """With everything, and bare."""
     rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
     flag = torch.zeros((), device="meta")
-    state = ScaleState(flag, flag.int(), flag.int())
+    state = ScaleState(flag, flag.int(), flag.int(), flag)
     record = Record(flag.new_zeros(RECORD + 8, dtype=torch.float64), flag.new_zeros(8, dtype=torch.int64))
     stats = flag.new_zeros(8), flag.new_zeros(64), flag, flag, flag
     yield Shipped("decide", decide_triton, (*stats, 1.0, state, rule, record, flag.new_zeros(3)), 64, None, 0)
     yield Shipped("decide only", decide_triton, (*stats, None, None, rule, None, flag.new_zeros(3)), 64, None, 0)
-    yield Shipped("update_scale", update_scale_triton, (state, flag, flag, rule), 64, None, 0)
+    yield Shipped("update_scale", update_scale_triton, (state, flag, flag, flag, rule), 64, None, 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tritonamp
 from tritonamp import GradScaler, optim
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -257,3 +258,79 @@ def test_host_reads(device: torch.device, optimizer: str, monkeypatch: pytest.Mo
         assert reads == []
     else:
         assert "item" in reads or "__bool__" in reads
+
+
+# mode="headroom"
+
+
+@pytest.mark.parametrize("form", ["backward", "by hand", "plain"])
+def test_headroom_is_back_soon_after_a_burst(device: torch.device, form: str) -> None:
+    """Forty bad backwards in a row; "plain": a GradScaler around a model and an optimizer of torch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler(device.type, mode="headroom")
+    amp = None if form == "plain" else tritonamp.enable(model, optimizer, level="O2", scaler=scaler)
+    x, scales = torch.randn(8, 4, device=device), []
+    for i in range(120):
+        loss = model(x).square().mean()
+        if form == "backward":
+            amp.backward(loss)
+        else:
+            scaler.scale(loss).backward()
+        if 20 <= i < 60:
+            model.weight.grad[0, 0] = float("inf")
+        if form == "backward":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales[19] >= 2.0**10 and min(scales) == scales[59] <= scales[19] * 2.0**-24
+    assert 2.0**10 <= scales[109] == scales[119] <= scales[19] / 2, "not to where the burst began"
+    assert all(torch.frexp(torch.tensor(scale)).mantissa == 0.5 for scale in scales)
+    assert all(p.isfinite().all() for p in model.parameters())
+    if amp is not None:
+        amp.disable()
+
+
+def test_headroom_stays_on_poisoned_batches(device: torch.device) -> None:
+    model = nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level="O2", scaler=GradScaler(device.type, mode="headroom"))
+    for _ in range(30):
+        amp.backward(model(torch.full((1, 4), float("nan"), device=device)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.stats()["scale"] == 2.0**16
+    amp.disable()
+
+
+def test_what_headroom_remembers_is_saved(device: torch.device) -> None:
+    scaler = GradScaler(device.type, mode="headroom")
+    scaler.scale(torch.ones((), device=device))
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+    scaler.note(one.reshape(1))
+    scaler.move(zero, zero)
+    scaler.move(one, zero)  # an overflow on a clean step
+    state = scaler.state_dict()
+    assert state["_ceiling"] == state["scale"] == 2.0**16
+    for other in (GradScaler(device.type, mode="headroom"), pickle.loads(pickle.dumps(scaler))):
+        other.load_state_dict(state)
+        other.scale(torch.ones((), device=device))
+        assert other.scale_state.ceiling == 2.0**16
+    assert "_ceiling" not in GradScaler(device.type).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "fast"}, r"got mode='fast', allowed is one of \('interval', 'headroom'\)"),
+        ({"mode": "headroom", "init_scale": 3.0}, r"init_scale=3.0, .*: mode='headroom' allows powers of two"),
+        ({"mode": "headroom", "growth_factor": 1.5}, r"growth_factor=1.5, .*: mode='headroom' allows powers of two"),
+    ],
+)
+def test_headroom_takes_powers_of_two(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradScaler("cpu", **settings)

@@ -14,6 +14,10 @@ from tritonamp.kernels.decide import ScaleRule, ScaleState, decide, update_scale
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
 
+MODES = ("interval", "headroom")
+HEADROOM = 2.0**12  # of float16's 65504
+FAULT_FLOOR = 1.0
+
 
 class GradScaler(torch.amp.GradScaler):
     """Dynamic loss scaling on the device.
@@ -35,6 +39,11 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never goes below; positive.
         max_scale: the scale never goes above.
         hysteresis: overflows, without a clean step between them, until the scale backs off.
+        mode: "interval", or "headroom": the scale also grows, step by step, as long as the largest scaled gradient
+            leaves a factor of 16 to what float16 holds, so that it is back soon after a burst of overflows. All
+            factors and bounds must be powers of two then.
+        backoff_on_fault: a non-finite loss lowers the scale as an overflow does, which is what torch and apex do; but
+            (in a single process) not below 1, where half gradients would begin to vanish for nothing.
 
     Raises:
         ValueError: bounds that contradict one another.
@@ -52,6 +61,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 2.0**-24,
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
+        mode: str = "interval",
+        backoff_on_fault: bool = False,
     ) -> None:
         if not (0 < min_scale <= init_scale <= max_scale and math.isfinite(max_scale)):
             raise ValueError(
@@ -60,17 +71,35 @@ class GradScaler(torch.amp.GradScaler):
             )
         if hysteresis < 1 or growth_interval < 1:
             raise ValueError(f"got hysteresis={hysteresis}, growth_interval={growth_interval}: allowed is 1 or more")
+        if mode not in MODES:
+            raise ValueError(f"got mode={mode!r}, allowed is one of {MODES}")
+        powers = (init_scale, growth_factor, backoff_factor, min_scale, max_scale)
+        if mode == "headroom" and any(math.frexp(x)[0] != 0.5 for x in powers):
+            raise ValueError(
+                f"got init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+                f"min_scale={min_scale}, max_scale={max_scale}: mode='headroom' allows powers of two"
+            )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         settings = (device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         super().__init__(*settings)
         self._settings = functools.partial(
-            GradScaler, *settings, min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis
+            GradScaler,
+            *settings,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+            mode=mode,
+            backoff_on_fault=backoff_on_fault,
         )
+        self.mode, self.backoff_on_fault = mode, backoff_on_fault
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
         self._hysteresis_tracker: Tensor | None = None
+        self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
         self._init_hysteresis_tracker = hysteresis
+        self._ceiling: Tensor | None = None
+        self._init_ceiling = max_scale
 
     def clone(self) -> "GradScaler":
         """A scaler of the same settings at its initial scale."""
@@ -86,6 +115,7 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis,
             self._min_scale,
             self._max_scale,
+            HEADROOM if self.mode == "headroom" else 0.0,
         )
 
     def scale(self, outputs: Any) -> Any:
@@ -112,6 +142,7 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._ceiling = torch.full((), self._init_ceiling, dtype=torch.float32, device=dev)
 
     @property
     def loss_nonfinite(self) -> Tensor | None:
@@ -127,12 +158,21 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def scale_state(self) -> ScaleState:
         """What moves after each decision; there is one when something was scaled."""
-        assert self._scale is not None and self._growth_tracker is not None and self._hysteresis_tracker is not None
-        return ScaleState(self._scale, self._growth_tracker, self._hysteresis_tracker)
+        assert self._scale is not None and self._growth_tracker is not None
+        assert self._hysteresis_tracker is not None and self._ceiling is not None
+        return ScaleState(self._scale, self._growth_tracker, self._hysteresis_tracker, self._ceiling)
 
-    def record(self, optimizer: Optimizer, found_inf: Tensor) -> None:
-        """Notes, for the next ``update``, a decision that was made elsewhere."""
+    def record(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
+        """Notes, for the next ``update``, a decision that was made elsewhere on gradients of magnitudes ``amax``."""
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+        self.note(amax)
+
+    def note(self, amax: Tensor) -> None:
+        """Magnitudes of scaled gradients of the decision that ``move`` will be about."""
+        if self.mode == "headroom" and len(amax):
+            assert self._scale is not None
+            largest = amax.max() / self._scale
+            self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place, once between two updates.
@@ -161,6 +201,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
         verdict = self._scale.new_zeros(3)
         decide(*stats, flag, flag, self._scale, None, None, self.rule, None, verdict)
+        self.note(stats[0])
         found_inf, _, grad_scale = verdict.unbind()
         if not allow_fp16:
             with torch.no_grad():
@@ -192,29 +233,48 @@ class GradScaler(torch.amp.GradScaler):
             return
         if new_scale is not None:
             super().update(new_scale)
-            self._loss_nonfinite = None
+            self._loss_nonfinite = self._largest = None
             return
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
         flags = [f.to(scale.device, non_blocking=True) for s in states for f in s["found_inf_per_device"].values()]
         loss_nonfinite = self.take_loss_nonfinite()
         if flags:
-            update_scale(self.scale_state, torch.stack(flags).amax(), loss_nonfinite, self.rule)
+            self.move(torch.stack(flags).amax(), loss_nonfinite)
         self._per_optimizer_states.clear()
 
+    def move(self, found_inf: Tensor, loss_nonfinite: Tensor) -> None:
+        """Moves the scale after one decision; 0-d float32 flags."""
+        largest, self._largest = self._largest, None
+        if largest is None:
+            largest = torch.full_like(found_inf, math.inf)  # unknown: no room
+        if not self.backoff_on_fault:
+            update_scale(self.scale_state, found_inf, loss_nonfinite, largest, self.rule)
+            return
+        scale, *_ = self.scale_state
+        floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), torch.zeros_like(scale))
+        update_scale(self.scale_state, found_inf, torch.zeros_like(loss_nonfinite), largest, self.rule)
+        # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            scale.copy_(torch.maximum(scale, floor))
+
     def state_dict(self) -> dict[str, Any]:
-        """torch's keys; with ``hysteresis`` above 1 also how much patience is left. Reads the device."""
+        """torch's keys; what ``hysteresis`` above 1 and "headroom" remember under keys of ours. Reads the device."""
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
             tracker = self._hysteresis_tracker
             state["_hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker)
+        if self._enabled and self.mode == "headroom":
+            state["_ceiling"] = self._init_ceiling if self._ceiling is None else float(self._ceiling)
         return state
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled and self._hysteresis_tracker is not None:
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker)
-        return {**state, "_hysteresis_tracker": None, "_loss_nonfinite": None}
+        if self._enabled and self._ceiling is not None:
+            state["_init_ceiling"] = float(self._ceiling)
+        return {**state, "_hysteresis_tracker": None, "_ceiling": None, "_loss_nonfinite": None, "_largest": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds goes to the bound."""
@@ -223,10 +283,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
+        self._init_ceiling = state_dict.get("_ceiling", self._max_scale)
         if self._scale is not None:
             self._scale.fill_(self._init_scale)
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+        if self._ceiling is not None:
+            self._ceiling.fill_(self._init_ceiling)
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

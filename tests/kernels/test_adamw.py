@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _multi_tensor
-from tritonamp.kernels._launch import launch, tl, triton
+from tritonamp.kernels._launch import INTERPRETED, launch, tl, triton
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.adamw import RATES, AdamLists, AdamRule, _power, adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
@@ -614,3 +615,34 @@ def test_a_skip_writes_nothing(triton_device: torch.device, traffic: Any) -> Non
     tensors = Tensors(triton_device, "triton", WIDE, HALF, HALF, shapes=SMALL)
     tensors.step(None, torch.tensor(NAN, device=triton_device))
     assert (traffic.read, traffic.written) == (4 * (1 + len(tensors.params)), 0)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_master", [True, False])
+def test_half_values_that_stay_are_counted(
+    device: torch.device, backend: str, half: torch.dtype, has_master: bool
+) -> None:
+    """From 1, where half an ulp is 2**-12 (float16) or 2**-9, down by lr; a gradient of zero moves nothing."""
+    if half is torch.bfloat16 and backend == "triton" and INTERPRETED:
+        pytest.skip("the interpreter's bfloat16 is FP32")
+    ulp = torch.finfo(half).eps / 2  # below 1
+    for lr, stay in ((ulp / 4, 5000), (ulp, 0)):
+        copy = torch.ones(5003, dtype=half, device=device)
+        param = copy.float() if has_master else copy
+        grad = torch.ones_like(copy)
+        grad[:3] = 0.0
+        zeros = [torch.zeros(5003, device=device) for _ in range(2)]
+        lists = AdamLists(track_lost=True)
+        moments = {"exp_avgs": zeros[:1], "exp_avg_sqs": zeros[1:], "max_exp_avg_sqs": zeros[1:]}
+        lists.tensors = TensorLists(params=[param], grads=[grad], **moments, copies=[copy])
+        lists.steps = TensorLists(steps=[torch.zeros((), device=device)])
+        lists.rules, lists.groups = [AdamRule(lr, 0.9, 0.999, 1e-12, 0.0, True, False, False)], [0]
+        for _ in range(2):  # of the last step only
+            adamw(lists, None, None, backend)
+            if lr == ulp:
+                break
+            param.fill_(1.0), copy.fill_(1.0)
+        (lost,) = lists.tensors.all_kept("lost")
+        assert lost.tolist() == [[stay, 5000]]
+        adamw(lists, None, torch.ones((), device=device), backend)
+        assert lost.tolist() == [[stay, 5000]], "a skip leaves it"

@@ -31,6 +31,7 @@ RULES = st.builds(
     hysteresis=st.integers(1, 3),
     min_scale=st.sampled_from([2.0**-3, 1.0]),
     max_scale=st.sampled_from([1.0, 2.0**3]),
+    headroom=st.just(0.0),
 )
 CLEAN = (0.0, 0.0)
 OVERFLOWS = [(1.0, 0.0), (2.0, 0.0), (INF, 0.0), (NAN, 0.0)]  # found_inf, loss_nonfinite
@@ -69,15 +70,16 @@ class Machine:
             torch.tensor(1.0, device=device),
             torch.tensor(0, dtype=torch.int32, device=device),
             torch.tensor(rule.hysteresis, dtype=torch.int32, device=device),
+            torch.tensor(float(rule.max_scale), device=device),
         )
 
-    def see(self, found_inf: float, loss_nonfinite: float) -> None:
-        flags = (torch.tensor(flag, device=self.tensors.scale.device) for flag in (found_inf, loss_nonfinite))
-        update_scale(self.tensors, *flags, self.rule, self.backend)
+    def see(self, found_inf: float, loss_nonfinite: float, largest: float = 0.0) -> None:
+        numbers = (torch.tensor(x, device=self.tensors.scale.device) for x in (found_inf, loss_nonfinite, largest))
+        update_scale(self.tensors, *numbers, self.rule, self.backend)
 
     @property
     def state(self) -> tuple[float, int, int]:
-        scale, growth_tracker, hysteresis_tracker = self.tensors
+        scale, growth_tracker, hysteresis_tracker, _ = self.tensors
         return scale.item(), int(growth_tracker), int(hysteresis_tracker)
 
 
@@ -140,7 +142,7 @@ def test_it_moves_in_place_and_keeps_dtypes(device: torch.device, backend: str) 
     for event in (CLEAN, OVERFLOWS[0]):
         machine.see(*event)
     assert [t.data_ptr() for t in machine.tensors] == pointers
-    assert [t.dtype for t in machine.tensors] == [torch.float32, torch.int32, torch.int32]
+    assert [t.dtype for t in machine.tensors] == [torch.float32, torch.int32, torch.int32, torch.float32]
     assert machine.state == (1.0, 0, 0)
 
 
@@ -164,6 +166,47 @@ def test_the_ends_of_fp32(device: torch.device, backend: str, scale: float) -> N
 
 
 # decide
+
+
+ROOMY = ScaleRule(2.0, 0.5, 5, 1, 2.0**-24, 2.0**24, headroom=2.0**12)
+GRADIENTS = st.sampled_from([0.0, 2.0**-30, 1e-3, 1.0, 2.0**4, 1e6])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@given(st.lists(st.tuples(EVENTS, GRADIENTS), max_size=15))
+def test_headroom_keeps_the_scale_within_bounds(form: str, events: list[tuple[tuple[float, float], float]]) -> None:
+    machine = Machine(ROOMY, form, AT)
+    ceiling = ROOMY.max_scale
+    for event, largest in events:
+        scale, tracker, _ = machine.state
+        machine.see(*event, largest)
+        after = machine.state[0]
+        assert ROOMY.min_scale <= after <= ROOMY.max_scale and torch.frexp(torch.tensor(after)).mantissa == 0.5
+        due = tracker + 1 == ROOMY.growth_interval
+        if event in FAULTS:
+            assert after == scale
+        elif event[0] != 0.0:
+            assert after == max(scale / 2, ROOMY.min_scale)
+            ceiling = after if tracker > 0 else ceiling
+        else:
+            room = 2 * scale <= ceiling and largest * min(2 * scale, ROOMY.max_scale) <= ROOMY.headroom
+            assert after == min(2 * scale, ROOMY.max_scale) if room or due else after == scale
+            ceiling = ROOMY.max_scale if due else ceiling
+
+
+def test_headroom_recovers_from_a_burst_within_fifty_steps(device: torch.device, backend: str) -> None:
+    """Forty overflows in a row; then back to just below where they began, not to where the next one would follow."""
+    machine = Machine(ROOMY._replace(growth_interval=2000), backend, device)
+    for _ in range(60):
+        machine.see(0.0, 0.0, 2.0**-6)
+    assert machine.state[0] == 2.0**18, "2**-6 times that is the headroom"
+    for _ in range(40):
+        machine.see(1.0, 0.0, INF)
+    assert machine.state[0] == 2.0**-22
+    for _ in range(50):
+        machine.see(0.0, 0.0, 2.0**-6)
+    assert machine.state[0] == 2.0**17
 
 
 RULE = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24)
@@ -329,7 +372,7 @@ def test_a_factor_that_is_not_a_number_skips(device: torch.device, backend: str)
 
 def scale_state(device: torch.device, scale: float, growth: int, hysteresis: int) -> ScaleState:
     counts = (torch.tensor(n, dtype=torch.int32, device=device) for n in (growth, hysteresis))
-    return ScaleState(torch.tensor(scale, device=device), *counts)
+    return ScaleState(torch.tensor(scale, device=device), *counts, torch.tensor(2.0**24, device=device))
 
 
 @pytest.mark.parametrize("amax", [1.0, INF])
@@ -341,7 +384,7 @@ def test_a_decision_moves_the_scale_like_update_scale(
         rule = RULE._replace(hysteresis=2)
         moved, expected = (scale_state(device, 8.0, growth, hysteresis) for _ in range(2))
         found_inf = judge([1.0, amax], loss_nonfinite=fault, state=moved, rule=rule, device=device, backend=backend)[0]
-        flags = (torch.tensor(flag, device=device) for flag in (found_inf, fault))
+        flags = (torch.tensor(flag, device=device) for flag in (found_inf, fault, 1.0))
         update_scale(expected, *flags, rule, "eager")
         assert moved == expected
 
@@ -357,7 +400,7 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(device: torc
     stats = stats * INF
     decide(stats, stats, zero, zero, state.scale, None, state, RULE, record, verdict, backend)
     assert state.scale.item() == 8.0
-    assert numbers.tolist() == [1.0, 1.0, 0.0, 0.125, 1.0, 16.0]
+    assert numbers.tolist() == [1.0, 1.0, 0.0, 0.125, 0.125, 16.0, 1.0, 16.0]
 
 
 def record_of(device: torch.device, places: list[int]) -> Record:
@@ -369,15 +412,15 @@ def test_the_record_by_hand(device: torch.device, backend: str) -> None:
     record = record_of(device, [2, -1, 0, 2])
     pointer, at = record.numbers.data_ptr(), {"record": record, "device": device, "backend": backend}
     judge([1.0, 2.0, 3.0], [4.0], scale=0.5, **at)
-    assert record.numbers.tolist() == [101, 101, 102, 4.0, 104, 105, 106, 107, 108, 109]
+    assert record.numbers.tolist() == [101, 101, 102, 4.0, 6.0, 0.5, 106, 107, 108, 109, 110, 111]
     judge([1.0, 2.0, INF], [9.0], scale=4.0, **at)
-    assert record.numbers.tolist() == [101, 102, 102, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
+    assert record.numbers.tolist() == [101, 102, 102, 4.0, 6.0, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
     judge([5.0, 2.0, 3.0], [9.0], scale=8.0, loss_nonfinite=1.0, **at)
-    assert record.numbers.tolist() == [101, 102, 103, 4.0, 2.0, 8.0, 3.0, 0.0, 5.0, 3.0]
+    assert record.numbers.tolist() == [101, 102, 103, 4.0, 6.0, 8.0, 2.0, 8.0, 3.0, 0.0, 5.0, 3.0]
     judge([5.0, 2.0, 7.0], [9.0], found_earlier=1.0, **at)
-    assert record.numbers.tolist() == [101, 103, 103, 4.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    assert record.numbers.tolist() == [101, 103, 103, 4.0, 6.0, 1.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
     judge([8.0] * 3, [36.0], **at)
-    assert record.numbers.tolist() == [102, 103, 103, 6.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    assert record.numbers.tolist() == [102, 103, 103, 6.0, 8.0, 1.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
     assert record.numbers.data_ptr() == pointer
     assert record.places.tolist() == [2, -1, 0, 2]
 
@@ -391,7 +434,7 @@ def test_the_record_of_many(device: torch.device, backend: str, names: int) -> N
     judge(amax, record=record, device=device, backend=backend)
     expected = torch.where(places < 0, 0.0, amax[places]).double()
     torch.testing.assert_close(record.numbers[RECORD:].cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    assert record.numbers[:RECORD].tolist() == [100, 102, 102, 103, 1, 1]
+    assert record.numbers[:RECORD].tolist() == [100, 102, 102, 103, 104, 1, 1, 1]
 
 
 def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
@@ -400,7 +443,7 @@ def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
     at = {"record": record, "device": device, "backend": backend}
     assert judge([], **at) == (0.0, 0.0, 1.0)
     judge([], loss_nonfinite=1.0, scale=2.0, **at)
-    assert record.numbers.tolist() == [101, 101, 103, 0.0, 2.0, 2.0, 0.0, 0.0]
+    assert record.numbers.tolist() == [101, 101, 103, 0.0, 0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
 MAGNITUDES = st.one_of(
@@ -450,7 +493,7 @@ def test_the_kernel_decides_like_its_twin(
     torch.testing.assert_close(torch.tensor(verdict), torch.tensor(other[0]), **close)
     assert moved == other[1]
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(other[2]), **close)
-    assert numbers[:3] + numbers[4:6] == other[2][:3] + other[2][4:6]
+    assert numbers[:3] + numbers[4:RECORD] == other[2][:3] + other[2][4:RECORD]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
