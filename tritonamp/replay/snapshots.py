@@ -1,0 +1,150 @@
+"""What a forward depends on beside the weights, recorded without waiting for the device, so that it can run again."""
+
+import functools
+import random
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+class BatchGoneError(RuntimeError):
+    """The batch of a snapshot is no longer there, or no longer what it was."""
+
+
+class Ambience:
+    """Random number generators, grad mode, autocast and the training flags of some modules, as they are now.
+
+    Args:
+        devices: whose generators to record beside the CPU's.
+        modules: whose training flags to record.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> None:
+        self.python, self.cpu = random.getstate(), torch.get_rng_state()
+        self.cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+        self.grad, self.cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in DEVICE_TYPES]
+        self.training = [(module, module.training) for module in modules]
+
+    def restore(self, generators: bool = True) -> None:
+        """Makes it so again; ``generators=False`` leaves the random numbers where they are."""
+        if generators:
+            random.setstate(self.python)
+            torch.set_rng_state(self.cpu)
+            for device, state in self.cuda.items():
+                torch.cuda.set_rng_state(state, device)
+        torch.set_grad_enabled(self.grad)
+        torch.set_autocast_cache_enabled(self.cache)
+        for device_type, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        for module, flag in self.training:
+            module.training = flag
+
+
+def devices(model: nn.Module) -> set[torch.device]:
+    """Where parameters and buffers are."""
+    return {t.device for t in [*model.parameters(), *model.buffers()]}
+
+
+class Snapshot:
+    """One forward of a model, about to happen: its arguments and what else decides the result.
+
+    ::
+
+        snapshot = Snapshot(model, args, kwargs)   # before the forward
+        output = snapshot.follow(model(*args, **kwargs))
+        ...
+        find_fault(model, snapshot.run, expected=snapshot.outputs, grad_outputs=snapshot.grad_outputs, scale=scale)
+
+    Args:
+        model: what will be called, with ``args`` and ``kwargs``.
+        weak: hold the tensors in the arguments only as long as somebody else does.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, weak: bool = False) -> None:
+        self.model = model
+        self.made: frozenset[int] = frozenset()  # which leaves of the arguments other models made
+        given = (args, kwargs)
+        found = {t.device for t in tree_leaves(given) if isinstance(t, Tensor)}
+        self.ambience = Ambience(found, [model])
+        self._versions = [_version(t) for t in tree_leaves(given)]
+        self._given = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, given) if weak else given
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._grads: dict[int, Tensor] = {}
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``args`` and ``kwargs``.
+
+        Raises:
+            BatchGoneError: a tensor among them is gone, or was written to since.
+        """
+        given = tree_map(_alive, self._given)
+        versions = zip(map(_version, tree_leaves(given)), self._versions, strict=True)
+        changed = [i for i, (now, then) in enumerate(versions) if now != then]
+        if changed:
+            raise BatchGoneError(
+                f"the batch was changed in place after the forward (tensor {changed[0]} of its arguments), so the "
+                "forward cannot be run again: write to a copy of it"
+            )
+        return given
+
+    def run(self) -> Any:
+        """The forward again, under the generators, grad mode, autocast and training flag of the first time.
+
+        The random numbers go on from there, for a loss that draws some, too.
+
+        Raises:
+            BatchGoneError: see ``arguments``.
+        """
+        args, kwargs = self.arguments()
+        before = Ambience([], [m for m in self.model.modules()])
+        if self.model.training is not self.ambience.training[0][1]:
+            self.model.train(self.ambience.training[0][1])
+        self.ambience.restore()
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            before.restore(generators=False)
+
+    def follow(self, output: Any) -> Any:
+        """Remembers the output while it lives, and the gradients that arrive at it. Returns ``output``."""
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        self._outputs = [weakref.ref(t) for t in tensors]
+        for i, t in enumerate(tensors):
+            if t.requires_grad:
+                t.register_hook(functools.partial(self._grads.__setitem__, i))
+        return output
+
+    @property
+    def outputs(self) -> list[Tensor] | None:
+        """The tensors of the output that ``follow`` was given; None: some are gone."""
+        alive = [t for t in (ref() for ref in self._outputs) if t is not None]
+        return alive if alive and len(alive) == len(self._outputs) else None
+
+    @property
+    def grad_outputs(self) -> list[Tensor | None] | None:
+        """The gradient that arrived at each of them, with the loss scale; None: no backward has come yet."""
+        return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _alive(value: Any) -> Any:
+    if not isinstance(value, weakref.ref):
+        return value
+    value = value()
+    if value is None:
+        raise BatchGoneError(
+            "the batch of this forward is gone, so it cannot be run again: keep a reference to it until after "
+            "optimizer.step(), or have snapshots hold it (weak=False)"
+        )
+    return value

@@ -1,0 +1,291 @@
+"""From what was seen at an op to a verdict: the kind of fault, why it happened, what to do."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an op ran.
+
+    Attributes:
+        module: full name of the innermost module, "" for the model itself, None outside of it.
+        kind: class name of that module.
+        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
+        file, line: the user's source, None and 0 where only torch was between the model and the op.
+    """
+
+    module: str | None
+    kind: str
+    op: str
+    file: str | None
+    line: int
+
+    @property
+    def name(self) -> str:
+        """The module in words."""
+        return "outside the model" if self.module is None else self.module or f"the model itself ({self.kind})"
+
+    def __str__(self) -> str:
+        line = f" at {self.file}:{self.line}" if self.file else ""
+        return f"{self.name}, op {self.op}{line}"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A floating tensor that went into an op; ``amax`` is the largest finite magnitude in it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    amax: float
+
+    def __str__(self) -> str:
+        return f"{short(self.dtype)}{list(self.shape)} up to {self.amax:.4g}"
+
+
+@dataclass
+class Event:
+    """An op that made inf or NaN, and what became of it.
+
+    Attributes:
+        aten: the op as torch dispatched it; ``place.op`` is the one the user called.
+        inputs: the floating tensors that the user's op was given.
+        dtype: of the result. ``nan``: there is NaN in it.
+        exact: largest magnitude of the result in float64; inf or NaN where float64 has no number either; None where
+            the op could not be run again.
+        quiet: an infinity that somebody wrote on purpose, such as a mask of -inf.
+        source: "data", "parameters" or "propagated" where no op made it; ``names`` and ``samples`` say which.
+        scalars: Python numbers among the arguments.
+        eps: a number that was added further up, and the format in which it rounds to zero.
+        zero: a divisor, or the argument of a logarithm, is zero. ``masked``: a softmax row has nothing but -inf.
+        constant: an infinity that somebody wrote on purpose went in.
+        rounding: the op only rounded a finite value of a wider format. ``squares``: a tensor times itself.
+        discarded: the forward threw its result away, the backward did not.
+        refused: torch raised, because a constant does not fit.
+        later: ops that handed it on. ``absorbed``: where inf became a wrong finite number.
+    """
+
+    place: Place
+    phase: str
+    dtype: torch.dtype
+    aten: str = ""
+    inputs: tuple[Operand, ...] = ()
+    nan: bool = False
+    exact: float | None = None
+    quiet: bool = False
+    source: str = ""
+    names: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
+    scalars: tuple[float, ...] = ()
+    eps: tuple[float, torch.dtype] | None = None
+    zero: bool = False
+    masked: bool = False
+    constant: bool = False
+    rounding: bool = False
+    squares: bool = False
+    discarded: bool = False
+    refused: bool = False
+    later: int = 0
+    first_nan: Place | None = None
+    absorbed: Place | None = None
+
+    @property
+    def overflowed(self) -> bool:
+        """The value exists; this format cannot hold it."""
+        return not self.source and not self.quiet and self.exact is not None and math.isfinite(self.exact)
+
+
+FAMILIES = {
+    "matmul": """mm bmm addmm addbmm baddbmm mv addmv addr dot vdot inner outer matmul linear bilinear einsum tensordot
+        linalg_multi_dot linalg_vecdot chain_matmul convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+        conv_transpose3d conv_tbc addmm_activation scaled_dot_product_attention lstm gru rnn_tanh rnn_relu""",
+    "square": "pow square var std var_mean std_mean norm linalg_vector_norm mse_loss cdist dist",
+    "reduction": "sum mean cumsum prod cumprod nansum trace logcumsumexp add_reduce nll_loss cross_entropy_loss",
+    "exp": "exp exp2 expm1 sinh cosh softplus logsumexp logaddexp",
+    "softmax": "softmax log_softmax safe_softmax scaled_dot_product_attention cross_entropy_loss",
+    "divide": "div divide true_divide reciprocal rsqrt addcdiv pow",
+    "product": "mul multiply",
+    "average": "mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d nll_loss_forward "
+    "nll_loss2d_forward cross_entropy_loss mse_loss",
+    "log": "log log2 log10 log1p xlogy logit",
+    "root": "sqrt acos asin acosh atanh arccos arcsin erfinv lgamma norm linalg_vector_norm std dist cdist",
+    "cast": "to_copy copy to",
+}
+
+
+def family(op: str) -> set[str]:
+    """The families that an op's name belongs to: "_softmax.int" is a "softmax"."""
+    name = op.split(".")[0].strip("_").removeprefix("native_")
+    return {key for key, names in FAMILIES.items() if name in names.split()}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why and what to do, with the names of ``Fault._words`` in braces."""
+
+    why: str
+    advice: str
+
+
+_KEEP = "keep it in FP32: {keep}"
+
+VERDICTS = {
+    "matmul_overflow": Verdict(
+        "the product is {value}, {multiple} times the {limit} that {format} ends at",
+        f"Normalise or scale what goes into it (attention: scale q before q @ k, or normalise q and k), or {_KEEP}.",
+    ),
+    "square_overflow": Verdict(
+        "a square is {value}, {multiple} times the {limit} that {format} ends at",
+        f"Take squares and variances of x.float() (torch's own norms and var do), or {_KEEP}.",
+    ),
+    "reduction_overflow": Verdict(
+        "the sum is {value}, {multiple} times the {limit} that {format} ends at",
+        f"Sum in FP32: x.sum(dtype=torch.float32), a mean before the sum, or {_KEEP}.",
+    ),
+    "exp_overflow": Verdict(
+        "the exponential of {amax} is {value}, beyond the {limit} that {format} ends at",
+        "Subtract the maximum before exp (softmax and logsumexp do), or clamp its input.",
+    ),
+    "overflow": Verdict(
+        "the result is {value}, {multiple} times the {limit} that {format} ends at",
+        f"Make its inputs smaller, or {_KEEP}.",
+    ),
+    "constant_overflow": Verdict(
+        "the constant {scalar} does not fit {format}, which ends at {limit}",
+        "Write float('-inf') or torch.finfo(x.dtype).min for a mask; for other constants compute in FP32.",
+    ),
+    "cast_overflow": Verdict(
+        "{named}a finite {value} was cast to {format}, {multiple} times the {limit} that it ends at",
+        f"Bring the value into range before the cast, or {_KEEP}.",
+    ),
+    "masked_row": Verdict(
+        "a row of this softmax is -inf everywhere, and its sum of exponentials is 0/0",
+        "Leave one entry of each row unmasked, or write zeros over such rows with torch.where before the softmax.",
+    ),
+    "vanished_eps": Verdict(
+        "eps={eps} rounds to zero in {eps_format}, and {op} meets a zero",
+        f"Take a larger eps (float16 holds 6e-5 and up), add it to x.float(), or {_KEEP}.",
+    ),
+    "zero_by_zero": Verdict(
+        "0/0",
+        "Clamp the divisor, or handle the empty case (all masked, all equal) apart; if it is zero in half only (a "
+        f"square of small numbers), {_KEEP}.",
+    ),
+    "division_by_zero": Verdict(
+        "a divisor is zero",
+        f"Clamp it from below by a number that {{format}} holds; if it is not zero in FP32, {_KEEP}.",
+    ),
+    "domain_error": Verdict(
+        "{op} has no value there: its argument is {argument}",
+        f"Clamp the argument into range; if rounding in half put it outside, {_KEEP}.",
+    ),
+    "infinite_constant": Verdict(
+        "an infinity that was written as a constant met inf - inf, 0 * inf or the loss",
+        "Mask with torch.where or masked_fill after the arithmetic, or use torch.finfo(x.dtype).min in place of inf.",
+    ),
+    "data": Verdict(
+        "inf or NaN came in with the batch: {names}{samples}",
+        "Find out where the data comes from, and drop or repair such samples before the model.",
+    ),
+    "parameters": Verdict(
+        "inf or NaN is in the model already: {names}",
+        "Load the last checkpoint that is finite: no step can repair it.",
+    ),
+    "weight_overflow": Verdict(
+        "a weight does not fit {format}, though its FP32 master is finite: {names}",
+        f"Decay or clip this weight, or {_KEEP}.",
+    ),
+    "propagated": Verdict(
+        "inf or NaN arrived with {names}",
+        "Look there: behind an output is the loss, behind a kernel of your own its inputs.",
+    ),
+    "scale_too_high": Verdict(
+        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that {format} ends at; "
+        "all gradients fit at {fits}",
+        "Nothing, if it is rare: the scale comes down by itself. If this layer alone holds the scale down, {keep}.",
+    ),
+    "gradient_overflow": Verdict(
+        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that {format} ends at, and "
+        "no loss scale from 1 up fits",
+        f"Make the loss or the gradient of this op smaller, or {_KEEP}.",
+    ),
+    "backward_nan": Verdict(
+        "the forward is finite, the gradient of {op} is not: {reason}",
+        "Put a harmless value in before {op} where it is not differentiable (torch.where after it does not stop "
+        "0 * inf in the backward), or clamp its argument.",
+    ),
+    "vanished_gradients": Verdict(
+        "all gradients are zero: at loss scale {scale} they are below what {format} holds; not so at {fits}",
+        "Use a dynamic loss scale, or a fixed one of {fits} or more; bfloat16 needs none.",
+    ),
+    "unknown": Verdict("its inputs are finite and its output is not", f"Compute it by hand in float64, or {_KEEP}."),
+}
+
+
+def _is(*families: str) -> Callable[[Event], bool]:
+    return lambda e: bool(family(e.place.op) & set(families))
+
+
+def _constant(e: Event) -> bool:
+    """Products are taken in FP32: there the constant is to blame where it multiplies a mask."""
+    is_product = family(e.place.op) & {"product", "divide"}
+    beyond = any(torch.finfo(e.dtype).max < abs(s) < math.inf for s in e.scalars)
+    return beyond and (not is_product or max((o.amax for o in e.inputs), default=0.0) <= 1.0)
+
+
+FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
+    ("infinite_constant", lambda e: e.quiet),
+    ("constant_overflow", _constant),
+    ("cast_overflow", lambda e: e.rounding and e.overflowed),
+    ("exp_overflow", lambda e: "pow.Scalar" in e.aten and not e.nan),
+    ("square_overflow", lambda e: e.overflowed and (e.squares or _is("square")(e))),
+    ("matmul_overflow", lambda e: e.overflowed and _is("matmul")(e)),
+    ("exp_overflow", lambda e: _is("exp")(e) and not e.nan),
+    ("reduction_overflow", lambda e: e.overflowed and _is("reduction")(e)),
+    ("overflow", lambda e: e.overflowed),
+    ("masked_row", lambda e: e.masked),
+    ("vanished_eps", lambda e: e.eps is not None and e.zero),
+    ("infinite_constant", lambda e: e.nan and e.constant),
+    ("domain_error", _is("log")),
+    ("zero_by_zero", lambda e: e.nan and _is("average")(e)),
+    ("zero_by_zero", lambda e: e.zero and e.nan),
+    ("division_by_zero", lambda e: e.zero),
+    ("domain_error", lambda e: e.nan and _is("root", "divide", "square")(e)),
+    ("square_overflow", lambda e: _is("square")(e) and e.exact == math.inf),
+]
+"""Kinds of a forward fault, first match wins."""
+
+REASONS = {
+    "sqrt": "the slope of sqrt at 0 is infinite",
+    "pow": "the slope of a power below 1 at 0 is infinite",
+    "norm": "a norm has no slope at 0",
+    "linalg_vector_norm": "a norm has no slope at 0",
+    "std": "a standard deviation has no slope at 0",
+    "div": "its divisor is 0",
+    "log": "the slope of log at 0 is infinite",
+    "acos": "the slope of acos at 1 and -1 is infinite",
+    "asin": "the slope of asin at 1 and -1 is infinite",
+    "atan2": "it has no slope at (0, 0)",
+}
+
+
+def judge(event: Event, fits: float | None = None) -> str:
+    """The kind of fault: a key of ``VERDICTS``.
+
+    Args:
+        fits: for a backward, the largest loss scale at which all gradients are finite; None if there is none.
+    """
+    if event.source:
+        return event.source
+    if event.phase == "backward":
+        if not event.overflowed:
+            return "backward_nan"
+        return "scale_too_high" if fits is not None and fits >= 1 else "gradient_overflow"
+    return next((kind for kind, holds in FORWARD if holds(event)), "unknown")
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
