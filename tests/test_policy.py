@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 from typing import Any
 
@@ -27,7 +28,10 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "softmax_dtype": (None, None, None, None),
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
+    "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
+    "raise_after": (1, 1, 1, 1),
+    "track_lost_updates": (False, False, False, False),
 }
 
 
@@ -216,3 +220,56 @@ def test_enable_refuses_before_it_touches_the_model() -> None:
         tritonamp.enable(model, level="O2", loss_scale=-1)
     assert type(model) is nn.Linear
     assert model.weight.dtype is FP32
+
+
+# as text
+
+
+class Inner:
+    """A class inside a class, and one that only this file has."""
+
+    class Block(nn.Module):
+        pass
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *LEVELS.values(),
+        resolve("O5", fp32_modules=["head", nn.LayerNorm, Inner.Block]),
+        resolve("O2", softmax_dtype=FP32, state_dict_dtype=FP16, cast_outputs=FP16, loss_scale=128.0),
+    ],
+)
+def test_a_policy_survives_as_text(policy: Policy) -> None:
+    assert Policy.from_json(policy.to_json()) == policy
+
+
+def test_the_text_is_plain() -> None:
+    plain = json.loads(resolve("O2", fp32_modules=["head", nn.LayerNorm]).to_json())
+    assert plain["dtype"] == "float16"
+    assert plain["cast_outputs"] == "float32"
+    assert plain["softmax_dtype"] is None
+    assert plain["fp32_modules"] == ["head", "torch.nn.modules.normalization:LayerNorm"]
+    assert set(plain) == set(TABLE)
+
+
+def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
+    assert Policy.from_json("{}") == Policy()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"level": "O2"}', "got level, allowed are an object's keys .*cast_model"),
+        ("[]", "got list, allowed are an object's keys"),
+        ("no JSON", "Expecting value"),
+        ('{"dtype": "float8"}', "dtype=float8: allowed are torch.float16"),
+        ('{"master_weights": true}', "master_weights=True needs cast_model=True"),
+        ('{"op_policy": true, "fp32_modules": ["torch.nn:Nothing"]}', "no class 'Nothing' can be imported from"),
+        ('{"op_policy": true, "fp32_modules": ["no_such_module:Net"]}', "no class 'Net' can be imported from"),
+        ('{"op_policy": true, "fp32_modules": ["math:pi"]}', "'math:pi' is float, allowed are classes of modules"),
+    ],
+)
+def test_texts_that_are_no_policy(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy.from_json(text)

@@ -5,6 +5,8 @@ from tritonamp import optim as optim
 from tritonamp.checkpoint import load as load
 from tritonamp.checkpoint import save as save
 from tritonamp.diagnostics import NonFiniteError as NonFiniteError
+from tritonamp.forecast import Forecast as Forecast
+from tritonamp.forecast import check as check
 from tritonamp.kernels._launch import UnsupportedDeviceError as UnsupportedDeviceError
 from tritonamp.policy import O0 as O0
 from tritonamp.policy import O1 as O1
@@ -30,10 +32,12 @@ __all__ = [
     "O2",
     "O3",
     "Amp",
+    "Forecast",
     "GradScaler",
     "NonFiniteError",
     "Policy",
     "UnsupportedDeviceError",
+    "check",
     "disable_casts",
     "enable",
     "float_function",

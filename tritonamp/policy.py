@@ -1,6 +1,9 @@
 """Which precision where: a frozen value, and the four levels that are values of it."""
 
 import dataclasses
+import functools
+import importlib
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-ON_NONFINITE = ("skip", "explain", "raise")
+ON_NONFINITE = ("skip", "explain", "heal", "raise")
 
 
 @dataclass(frozen=True)
@@ -23,16 +26,22 @@ class Policy:
         cast_model: parameters are stored in ``dtype``.
         keep_norms_fp32: normalisation layers keep FP32 parameters (only with ``cast_model``).
         op_policy: the forward runs under the op table (autocast plus overrides).
-        master_weights: the optimizer steps on FP32 copies of the half parameters (only with ``cast_model``).
+        master_weights: the optimizer steps on FP32 copies of the half parameters (only with ``cast_model`` or
+            ``half_parameters``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
         cast_inputs: FP32 tensors given to the model are cast to ``dtype`` (which may stand for True, None for False).
         cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave them alone.
         softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the input's
             (FP32 accumulation inside either way), torch.float32 is what torch.autocast does.
         state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or ``dtype``.
+        half_parameters: parameters that are half before ``enable`` stay half; without it such a model is refused.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and arithmetic.
-        on_nonfinite: "skip" the step; "explain" also logs the reason; "raise" NonFiniteError where a lower scale
-            cannot help. The last two read the decision on the host at every step.
+        on_nonfinite: what is done beside skipping the step, where a lower scale cannot help. "skip": a line in the log;
+            "explain": the failing batch runs again, and the operation is named; "heal": also a module with such faults
+            computes in FP32 from then on; "raise": NonFiniteError. All but "skip" read the decision on the host at
+            every step, and keep the gradients of the model's outputs until then.
+        raise_after: faults in a row until "raise" raises.
+        track_lost_updates: Adam and AdamW count the parameters whose half value an update did not change.
     """
 
     dtype: torch.dtype = torch.float16
@@ -45,8 +54,11 @@ class Policy:
     cast_outputs: torch.dtype | None = None
     softmax_dtype: torch.dtype | None = None
     state_dict_dtype: torch.dtype = torch.float32
+    half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
     on_nonfinite: str = "skip"
+    raise_after: int = 1
+    track_lost_updates: bool = False
 
     def __post_init__(self) -> None:
         modules = self.fp32_modules
@@ -64,10 +76,56 @@ class Policy:
         if problems:
             raise ValueError("Policy: " + "; ".join(problems))
 
+    def to_json(self) -> str:
+        """The policy as text: dtypes by name, classes in ``fp32_modules`` as "module:name". See ``from_json``."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {name: _dtype_name(v) if isinstance(v, torch.dtype) else v for name, v in fields.items()}
+        plain["fp32_modules"] = [_class_name(m) if isinstance(m, type) else m for m in self.fp32_modules]
+        return json.dumps(plain, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Policy":
+        """The policy that ``to_json`` wrote; fields that are left out have their defaults.
+
+        Imports the modules of the classes that ``fp32_modules`` names.
+
+        Raises:
+            ValueError: not such a text, or fields that contradict one another.
+        """
+        plain, known = json.loads(text), {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(plain, dict) or not plain.keys() <= known:
+            got = ", ".join(sorted(plain.keys() - known)) if isinstance(plain, dict) else type(plain).__name__
+            raise ValueError(f"Policy.from_json: got {got}, allowed are an object's keys {', '.join(sorted(known))}")
+        for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype"):
+            if isinstance(plain.get(name), str):
+                plain[name] = getattr(torch, plain[name], plain[name])
+        named = plain.get("fp32_modules", ())
+        plain["fp32_modules"] = [_named_class(m) if isinstance(m, str) and ":" in m else m for m in named]
+        return cls(**plain)
+
     @property
     def scales_loss(self) -> bool:
         """Whether gradients carry a loss scale, so that a plain ``loss.backward()`` would be wrong."""
         return self.loss_scale != 1.0
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _named_class(text: str) -> type:
+    module, _, name = text.partition(":")
+    try:
+        found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"fp32_modules: no class {name!r} can be imported from {module!r}: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"fp32_modules: {text!r} is {type(found).__name__}, allowed are classes of modules")
+    return found
 
 
 def _is_number(value: object) -> bool:
@@ -77,7 +135,7 @@ def _is_number(value: object) -> bool:
 def _bad_values(policy: Policy) -> Iterable[str]:
     if policy.dtype not in HALF_DTYPES:
         yield f"dtype={policy.dtype}: allowed are torch.float16 and torch.bfloat16 (for FP32 training use level='O0')"
-    for name in ("cast_model", "keep_norms_fp32", "op_policy", "master_weights", "cast_inputs"):
+    for name in (field.name for field in dataclasses.fields(policy) if field.type in (bool, "bool")):
         if not isinstance(getattr(policy, name), bool):
             yield f"{name}={getattr(policy, name)!r}: allowed are True and False"
     scale = policy.loss_scale
@@ -89,13 +147,15 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         yield f"softmax_dtype={policy.softmax_dtype!r}: allowed are None (keep the input's dtype) and torch.float32"
     if policy.state_dict_dtype not in (torch.float32, policy.dtype):
         yield f"state_dict_dtype={policy.state_dict_dtype!r}: allowed are torch.float32 and the policy's {policy.dtype}"
+    if isinstance(policy.raise_after, bool) or not isinstance(policy.raise_after, int) or policy.raise_after < 1:
+        yield f"raise_after={policy.raise_after!r}: allowed is a whole number from 1"
     if policy.on_nonfinite not in ON_NONFINITE:
         yield f"on_nonfinite={policy.on_nonfinite!r}: allowed are {', '.join(map(repr, ON_NONFINITE))}"
 
 
 def _conflicts(policy: Policy) -> Iterable[str]:
     if not policy.cast_model:
-        if policy.master_weights:
+        if policy.master_weights and not policy.half_parameters:
             yield (
                 "master_weights=True needs cast_model=True: with FP32 parameters the parameters are the masters "
                 "(drop master_weights, or use level='O2')"

@@ -1,4 +1,4 @@
-"""``python -m tritonamp demo``: two small models on real data, trained at every level.
+"""``python -m tritonamp demo``: two small models on real data, trained at every level; or a story of what goes wrong.
 
 ``train.py`` is the file to read: its loop is the one a user writes.
 """
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LEVELS = ("O0", "O1", "O2", "O3")
+DTYPE, OUTPUT = "float16", Path("tritonamp-demo.png")
 EXTRA_PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 
@@ -18,30 +19,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float16", "bfloat16"),
-        default="float16",
+        default=DTYPE,
         help="half type of O1 to O3 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--story", metavar="NAME", help="instead: what goes wrong in float16, in torch.amp and here ('list': the names)"
     )
     parser.add_argument("--steps", type=_positive, help="training steps of every run (default: what each model needs)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    parser.add_argument(
-        "--output", type=_picture, default=Path("tritonamp-demo.png"), help="the picture (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=_picture, default=OUTPUT, help="the picture (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains, prints the table, saves the picture; exits with a message when something it needs is missing."""
+    """Trains, prints the table, saves the picture, or tells a story; exits with a message when it cannot."""
     _require_extras()
-    from tritonamp.demo import compare  # here, because it imports the packages just looked for
+    from tritonamp.demo import compare, stories  # here, because they import the packages just looked for
 
-    compare.compare(args)
+    if args.story is None:
+        compare.compare(args)
+    else:
+        _refuse_what_stories_ignore(args)
+        stories.tell(args)
 
 
 def _require_extras() -> None:
     missing = [package for module, package in EXTRA_PACKAGES.items() if find_spec(module) is None]
     if missing:
         raise SystemExit(f'the demo needs {", ".join(missing)}: pip install "tritonamp[demo]"')
+
+
+def _refuse_what_stories_ignore(args: argparse.Namespace) -> None:
+    options = {"--level": args.level is not None, "--dtype": args.dtype != DTYPE, "--output": args.output != OUTPUT}
+    given = [option for option, differs in options.items() if differs]
+    if given:
+        raise SystemExit(f"--story has levels of its own, float16 and no picture: drop {', '.join(given)}")
 
 
 def _positive(text: str) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.demo import LEVELS, data, memory
+from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
 from tritonamp.demo.table import table
@@ -19,10 +20,8 @@ HEADER = ("model", "level", "result", "seconds", "peak MiB", "steps", "skipped",
 
 def compare(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    device = _device(args.device)
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # models this small gain little from more, and on a busy machine lose a lot
-    print(f"training in {args.dtype} on {_describe(device)}, seed {args.seed}")
+    device = chosen_device(args.device)
+    print(f"training in {args.dtype} on {describe(device)}, seed {args.seed}")
     runs = [run for task in tasks() for run in _train_levels(task, args, device)]
 
     print(table(HEADER, [_row(run) for run in runs]))
@@ -89,17 +88,3 @@ def _row(run: Run) -> list[str]:
 
 def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return 100 * (logits.argmax(-1) == labels).float().mean()
-
-
-def _device(name: str | None) -> torch.device:
-    gpus = torch.cuda.device_count()
-    allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
-    if name is not None and name not in allowed:
-        raise SystemExit(f"--device {name}: allowed on this machine are {', '.join(allowed)}")
-    return torch.device(name or ("cuda" if gpus else "cpu"))
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    return "cpu, one thread"

@@ -1,0 +1,89 @@
+"""A forecast's exponents against the range of its half format, before and after loss scaling, as a PNG."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+import tritonamp
+
+VALUES, GRADIENTS, SCALED = "tab:blue", "tab:orange", "tab:green"
+LOST, POOR = "#d62728", "#f2c14e"
+
+
+def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
+    """Three rows on one axis of powers of two: values of the forward, gradients as they are, gradients scaled."""
+    dtype = forecast.asked.dtype
+    outlook = forecast.formats[str(dtype).removeprefix("torch.")]
+    values = _exponents(r.sizes.exponents for r in forecast.records if r.half and not r.scaled)
+    gradients = _exponents(r.sizes.exponents for r in forecast.records if r.half and r.scaled)
+    shift = round(math.log2(outlook.scale))
+    scaled = Counter({exponent + shift: share for exponent, share in gradients.items()})
+    rows = [
+        ("values of the forward", values, VALUES),
+        ("gradients, loss scale 1", gradients, GRADIENTS),
+        (f"gradients, loss scale $2^{{{shift}}}$", scaled, SCALED),
+    ]
+    info = torch.finfo(dtype)
+    edges = [round(math.log2(x)) for x in (info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)]
+    everything = [exponent for _, shares, _ in rows for exponent in shares]
+    limits = min([edges[0] - 8, *everything]) - 1, max([edges[2] + 6, *everything]) + 2
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
+    for ax, (label, shares, color) in zip(axes, rows, strict=True):
+        _draw(ax, label, shares, color, edges)
+    _name_ranges(axes[0], limits, edges)
+    axes[-1].set(xlabel="magnitude", xlim=limits)
+    axes[-1].xaxis.set_major_locator(MultipleLocator(8 if limits[1] - limits[0] < 100 else 32))
+    axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
+    figure.suptitle(f"{forecast.model}: what {str(dtype).removeprefix('torch.')} holds", fontsize=13, weight="bold")
+    figure.savefig(path, dpi=120)
+
+
+def _exponents(counts: Iterable[dict[int, int]]) -> Counter[int]:
+    """Share of all values other than zero, in percent, by exponent."""
+    total: Counter[int] = Counter()
+    for one in counts:
+        total.update(one)
+    size = total.total()
+    return Counter({exponent: 100 * n / size for exponent, n in total.items()})
+
+
+def _draw(axes: Axes, label: str, shares: Counter[int], color: str, edges: list[int]) -> None:
+    smallest, normal, top = edges
+    axes.axvspan(-400, smallest, color=LOST, alpha=0.14, lw=0)
+    axes.axvspan(smallest, normal, color=POOR, alpha=0.22, lw=0)
+    axes.axvspan(top, 400, color=LOST, alpha=0.14, lw=0)
+    height = 1.3 * max([1.0, *shares.values()])
+    inside = [smallest <= e < top for e in shares]
+    # a few values that overflow are no small matter
+    heights = [share if fits else max(share, height / 50) for share, fits in zip(shares.values(), inside, strict=True)]
+    axes.bar([e + 0.5 for e in shares], heights, width=0.88, color=[color if fits else LOST for fits in inside])
+    axes.set_title(label, loc="left", fontsize=11, color=color, weight="bold")
+    axes.set(ylabel="% of values", ylim=(0, height))
+    axes.spines[["top", "right"]].set_visible(False)
+    zero = sum(share for e, share in shares.items() if e < smallest)
+    poor = sum(share for e, share in shares.items() if smallest <= e < normal)
+    over = sum(share for e, share in shares.items() if e >= top)
+    text = f"become zero {_percent(zero)}   lose bits {_percent(poor)}   overflow {_percent(over)}"
+    axes.set_title(text if shares else "none are stored in half", loc="right", fontsize=9.5, color="0.25")
+
+
+def _name_ranges(axes: Axes, limits: tuple[int, int], edges: list[int]) -> None:
+    smallest, normal, top = edges
+    bounds = [("zero", limits[0], smallest), ("fewer bits", smallest, normal), ("full precision", normal, top)]
+    for name, left, right in [*bounds, ("inf", top, limits[1])]:
+        color = "0.35" if name in ("fewer bits", "full precision") else LOST
+        axes.text(
+            (left + right) / 2, 0.97, name, ha="center", va="top", color=color, transform=axes.get_xaxis_transform()
+        )
+
+
+def _percent(share: float) -> str:
+    return "0 %" if share == 0 else "< 0.1 %" if share < 0.1 else f"{share:.1f} %"

@@ -1,0 +1,147 @@
+"""The two sides of a story: the same experiment in the loop of torch.amp and in the loop of tritonamp."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+import tritonamp
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line chose; ``steps`` None: as many as the story takes."""
+
+    device: torch.device
+    seed: int = 0
+    steps: int | None = None
+    quiet: bool = True
+
+
+class Story(NamedTuple):
+    """What a story measured and what it says about that.
+
+    Attributes:
+        rows: name of a run to its numbers, by column.
+        words: paragraphs.
+    """
+
+    rows: dict[str, dict[str, Any]]
+    words: list[str]
+
+
+def power_of_two(scale: float) -> str:
+    """A loss scale as people read it: 2^16; 1; or 0, where halving has gone below the smallest float32."""
+    return f"{scale:g}" if scale in (0.0, 1.0) else f"2^{math.log2(scale):g}"
+
+
+def _nothing(model: nn.Module) -> None: ...
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What both sides train.
+
+    Attributes:
+        build: makes the FP32 model, on the CPU.
+        optimizer: makes its optimizer, from the parameters.
+        batches: gives ``steps`` batches on the device; the first tensor of each is the model's input.
+        criterion: (output, *batch) -> scalar loss, computed outside of autocast.
+        score: (model, device) -> numbers by column, without gradients.
+        watch: called with the model between backward and step.
+    """
+
+    build: Callable[[], nn.Module]
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
+    batches: Callable[[int, Setting], Iterator[tuple[Tensor, ...]]]
+    criterion: Callable[..., Tensor]
+    score: Callable[[nn.Module, torch.device], dict[str, float]]
+    steps: int
+    watch: Callable[[nn.Module], None] = _nothing
+
+    def start(self, setting: Setting) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(setting.seed)  # equal weights on both sides
+        model = self.build().to(setting.device)
+        return model, self.optimizer(model.parameters())
+
+    def loader(self, name: str, setting: Setting) -> Iterator[tuple[Tensor, ...]]:
+        steps = setting.steps or self.steps
+        yield from tqdm(self.batches(steps, setting), name, total=steps, disable=setting.quiet, leave=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended.
+
+    Attributes:
+        score: of the trained model, by column.
+        losses: of every step.
+        scale, skipped: the loss scale at the end, and the steps that were skipped.
+        stats: ``amp.stats()``; explanation: ``amp.explain()``. Empty for torch.amp.
+    """
+
+    score: dict[str, float]
+    losses: list[float]
+    scale: float
+    skipped: int
+    stats: dict[str, Any] = field(default_factory=dict)
+    explanation: str = ""
+
+
+def train_torch(experiment: Experiment, setting: Setting, *, autocast: bool = True, scaling: bool = True) -> Outcome:
+    """The loop that the documentation of torch.amp shows; without ``autocast`` or ``scaling``, less of it."""
+    model, optimizer = experiment.start(setting)
+    scaler = torch.amp.GradScaler(setting.device.type, enabled=scaling)
+    losses, taken = [], []
+    optimizer.register_step_post_hook(lambda *_: taken.append(1))
+
+    for batch in experiment.loader("torch.amp", setting):
+        with torch.autocast(setting.device.type, torch.float16, enabled=autocast):
+            output = model(batch[0])
+        loss = experiment.criterion(output, *batch)
+        scaler.scale(loss).backward()
+        experiment.watch(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    with torch.no_grad(), torch.autocast(setting.device.type, torch.float16, enabled=autocast):
+        score = experiment.score(model.eval(), setting.device)
+    return Outcome(score, torch.stack(losses).tolist(), scaler.get_scale(), len(losses) - len(taken))
+
+
+Question = Callable[[tritonamp.Amp, nn.Module], str]
+
+
+def train_tritonamp(
+    experiment: Experiment, setting: Setting, *, ask: Question = lambda amp, _: amp.explain(), **policy: Any
+) -> Outcome:
+    """The loop of tritonamp.
+
+    Args:
+        ask: asked after the training, while the model is still enabled; the answer is the run's explanation.
+        policy: level and fields of ``tritonamp.enable``.
+    """
+    model, optimizer = experiment.start(setting)
+    amp = tritonamp.enable(model, optimizer, **policy)
+    losses = []
+
+    for batch in experiment.loader("tritonamp", setting):
+        loss = experiment.criterion(model(batch[0]), *batch)
+        amp.backward(loss)
+        experiment.watch(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    with torch.no_grad():
+        score = experiment.score(model.eval(), setting.device)
+    stats, explanation = amp.stats(), ask(amp, model)
+    amp.disable()
+    return Outcome(score, torch.stack(losses).tolist(), stats["scale"], stats["skipped"], stats, explanation)

@@ -1,0 +1,187 @@
+"""Stories of numbers that are too large for half precision, and of batches that were bad before."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.demo import data
+from tritonamp.demo.sides import Experiment, Outcome, Setting, Story, power_of_two, train_torch, train_tritonamp
+
+PIXEL_MAX = 255.0
+BAD_BATCHES = 40  # every second one, until there were so many
+HIDDEN = 0.6  # of the pixels of a batch
+NOTHING_HIDDEN_EVERY = 10  # batches
+
+
+class Attention(nn.Module):
+    """(N, T, width) -> the same, one head, written out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).mT * x.shape[-1] ** -0.5
+        return scores.softmax(-1) @ self.value(x)
+
+
+class RowReader(nn.Module):
+    """(N, 1, 8, 8) images, each a sequence of eight rows -> (N, 10) logits."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.attention = Attention(width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(8 * width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.embed(images.squeeze(1))
+        logits: Tensor = self.head(self.norm(rows + self.attention(rows)).flatten(1))
+        return logits
+
+
+def attention(setting: Setting) -> Story:
+    """Attention scores overflow on pixels that nobody normalised."""
+    split = data.digits()
+    split = split._replace(x=split.x * PIXEL_MAX, test_x=split.test_x * PIXEL_MAX)
+    experiment = Experiment(
+        build=RowReader,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batches=lambda steps, s: data.batches(split, 32, steps, s.seed, s.device),
+        criterion=_classify,
+        score=lambda model, device: _accuracy(model, split, device),
+        steps=180,
+    )
+    fp32 = train_torch(experiment, setting, autocast=False, scaling=False)
+    stock = train_torch(experiment, setting)
+    explained = train_tritonamp(experiment, setting, on_nonfinite="explain", ask=_replayed)
+    healed = train_tritonamp(experiment, setting, on_nonfinite="heal", ask=_fp32_modules)
+    rows = {"FP32": fp32, "torch.amp": stock, 'tritonamp, "explain"': explained, 'tritonamp, "heal"': healed}
+    words = [
+        f"Pixels go in as 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of float16: inf, of which "
+        f"softmax makes NaN. GradScaler takes that for a scale that is too high. It skips {stock.skipped} of "
+        f"{len(stock.losses)} steps, its scale ends at {power_of_two(stock.scale)}, and nothing more is learned.",
+        "tritonamp leaves the scale alone: a lower one cannot help. With on_nonfinite='explain' it runs the batch "
+        f"again and names the operation:\n{explained.explanation}",
+        "With on_nonfinite='heal' a module in which that happens again computes in FP32 from then on. Afterwards "
+        f"amp.policy.fp32_modules is {healed.explanation}, and the accuracy {healed.score['accuracy']:.1f} %; in FP32 "
+        f"it is {fp32.score['accuracy']:.1f} %.",
+    ]
+    return Story({name: _row(outcome) for name, outcome in rows.items()}, words)
+
+
+def _replayed(amp: tritonamp.Amp, model: nn.Module) -> str:
+    return amp.explain(replay=True)
+
+
+def _fp32_modules(amp: tritonamp.Amp, model: nn.Module) -> str:
+    return str(amp.policy.fp32_modules)
+
+
+def bad_batches(setting: Setting) -> Story:
+    """Forty batches with one inf pixel each wear out the loss scale."""
+    split = data.digits()
+    experiment = Experiment(
+        build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        batches=lambda steps, s: _with_bad_ones(data.batches(split, 64, steps, s.seed, s.device)),
+        criterion=_classify,
+        score=lambda model, device: _accuracy(model, split, device),
+        steps=300,
+    )
+    stock = train_torch(experiment, setting)
+    ours = train_tritonamp(experiment, setting)
+    words = [
+        f"{stock.skipped} of {len(stock.losses)} batches hold one inf pixel. Both sides skip them, and no weight is "
+        "harmed. But to GradScaler every bad batch is a scale that is too high. It halves the scale each time, to "
+        f"{power_of_two(stock.scale)} in the end, where gradients of good batches round to zero; and it doubles it "
+        "only every 2000 good steps.",
+        "tritonamp sees that the loss itself was not finite, which no scale can change: it stays at "
+        f"{power_of_two(ours.scale)}. amp.explain() says:\n{ours.explanation}",
+    ]
+    return Story({"torch.amp": _row(stock), "tritonamp": _row(ours)}, words)
+
+
+def _with_bad_ones(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for i, (x, y) in enumerate(batches):
+        if i % 2 == 0 and i < 2 * BAD_BATCHES:
+            x[-1, 0, 3, 3] = torch.inf  # a batch is a copy
+        yield x, y
+
+
+def masked(setting: Setting) -> Story:
+    """The NaN loss of a masked autoencoder: (loss * mask).sum() / mask.sum() in half."""
+    split = data.digits()
+    experiment = Experiment(
+        build=lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        batches=lambda steps, s: _with_pixels_hidden(data.batches(split, 2048, steps, s.seed, s.device), s.seed),
+        criterion=_error_on_hidden,
+        score=lambda model, device: _restored(model, split, device),
+        steps=100,
+    )
+    batch = next(experiment.batches(1, setting))
+
+    def replayed(amp: tritonamp.Amp, model: nn.Module) -> str:
+        return amp.explain(replay=lambda: _error_on_hidden(model(batch[0]), *batch))
+
+    stock = train_torch(experiment, setting)
+    half = train_tritonamp(experiment, setting, cast_outputs=None, ask=replayed)
+    ours = train_tritonamp(experiment, setting)
+    rows = {"torch.amp": stock, "tritonamp, cast_outputs=None": half, "tritonamp": ours}
+    words = [
+        f"About {int(batch[2].sum())} pixels of a batch are hidden. That count is inf in float16, and so is the sum of "
+        f"their errors: inf / inf = NaN, in {_nans(stock)} of {len(stock.losses)} steps. The gradient of x / inf is 0, "
+        f"so GradScaler skips only {stock.skipped} steps, and the others change nothing.",
+        "tritonamp hands out FP32, and the same lines compute this loss in FP32. The "
+        f"{_nans(ours)} NaN that are left are batches with nothing hidden, 0/0 in any precision; no scale can change "
+        f"that, and it ends at {power_of_two(ours.scale)}.",
+        "With half outputs, tritonamp does not step on a NaN loss, and amp.explain(replay=loss_function) says:\n"
+        f"{half.explanation}",
+        "What helps, too: to compute such a loss in `with amp.autocast():`, where sums are FP32.",
+    ]
+    return Story({name: {**_row(outcome), "NaN losses": _nans(outcome)} for name, outcome in rows.items()}, words)
+
+
+def _with_pixels_hidden(batches: Iterator[tuple[Tensor, Tensor]], seed: int) -> Iterator[tuple[Tensor, ...]]:
+    """(images with 0 for the hidden pixels, whole images, where they are hidden), (N, 64) each; pixels are 0 to 16."""
+    generator = torch.Generator().manual_seed(seed)
+    for i, (x, _) in enumerate(batches):
+        images = 16 * x.flatten(1)
+        share = 0.0 if i % NOTHING_HIDDEN_EVERY == NOTHING_HIDDEN_EVERY // 2 else HIDDEN
+        hidden = (torch.rand(images.shape, generator=generator) < share).to(images.device)
+        yield images.masked_fill(hidden, 0), images, hidden
+
+
+def _error_on_hidden(output: Tensor, _: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
+    """In the dtype of the output, as it is often written."""
+    mask = hidden.to(output.dtype)
+    loss = (output - images.to(output.dtype)) ** 2
+    return (loss * mask).sum() / mask.sum()
+
+
+def _restored(model: nn.Module, split: data.Split, device: torch.device) -> dict[str, float]:
+    batch = next(_with_pixels_hidden(iter([(split.test_x.to(device), split.test_y)]), seed=0))
+    return {"error on hidden pixels": _error_on_hidden(model(batch[0]).float(), *batch).item()}
+
+
+def _classify(logits: Tensor, _: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels)
+
+
+def _accuracy(model: nn.Module, split: data.Split, device: torch.device) -> dict[str, float]:
+    right = model(split.test_x.to(device)).argmax(-1) == split.test_y.to(device)
+    return {"accuracy": 100 * right.float().mean().item()}
+
+
+def _nans(outcome: Outcome) -> int:
+    return sum(map(math.isnan, outcome.losses))
+
+
+def _row(outcome: Outcome) -> dict[str, float]:
+    return {**outcome.score, "skipped": outcome.skipped, "loss scale": outcome.scale}

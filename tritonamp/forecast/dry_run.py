@@ -1,0 +1,257 @@
+"""One forward and backward of a copy of a model, as a policy would have it but in FP32 values."""
+
+import contextlib
+import copy
+import dataclasses
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from tritonamp.casting import cast_tree, from_half
+from tritonamp.forecast.recording import Note, Place, Record, Recorder, record_of
+from tritonamp.forecast.unrounded import Unrounded, magnitudes, values_of
+from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.runtime import enable
+from tritonamp.user_functions import disable_casts
+
+_BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
+
+
+class Misuse(ValueError):
+    """The arguments are wrong, not the model."""
+
+
+class Run(NamedTuple):
+    """What one dry run saw.
+
+    Attributes:
+        records: inputs, parameters, every op's result, and the gradients of parameters and loss.
+        notes: what is wrong whatever the sizes.
+        loss: its value.
+    """
+
+    records: list[Record]
+    notes: list[Note]
+    loss: float
+
+
+def dry_run(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, policy: Policy) -> Run:
+    """Runs a copy; model, batch, gradients and random states stay as they are, bit for bit.
+
+    Args:
+        model: its half parameters, if any, are taken as FP32.
+        batch: the tuple of the model's positional inputs.
+        loss_fn: gives a scalar for the model's output; None: the mean of its floating tensors.
+
+    Raises:
+        ValueError: the loss is no scalar.
+        RuntimeError: model, loss or backward fail in FP32 already; the module is named.
+    """
+    recorder = Recorder(policy.dtype)
+    with _isolated(model):
+        twin = _copy(model)
+        wide = {name: tensor.data for name, tensor in _tensors(twin)}
+        amp = enable(twin, policy=policy, backend="eager")
+        try:
+            _widen(twin, wide)
+            _follow(twin, recorder)
+            batch = tree_map_only(Tensor, lambda t: _input(t, recorder), batch)
+            params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+            for name, tensor in twin.named_parameters():
+                _mark(tensor, recorder, "parameter", name)
+            with recorder, _BceInFp32(recorder):
+                loss = (copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn or _mean)(twin(*batch))
+                grads = _backward(loss, list(params.values()), recorder)
+            for name, grad in zip(params, grads, strict=True):
+                if grad is not None:
+                    _mark(grad, recorder, "gradient", name, scaled=True)
+        except Misuse:
+            raise
+        except Exception as error:
+            where = f"module {recorder.failed!r}" if recorder.failed else "the model, the loss or the backward"
+            raise RuntimeError(
+                f"tritonamp.check: {where} failed in the dry run, in FP32: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            amp.disable()
+    return Run(recorder.records, list(recorder.notes), float(values_of(loss.detach())))
+
+
+def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
+    """Gradients of ``params``, None for those that the loss does not depend on."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise Misuse(f"loss_fn(output): got {got}, allowed is a scalar tensor")
+    if not loss.requires_grad:
+        return [None] * len(params)
+    _find_functions(loss, recorder)
+    one = torch.ones_like(loss)
+    with _disable_current_modes():
+        _mark(one, recorder, "loss gradient", scaled=True)
+    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, params, one, allow_unused=True)
+    return grads
+
+
+def _mark(tensor: Tensor, recorder: Recorder, op: str, parameter: str = "", scaled: bool = False) -> None:
+    """Measures a tensor that no op of the run made."""
+    values = values_of(tensor.detach())
+    if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
+        place = Place(parameter.rpartition(".")[0], "")
+        half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
+        record = Record(place, op, tuple(values.shape), magnitudes(values), half, parameter, scaled, scaled)
+        made_by = record_of(tensor)
+        record.sources = [made_by] if made_by else []
+        tensor._record = record  # type: ignore[attr-defined]
+        recorder.records.append(record)
+
+
+def _input(tensor: Tensor, recorder: Recorder) -> Tensor:
+    copied = tensor.detach().clone()
+    result: Tensor = Unrounded(copied.float(), tensor.dtype) if tensor.dtype in HALF_DTYPES else copied
+    _mark(result, recorder, "input")
+    return result.requires_grad_(tensor.requires_grad)
+
+
+def _mean(output: Any) -> Tensor:
+    means = [t.float().mean() for t in _floating(output)]
+    if not means:
+        raise Misuse(f"the model's output ({type(output).__name__}) has no floating tensor: pass loss_fn")
+    return torch.stack(means).mean()
+
+
+def _floating(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+        return
+    if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        output = vars(output)
+    for item in output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ():
+        yield from _floating(item)
+
+
+@contextlib.contextmanager
+def _isolated(model: nn.Module) -> Iterator[None]:
+    """Random states are put back; autocast and no_grad around the call do not count."""
+    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    cudnn = torch.backends.cudnn.flags(enabled=False) if devices else contextlib.nullcontext()  # it reads raw memory,
+    attention = sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()  # and flash attention half only
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with (
+            torch.random.fork_rng(devices=sorted(devices)),
+            cudnn,
+            attention,
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            disable_casts(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy in FP32, whose embeddings give dense gradients."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses results kept from a forward
+                memo[id(value)] = value.detach().clone()
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        if getattr(module, "sparse", False) is True:
+            module.sparse = False  # type: ignore[assignment]
+    for _, tensor in _tensors(twin):
+        if tensor.dtype in HALF_DTYPES:
+            tensor.data = tensor.data.float()
+            tensor.grad = None
+    return twin
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
+    """Half parameters and buffers get their FP32 values back, and still say they are half."""
+    made: dict[int, Tensor] = {}  # one for each, where several names hold it
+    for path, module in twin.named_modules(remove_duplicate=False):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if tensor.dtype not in HALF_DTYPES:
+                continue
+            if id(tensor) not in made:
+                new: Tensor = Unrounded(wide[f"{path}.{name}" if path else name].clone(), tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = made[id(new)] = new
+            setattr(module, name, made[id(tensor)])
+
+
+def _follow(twin: nn.Module, recorder: Recorder) -> None:
+    """Tells the recorder which module the forward is in."""
+    thread = threading.get_ident()
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if threading.get_ident() == thread:
+                recorder.modules.append(path)
+            else:
+                recorder.note("thread", "", Place(path, ""))
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        if threading.get_ident() == thread:
+            failing = sys.exc_info()[0] is not None
+            recorder.failed = recorder.failed or (recorder.modules[-1] if failing else "")
+            recorder.modules.pop()
+
+    for path, module in twin.named_modules():
+        module.register_forward_pre_hook(enter(path), prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+def _find_functions(loss: Tensor, recorder: Recorder) -> None:
+    """Notes the user's autograd Functions that autocast does not know of."""
+    nodes, known = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        nodes += [function for function, _ in node.next_functions]
+        function: Any = getattr(type(node), "_forward_cls", None)
+        own = function is not None and not function.__module__.startswith(("torch.", "tritonamp."))
+        if own and function.forward.__code__.co_name != "decorate_fwd":  # what torch.amp.custom_fwd makes of it
+            recorder.note("function", function.__qualname__, recorder.place_of(node))
+
+
+class _BceInFp32(TorchFunctionMode):
+    """Lets binary_cross_entropy run, which autocast refuses, and notes it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _BCE:
+            return func(*args, **(kwargs or {}))
+        self._recorder.note("bce", "binary_cross_entropy")
+        args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
+        with disable_casts():
+            return func(*args, **kwargs)

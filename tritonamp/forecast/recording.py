@@ -1,0 +1,220 @@
+"""Every result of a run on FP32 values is measured, with the place it comes from."""
+
+import bisect
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tritonamp import kernels
+from tritonamp.forecast.unrounded import (
+    Magnitudes,
+    Unrounded,
+    magnitudes,
+    rounds_to_inf,
+    rounds_to_zero,
+    unrounded,
+    values_of,
+)
+from tritonamp.policy import HALF_DTYPES
+
+FILLS = """
+    masked_fill masked_fill_ fill fill_ full full_like new_full clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_
+    hardtanh hardtanh_ threshold threshold_ constant_pad_nd index_fill index_fill_
+""".split()
+"""torch refuses their scalar where the dtype does not hold it, whatever the tensor's values are."""
+ADDS = "add add_ sub sub_ rsub clamp clamp_ clamp_min clamp_min_".split()
+"""What an eps is given to."""
+AT_ZERO = "div div_ reciprocal rsqrt log log2 log10 sqrt".split()
+"""The value or the slope is infinite where the last argument is zero."""
+SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
+MOVES = ("_unsafe_view", "clone", "_reshape_alias", "expand_copy", "lift_fresh", "_to_copy")
+"""The values stay what they are."""
+MARKED = ("input", "parameter", "gradient", "loss gradient")
+"""What a record says in place of an op where no op of the run made the tensor."""
+NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
+_OURS = os.path.dirname(os.path.dirname(__file__))
+LIBRARY = ("<", _OURS + os.sep, *(os.path.dirname(str(m.__file__)) + os.sep for m in (torch, kernels)))
+STDLIB, PACKAGES = sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}"
+
+
+class Place(NamedTuple):
+    """Where an op runs: the path of its module, and the line of the user's code."""
+
+    module: str
+    line: str
+
+
+@dataclass(eq=False)
+class Record:
+    """One result of an op, an input, a parameter, or a parameter's gradient.
+
+    Attributes:
+        place: of the op; in backward, of the forward op that the gradient belongs to.
+        op: its name in aten, or "input", "parameter", "gradient".
+        parameter: the full name, for a parameter and its gradient.
+        backward: it was computed in backward.
+        half: the policy stores it in half.
+        scaled: it carries the loss scale.
+        sources: records of the op's inputs.
+        excused: its overflow does no harm: a mask that a softmax takes as -inf.
+    """
+
+    place: Place
+    op: str
+    shape: tuple[int, ...]
+    sizes: Magnitudes
+    half: bool = False
+    parameter: str = ""
+    backward: bool = False
+    scaled: bool = False
+    excused: bool = False
+    sources: list["Record"] = field(default_factory=list, repr=False)
+
+
+class Note(NamedTuple):
+    """Something that is wrong whatever the sizes: "constant", "eps", "divisor", "refused", "bce", "thread"..."""
+
+    kind: str
+    place: Place
+    detail: str
+
+
+class Recorder(TorchDispatchMode):
+    """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
+
+    Attributes:
+        records: what was measured, in order.
+        notes: each once.
+        modules: paths of the modules that the forward is in, innermost last.
+        failed: the innermost module that raised, or "".
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.records: list[Record] = []
+        self.notes: dict[Note, None] = {}
+        self.modules: list[str] = []
+        self.failed = ""
+        self._dtype = dtype
+        self._nodes: list[int] = []  # sequence numbers of autograd nodes, ascending, and where they were made
+        self._places: list[Place] = []
+
+    def note(self, kind: str, detail: str, place: Place | None = None) -> None:
+        self.notes[Note(kind, place or self._place(), detail)] = None
+
+    def place_of(self, node: Any) -> Place:
+        """Where the forward op of an autograd node ran."""
+        at = bisect.bisect_right(self._nodes, node._sequence_nr()) - 1
+        return self._places[at] if at >= 0 else Place("", "")
+
+    def _place(self) -> Place:
+        if self._in_backward():
+            return self.place_of(torch._C._current_autograd_node())
+        return Place(self.modules[-1] if self.modules else "", _line())
+
+    def _in_backward(self) -> bool:
+        """A checkpointed segment that runs again inside backward is forward."""
+        return torch._C._current_autograd_node() is not None and not self.modules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, place = kwargs or {}, self._place()
+        sequence = torch._C._autograd._get_sequence_nr() - 1  # of the op's node, which autograd has just made
+        if not self._in_backward() and sequence > (self._nodes[-1] if self._nodes else -1):
+            self._nodes.append(sequence)
+            self._places.append(place)
+        result = unrounded(func, args, kwargs, lambda message: self.note("refused", message, place))
+        name = func._schema.name.removeprefix("aten::")
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(t.dtype in HALF_DTYPES and not isinstance(t, Unrounded) and bool(t.isposinf().any()) for t in inputs):
+            self.note("infinite", "a tensor made in half holds inf", place)
+        sources = [record for record in map(record_of, inputs) if record is not None]
+        if _is_view(func) or (name in MOVES and sources):
+            for output in outputs:
+                self._pass_on(output, sources, place)
+        elif not name.startswith(("empty", "new_empty")):
+            self._watch_divisors(name, inputs, place)
+            self._excuse_mask(name, args, kwargs)
+            for output in outputs[:1] if name in NORMS else outputs:
+                self._measure(name, output, sources, place)
+            self._watch_scalars(name, args, outputs, place)
+        return result
+
+    def _measure(self, op: str, output: Tensor, sources: list[Record], place: Place) -> None:
+        values, half = values_of(output), isinstance(output, Unrounded)
+        if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
+            scaled = any(source.scaled for source in sources)
+            shape, sizes = tuple(values.shape), magnitudes(values)
+            record = Record(place, op, shape, sizes, half, "", self._in_backward(), scaled, sources=sources)
+            output._record = record  # type: ignore[attr-defined]
+            self.records.append(record)
+
+    def _pass_on(self, output: Tensor, sources: list[Record], place: Place) -> None:
+        """The same values, in part or as a whole, perhaps rounded to half only now."""
+        if not sources or record_of(output) is not None:
+            return
+        source = sources[0]
+        if source.half or not isinstance(output, Unrounded):
+            output._record = source  # type: ignore[attr-defined]
+        elif source.place.module != place.module or source.backward != self._in_backward():
+            self._measure("to", output, sources, place)
+        else:  # what a module computes in FP32 to store it in half is one result
+            self._measure(source.op, output, source.sources or sources, source.place)
+            if source.op not in MARKED and source in self.records[-16:]:
+                self.records.remove(source)
+
+    def _watch_scalars(self, name: str, args: Any, outputs: list[Tensor], place: Place) -> None:
+        if not any(isinstance(output, Unrounded) for output in outputs):
+            return
+        record = record_of(outputs[0])
+        overflows = name in FILLS or (record is not None and record.sizes.overflows(self._dtype))
+        for value in args:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                if overflows and rounds_to_inf(self._dtype) <= abs(value) < float("inf"):
+                    self.note("constant", f"{name.strip('_')} with {value:g}", place)
+                elif name in ADDS and 0 < abs(value) <= rounds_to_zero(self._dtype):
+                    self.note("eps", f"{name.strip('_')} of {value:g}", place)
+
+    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Place) -> None:
+        record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
+        if record is not None and record.half and not record.backward and record.sizes.vanishing(self._dtype):
+            self.note("divisor", f"{name.strip('_')} of {record.sizes.amin:.2g}", place)
+
+    def _excuse_mask(self, name: str, args: Any, kwargs: Any) -> None:
+        """Very negative scores may become -inf where a softmax takes them, if each row keeps a finite one."""
+        scores = args[0] if name in SOFTMAX else kwargs.get("attn_mask") if "scaled_dot_product" in name else None
+        record, top = record_of(scores), rounds_to_inf(self._dtype)
+        if scores is None or record is None or not record.sizes.overflows(self._dtype) or record.sizes.largest >= top:
+            return
+        if bool((values_of(scores) > -top).any(args[1] if name in SOFTMAX else -1).all()):
+            for masked in (record, *record.sources):
+                masked.excused |= masked.sizes.largest < top
+
+
+def record_of(tensor: Tensor | None) -> Record | None:
+    """What was measured of a tensor of the run."""
+    return getattr(tensor, "_record", None)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the results of an op share memory with its inputs."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _line() -> str:
+    """The innermost line of the user's code, as "file:number"."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARY) and (PACKAGES in name or not name.startswith(STDLIB)):
+            return f"{name.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

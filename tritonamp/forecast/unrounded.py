@@ -1,0 +1,214 @@
+"""Tensors that say they are half and hold FP32 values, and what half storage would make of these.
+
+Autocast, the op table and torch's type promotion go by the dtype that a tensor says it has. So a model that runs on
+these stores in half exactly what it would store in half, while nothing is rounded, overflows or vanishes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tritonamp.policy import HALF_DTYPES
+
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
+_SAME_DTYPE = "mm bmm addmm baddbmm mv addmv dot convolution convolution_backward index_put index_put_".split()
+"""Refuse mixed dtypes, which torch finds out only on values."""
+
+
+class Unrounded(Tensor):
+    """Says it is of a half dtype.
+
+    Attributes:
+        values: what it holds, float32, of the same shape and strides.
+    """
+
+    values: Tensor  # type: ignore[assignment]  # for sparse tensors a method
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: Tensor, dtype: torch.dtype) -> "Unrounded":
+        result: Unrounded = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=dtype,
+            device=values.device,
+        )
+        result.values = values
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"Unrounded({self.values!r}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return unrounded(func, args, kwargs or {})
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The FP32 values of a half tensor; every other tensor as it is."""
+    if isinstance(tensor, Unrounded):
+        return tensor.values
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+
+
+def unrounded(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: Callable[[str], None] | None = None
+) -> Any:
+    """``func(*args, **kwargs)`` of an aten op, in FP32 where it would be half; results say the dtype they would have.
+
+    Args:
+        refused: called with torch's message where the dtypes would be refused; the op is computed all the same.
+    """
+    leaves = tree_flatten((args, kwargs))[0]
+    if not any(map(_is_half, leaves)):
+        return func(*args, **kwargs)
+    with torch._C._DisableAutocast():
+        inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
+        if func in _SOFTMAX:
+            inner_args = (*inner_args[:2], False)  # True asks for the FP32 result of half input
+        flat, spec = tree_flatten(func(*inner_args, **inner_kwargs))
+        if not any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in flat):
+            return tree_unflatten(flat, spec)
+        dtypes = _dtypes(func, args, kwargs, refused) or [_promoted(leaves)] * len(flat)
+        floating = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+        if refused is not None and len(floating) > 1 and func._schema.name.removeprefix("aten::") in _SAME_DTYPE:
+            refused(" and ".join(sorted(map(str, floating))))
+    result = tree_unflatten([_outer(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)], spec)
+    if any(isinstance(leaf, Unrounded) for leaf in leaves):
+        return return_and_correct_aliasing(func, args, kwargs, result)
+    return result
+
+
+def _is_half(leaf: Any) -> bool:
+    dtype = leaf.dtype if isinstance(leaf, Tensor) else leaf
+    return isinstance(dtype, torch.dtype) and dtype in HALF_DTYPES
+
+
+def _inner(leaf: Any) -> Any:
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if leaf in HALF_DTYPES else leaf
+    return values_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _outer(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, Tensor) and value.dtype is torch.float32 and dtype in HALF_DTYPES:
+        return Unrounded(value, dtype)
+    return value
+
+
+def _dtypes(
+    func: Any, args: Any, kwargs: Any, refused: Callable[[str], None] | None
+) -> list[torch.dtype | None] | None:
+    """Dtypes of the results as torch has them, or None where shapes and dtypes alone do not tell."""
+    try:
+        results = tree_flatten(func(*tree_map(_shape, args), **tree_map(_shape, kwargs)))[0]
+    except NotImplementedError:
+        return None
+    except RuntimeError as error:
+        if refused is not None and ("dtype" in str(error) or "scalar type" in str(error)):
+            refused(str(error).splitlines()[0])
+        return None
+    return [result.dtype if isinstance(result, Tensor) else None for result in results]
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _promoted(leaves: list[Any]) -> torch.dtype:
+    """The widest floating dtype; tensors without dimensions count where there are no others."""
+    floating = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    dtypes = [leaf.dtype for leaf in floating if leaf.dim()] or [leaf.dtype for leaf in floating]
+    result = (dtypes or [leaf for leaf in leaves if isinstance(leaf, torch.dtype)])[0]
+    for dtype in dtypes:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+class Magnitudes(NamedTuple):
+    """The sizes of a tensor's values.
+
+    Attributes:
+        amax: largest magnitude among the finite values.
+        amin: smallest magnitude that is not zero; 0.0 where all are.
+        largest: the largest finite value with its sign.
+        nans: how many values are NaN.
+        exponents: how many finite values that are not zero have the exponent e (2^e <= |x| < 2^(e+1)), by e.
+    """
+
+    amax: float
+    amin: float
+    largest: float
+    nans: int
+    exponents: dict[int, int]
+
+    def overflows(self, dtype: torch.dtype, scale: float = 1.0) -> bool:
+        """Whether a value times ``scale`` becomes inf in ``dtype``."""
+        return self.amax * scale >= rounds_to_inf(dtype)
+
+    def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
+        """The share of values other than zero that times ``scale``, a power of two, become zero in ``dtype``."""
+        return self._share_below(rounds_to_zero(dtype) / scale)
+
+    def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
+        """The share of those that stay other than zero, but with fewer bits."""
+        return self._share_below(torch.finfo(dtype).smallest_normal / scale) - self.vanishing(dtype, scale)
+
+    def _share_below(self, power: float) -> float:
+        limit = math.log2(power)
+        return sum(n for e, n in self.exponents.items() if e < limit) / max(sum(self.exponents.values()), 1)
+
+
+def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
+    """The sizes of all values together."""
+    every = list(sizes)
+    exponents: Counter[int] = Counter()
+    for one in every:
+        exponents.update(one.exponents)
+    return Magnitudes(
+        amax=max((one.amax for one in every), default=0.0),
+        amin=min((one.amin for one in every if one.amin), default=0.0),
+        largest=max((one.largest for one in every), default=0.0),
+        nans=sum(one.nans for one in every),
+        exponents=dict(sorted(exponents.items())),
+    )
+
+
+def rounds_to_inf(dtype: torch.dtype) -> float:
+    """The smallest magnitude that becomes inf: half a step above the largest number of ``dtype``."""
+    info = torch.finfo(dtype)
+    return 2.0 ** math.ceil(math.log2(info.max)) * (1 - info.eps / 4)
+
+
+def rounds_to_zero(dtype: torch.dtype) -> float:
+    """The largest magnitude that becomes zero: half the smallest subnormal of ``dtype``."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps / 2
+
+
+_INF_BITS = 0x7F800000
+
+
+def magnitudes(values: Tensor) -> Magnitudes:
+    """Measures ``values``, float32 of any shape with at least one element. Waits for the device."""
+    bits = values.detach().contiguous().view(torch.int32).flatten() & 0x7FFFFFFF
+    sizes = torch.where(bits < _INF_BITS, bits, 0)
+    counts = torch.bincount(sizes >> 23, minlength=255).tolist()
+    counts[0] -= int((sizes == 0).sum())
+    smallest = torch.where(sizes == 0, _INF_BITS - 1, sizes).amin() if any(counts) else torch.zeros_like(sizes[0])
+    amax, amin = torch.stack([sizes.amax(), smallest]).view(torch.float32).tolist()
+    largest = torch.where(values.isfinite(), values, -amax).amax().item()
+    nans = int((bits > _INF_BITS).sum())
+    return Magnitudes(amax, amin, largest, nans, {i - 127: n for i, n in enumerate(counts) if n})
