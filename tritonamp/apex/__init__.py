@@ -1,0 +1,49 @@
+"""Drop-in for NVIDIA apex: ``from tritonamp.apex import amp`` is the whole migration of an old script.
+
+Thin: levels, masters, loss scales and skipped steps are tritonamp's own. What this package adds are apex's names and
+arguments, and apex's lists of functions that run in half or in FP32 everywhere, outside a model too (level O1).
+"""
+
+import importlib
+import pkgutil
+import sys
+from typing import Any
+
+_PARTS = (
+    "amp",
+    "amp_C",
+    "contrib",
+    "fp16_utils",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+    "transformer",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Parts are imported when they are first asked for."""
+    if name in _PARTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_PARTS)}")
+
+
+def install() -> None:
+    """Makes ``import apex`` in this process mean this package, for scripts that cannot be edited.
+
+    Call it before anything imports apex. ``import amp_C`` works then, too.
+
+    Raises:
+        RuntimeError: another apex has been imported already.
+    """
+    package = sys.modules[__name__]
+    if sys.modules.get("apex", package) is not package:
+        raise RuntimeError(
+            f"tritonamp.apex.install(): apex is imported already, from {sys.modules['apex'].__file__}: "
+            "call install() before the first import of apex, or replace `apex` by `tritonamp.apex` in the script"
+        )
+    for part in pkgutil.walk_packages(package.__path__, f"{__name__}."):
+        sys.modules[part.name.removeprefix("tritonamp.")] = importlib.import_module(part.name)
+    sys.modules["apex"] = package
+    sys.modules["amp_C"] = importlib.import_module(f"{__name__}.amp_C")

@@ -1,0 +1,265 @@
+"""``initialize``, ``scale_loss``, and the state of the loss scalers."""
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from tritonamp.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
+from tritonamp.apex.amp.functions import init
+from tritonamp.apex.amp.handle import AmpHandle
+from tritonamp.apex.amp.properties import HALF_DTYPES, Properties, resolve
+from tritonamp.apex.amp.run import Run
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Mixed precision for models and optimizers, in place, before they are wrapped for parallel training.
+
+    A model may be initialized again, with another optimizer; the earlier call for it is undone first.
+
+    Args:
+        models: a module or a list of modules, in FP32.
+        optimizers: an optimizer, a list of them, or None.
+        enabled: False: nothing happens, and ``scale_loss`` yields the loss as it is.
+        opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" half weights with FP32 masters; "O3" half;
+            "O4" and "O5": O1 and O2 in bfloat16. The next five, and the last, override a property of the level.
+        cast_model_outputs: dtype of floating outputs of the models; None: FP32 where the model is cast.
+        num_losses: loss_ids from 0 to below this have loss scales of their own.
+        verbosity: 0: nothing is printed.
+        min_loss_scale, max_loss_scale: bounds of a dynamic loss scale; None: 2^-24.
+
+    Returns:
+        what it was given: models, or models and optimizers.
+
+    Raises:
+        RuntimeError: an unknown level, properties that contradict it, half or wrapped models, or an optimizer that was
+            initialized before.
+        TypeError: models or optimizers are neither single ones nor lists.
+    """
+    _amp_state.verbosity = verbosity
+    _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
+    if enabled:
+        properties = resolve(
+            opt_level,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+            patch_torch_functions_type=patch_torch_functions_type,
+        )
+        model_list = _check_models(models)
+        optimizer_list = _check_optimizers(optimizers)
+        _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+        shown = ", ".join(f"{name} {value}" for name, value in properties.options.items() if name != "enabled")
+        maybe_print(f"amp: {shown}", rank0=True)
+        _start(model_list, optimizer_list, properties, cast_model_outputs, num_losses)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _check_models(models: Any) -> list[nn.Module]:
+    if not isinstance(models, (nn.Module, list)):
+        raise TypeError(f"models: got {type(models).__name__}, allowed is a module or a list of modules")
+    model_list = models if isinstance(models, list) else [models]
+    for model in model_list:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise RuntimeError(
+                f"models: got {type(model).__name__}. Parallel wrappers should only be applied to the model(s) AFTER "
+                "the model(s) have been returned from amp.initialize"
+            )
+    if not _amp_state.allow_incoming_model_not_fp32:
+        tensors = (item for m in model_list for item in (*m.named_parameters(), *m.named_buffers()))
+        initialized = all(_run_of(m) is not None for m in model_list)
+        half = [name for name, tensor in tensors if tensor.dtype in HALF_DTYPES]
+        if half and not initialized:
+            warn_or_err(
+                f"models: {', '.join(half[:5])} {'are' if len(half) > 1 else 'is'} half already, allowed is FP32. "
+                "amp.initialize makes models half itself where opt_level asks for it: leave out model.half()"
+            )
+    return list(model_list)
+
+
+def _check_optimizers(optimizers: Any) -> list[Optimizer]:
+    if optimizers is None:
+        return []
+    wanted = [_unwrapped(o) for o in (optimizers if isinstance(optimizers, list) else [optimizers])]
+    for optimizer in wanted:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizers: got {type(optimizer).__name__}, allowed is a torch.optim.Optimizer or a list of them"
+            )
+        if _run_of(optimizer) is not None:
+            raise RuntimeError(
+                f"optimizers: this {type(optimizer).__name__} was initialized before. An optimizer should be passed "
+                "through amp.initialize only once: build a new one"
+            )
+    return wanted
+
+
+def _run_of(owner: Any) -> Run | None:
+    return getattr(owner, "_amp_stash", None)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper such as LARC."""
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optim"):
+        optimizer = optimizer.optim
+    return optimizer
+
+
+def _start(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    properties: Properties,
+    cast_model_outputs: torch.dtype | None,
+    num_losses: int,
+) -> None:
+    for earlier in {run for run in map(_run_of, models) if run is not None}:
+        earlier.end_for(models)
+    bounds = _amp_state.min_loss_scale, _amp_state.max_loss_scale
+    policy = properties.policy(keep_outputs=cast_model_outputs is not None)
+    run = Run(models, optimizers, policy, bounds, num_losses)
+    for model in models:
+        if isinstance(properties.cast_model_type, torch.dtype):
+            cast = functools.partial(_cast_inputs, properties.cast_model_type)
+            run.hooks.append(model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True))
+        if cast_model_outputs is not None:
+            run.hooks.append(model.register_forward_hook(functools.partial(_cast_outputs, cast_model_outputs)))
+    _amp_state.opt_properties, _amp_state.loss_scalers = properties, run.scalers
+    if properties.patch_torch_functions:
+        _cast_functions(run, models, properties)
+
+
+def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -> None:
+    """The casts around torch's functions, as long as one of the models or optimizers that asked for them is there."""
+    before = _amp_state.handle
+    handle = init(
+        loss_scale=properties.loss_scale,
+        verbose=_amp_state.verbosity == 2,
+        patch_type=properties.patch_torch_functions_type or torch.float16,
+    )
+    types = {p.device.type for model in models for p in model.parameters()}
+    if types and types != {"cpu"}:
+        handle.device_types = frozenset(types)  # what a script computes on the CPU beside its GPU stays FP32
+    assert isinstance(handle, AmpHandle)
+    forever = before.is_active() and before.owners is None
+    handle.owners = None if forever else weakref.WeakSet(before.owners or ())
+    handle._end_with(run)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return value.to(dtype) if _has_to(value) else value
+
+
+def _has_to(value: Any) -> bool:
+    return hasattr(value, "to") and not isinstance(value, (nn.Module, type))
+
+
+def _cast_inputs(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(functools.partial(_cast, dtype), (args, kwargs), is_leaf=_has_to)
+
+
+def _cast_outputs(dtype: torch.dtype, model: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map(functools.partial(_cast, dtype), output, is_leaf=_has_to)
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Yields the scaled loss, for ``scaled_loss.backward()`` inside the block.
+
+    After it the gradients of ``amp.master_params(optimizer)`` are true FP32 ones, and where they are not finite the
+    next step of all ``optimizers`` is skipped and the loss scale lowered.
+
+    Args:
+        optimizers: the one or ones that this loss feeds.
+        loss_id: which loss scale.
+        delay_unscale: the gradients keep the scale; a later block of the same loss and optimizers, without this, must
+            come before the step.
+        model, delay_overflow_check: accepted and not needed: nothing here waits for the device.
+
+    Raises:
+        RuntimeError: no ``amp.initialize`` before, or an optimizer that did not go through it.
+        IndexError: loss_id is not below num_losses.
+    """
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError(
+            "amp.scale_loss before amp.initialize: model, optimizer = amp.initialize(model, optimizer, opt_level=...) "
+            "must come first"
+        )
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wanted = [_unwrapped(optimizer) for optimizer in given]
+    runs = {_run_of(optimizer) for optimizer in wanted}
+    run = runs.pop() if len(runs) == 1 else None
+    if run is None:
+        raise RuntimeError(
+            f"amp.scale_loss: got {', '.join(type(o).__name__ for o in given) or 'no optimizer'}; allowed are "
+            "optimizers that one amp.initialize has returned"
+        )
+    with run.scale_loss(loss, wanted, _amp_state.loss_scalers, loss_id, delay_unscale) as scaled:
+        yield scaled
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales of the last ``initialize``: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``."""
+    destination = OrderedDict() if destination is None else destination
+    for i, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return destination
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Takes what ``state_dict`` gave, in its order; states beyond ``num_losses`` are passed over, with a warning.
+
+    Raises:
+        RuntimeError: keys that are no loss scalers, listed; nothing was changed then.
+    """
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    if unexpected:
+        names = ", ".join(f'"{key}"' for key in unexpected)
+        raise RuntimeError(
+            f"amp.load_state_dict: Unexpected key(s) in state_dict: {names}. Allowed are loss_scaler0, ..."
+        )
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        message = f"state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used"
+        print(f"Warning: {message}")  # where scripts and their logs expect it
+        warnings.warn(f"amp.load_state_dict: {message}", stacklevel=2)
+    for scaler, state in zip(scalers, state_dict.values(), strict=False):
+        scaler._loss_scale = state["loss_scale"]
+        scaler._unskipped = state["unskipped"]

@@ -1,0 +1,121 @@
+"""``amp.init``, and the user's own functions in the lists."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tritonamp.apex.amp import lists, wrap
+from tritonamp.apex.amp._amp_state import _amp_state
+from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle
+from tritonamp.apex.amp.wrap import F
+
+_registered: list[tuple[Any, str, Callable[[Any], Any]]] = []
+
+
+def half_function(function: F) -> F:
+    """Decorator: while casts are on, ``function`` gets its floating tensors in float16."""
+    return wrap.half(function, torch.float16)
+
+
+def bfloat16_function(function: F) -> F:
+    """Decorator: while casts are on, ``function`` gets its floating tensors in bfloat16."""
+    return wrap.half(function, torch.bfloat16)
+
+
+def float_function(function: F) -> F:
+    """Decorator: while casts are on, ``function`` gets its half tensors in FP32."""
+    return wrap.float_(function)
+
+
+def promote_function(function: F) -> F:
+    """Decorator: while casts are on, ``function`` gets FP32 tensors where half and FP32 ones meet."""
+    return wrap.promote(function)
+
+
+def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}: allowed is the name of a function that it has")
+    _registered.append((module, name, wrapper))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Has the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
+
+    Raises:
+        ValueError: ``module`` has nothing of that name.
+    """
+    _register(module, name, half_function)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """The same for ``bfloat16_function``."""
+    _register(module, name, bfloat16_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """The same for ``float_function``."""
+    _register(module, name, float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """The same for ``promote_function``."""
+    _register(module, name, promote_function)
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: str | float = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    patch_type: torch.dtype = torch.float16,
+) -> AmpHandle | NoOpHandle:
+    """Turns on the casts around torch's functions, in the whole process; those of an earlier call end.
+
+    Args:
+        enabled: False: nothing happens, and the handle does nothing.
+        loss_scale: of optimizers that ``handle.wrap_optimizer`` or ``handle.scale_loss`` are given.
+        enable_caching: parameters are cast once an iteration.
+        allow_banned: banned functions get FP32 arguments, instead of refusing half ones.
+        patch_type: the half dtype, torch.float16 or torch.bfloat16.
+
+    Returns:
+        the handle, which ``handle._deactivate()`` takes off again.
+    """
+    _amp_state.handle._deactivate()
+    _amp_state.handle = NoOpHandle() if not enabled else AmpHandle(loss_scale, enable_caching, verbose, patch_type)
+    if isinstance(_amp_state.handle, AmpHandle):
+        _patch(_amp_state.handle, allow_banned)
+    return _amp_state.handle
+
+
+def _patch(handle: AmpHandle, allow_banned: bool) -> None:
+    """Puts wrappers around the functions of the lists, the user's own first."""
+    for module, name, wrapper in _registered:
+        handle._replace(module, name, wrapper)
+    _registered.clear()
+    every = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides, lists.rnn_overrides)
+    for overrides in every:
+        replace = functools.partial(_replace_all, handle, overrides.MODULE)
+        replace(_once(overrides.FP16_FUNCS, lists.LAYERS), wrap.half_op)
+        replace(_once(overrides.FP32_FUNCS), wrap.float_)
+        replace(_once([*overrides.CASTS, *overrides.SEQUENCE_CASTS]), wrap.promote)
+        if overrides is not lists.functional_overrides:
+            replace((name + "_" for name in _once(overrides.FP32_FUNCS)), wrap.refuse_half)
+            replace((name + "_" for name in _once(overrides.FP16_FUNCS)), wrap.match_first)
+        for name, message in overrides.BANNED_FUNCS:
+            wrapper = wrap.float_ if allow_banned else functools.partial(wrap.refuse_half, message=message)
+            replace([name], wrapper)
+    _replace_all(handle, lists.rnn_overrides.MODULE, lists.LAYERS, wrap.half_layer)
+    handle._replace(torch.nn.RNNBase, "check_input", wrap.any_input_dtype)
+
+
+def _once(names: Iterable[str], without: Iterable[str] = ()) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name not in without]
+
+
+def _replace_all(handle: AmpHandle, module: Any, names: Iterable[str], wrapper: Callable[[Any], Any]) -> None:
+    for name in names:
+        handle._replace(module, name, wrapper)

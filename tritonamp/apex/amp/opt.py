@@ -1,0 +1,59 @@
+"""Optimizers of the API before ``amp.initialize``: ``amp.init(...).wrap_optimizer(optimizer)``."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+import tritonamp
+from tritonamp.apex.amp.run import Run
+
+
+class OptimWrapper:
+    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
+
+    Args:
+        handle: of ``amp.init``; while its casts are off, losses and steps are left alone.
+        num_loss: how many ``scale_loss`` blocks come before each step; each has a loss scale of its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, handle: Any, num_loss: int = 1) -> None:
+        self._optimizer, self._handle, self._num_loss = optimizer, handle, num_loss
+        self._loss_idx = 0
+        if handle.is_active() and getattr(optimizer, "_amp_stash", None) is None:
+            policy = tritonamp.Policy(loss_scale=handle.loss_scale, half_parameters=True)
+            Run([], [optimizer], policy, num_losses=num_loss)
+
+    @classmethod
+    def of(cls, optimizer: Any, handle: Any) -> "OptimWrapper":
+        """``optimizer`` itself if it is one, else one for a single loss."""
+        return optimizer if isinstance(optimizer, cls) else cls(optimizer, handle)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yields the scaled loss, for its backward inside the block."""
+        run = getattr(self._optimizer, "_amp_stash", None)
+        if run is None or not self._handle.is_active():
+            yield loss
+            return
+        loss_id = self._loss_idx % self._num_loss
+        self._loss_idx += 1
+        with run.scale_loss(loss, [self._optimizer], run.scalers, loss_id) as scaled:
+            yield scaled
+
+    def step(self, closure: Any = None) -> Any:
+        """One step, or a skip where a gradient since the last one was not finite.
+
+        Raises:
+            RuntimeError: a closure was passed.
+        """
+        self._loss_idx = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

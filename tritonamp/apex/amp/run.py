@@ -1,0 +1,145 @@
+"""What one ``amp.initialize`` sets up: a ``tritonamp.Amp`` over some models and optimizers."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import tritonamp
+from tritonamp.apex.amp._amp_state import _amp_state, maybe_print
+from tritonamp.apex.amp.scaler import LossScaler
+from tritonamp.kernels import _launch
+
+
+class Run:
+    """One ``Amp``, kept alive by its models and optimizers, whose ``_amp_stash`` it is; copies of them have none."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        policy: tritonamp.Policy,
+        bounds: tuple[float | None, float] = (None, 2.0**24),
+        num_losses: int = 1,
+    ) -> None:
+        self._models, self._optimizers = list(models), list(optimizers)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        params = [
+            *(p for model in models for p in model.parameters()),
+            *(p for group in groups for p in group["params"]),
+        ]
+        device = self._device = params[0].device if params else torch.device("cpu")
+        _launch.check_dtype(policy.dtype, device)
+        backend = _launch.choose_backend("auto", device)
+        self.scalers = [LossScaler(policy.loss_scale, *bounds, device) for _ in range(num_losses)]
+        scaler = self.scalers[0].scaler
+        self._amp = tritonamp.Amp(self._models, self._optimizers, policy, backend, scaler, device, self._around_step)
+        self._skips, self._fed = Skips(self._amp), set[Optimizer]()
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for owner in self._owners():
+            owner._amp_stash = self
+
+    def _owners(self) -> list[Any]:
+        return [*self._models, *self._optimizers]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer],
+        scalers: Sequence[LossScaler],
+        loss_id: int,
+        delay_unscale: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yields the scaled loss; unless delayed, the gradients are true ones afterwards, and judged."""
+        if loss_id not in range(len(scalers)):
+            raise IndexError(
+                f"loss_id={loss_id}: amp.initialize was called with num_losses={len(scalers)}, "
+                f"allowed are 0 to {len(scalers) - 1}"
+            )
+        self._fed |= set(optimizers)
+        try:
+            with self._amp.scale_loss(loss, optimizers, scaler=scalers[loss_id].scaler) as scaled:
+                yield scaled
+            if not delay_unscale:
+                with _amp_state.handle._disable_casts():
+                    found_inf = self._amp.unscale_(optimizers)
+                if found_inf:
+                    self._skips.look(_Question(loss_id, scalers[loss_id], found_inf[0]))
+        finally:
+            _amp_state.handle._clear_cache()
+
+    @contextlib.contextmanager
+    def _around_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Gradients of a plain ``loss.backward()`` are true ones where the parameters are their own masters."""
+        with _amp_state.handle._disable_casts():
+            if optimizer not in self._fed and not self._amp.policy.master_weights and _has_gradients(optimizer):
+                one = LossScaler(1.0, None, 1.0, self._device).scaler
+                with self._amp.scale_loss(torch.ones((), device=self._device), optimizer, scaler=one):
+                    pass  # the backward has been
+            yield
+        self._fed.discard(optimizer)
+
+    def end_for(self, models: Sequence[nn.Module]) -> None:
+        """Puts everything back as it was before, for another ``initialize`` of ``models``.
+
+        Raises:
+            RuntimeError: they are not all that this one was for.
+        """
+        others = [type(model).__name__ for model in self._models if model not in models]
+        if others:
+            raise RuntimeError(
+                f"amp.initialize: a model was initialized before, together with {', '.join(others)}: initialize all of "
+                "them again, or call amp.initialize only once"
+            )
+        for hook in self.hooks:
+            hook.remove()
+        self._amp.disable()
+        for owner in self._owners():
+            del owner._amp_stash
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+
+
+class _Question(NamedTuple):
+    loss_id: int
+    scaler: LossScaler
+    found_inf: Tensor
+    arrived: torch.cuda.Event | None = None
+
+
+class Skips:
+    """Prints a line for each skipped step as soon as its flag has arrived on the host: the device is not waited for."""
+
+    def __init__(self, amp: tritonamp.Amp) -> None:
+        self._amp = amp
+        self._under_way: list[_Question] = []
+
+    def look(self, question: _Question) -> None:
+        """Sends for the flag of a loss that was just judged."""
+        found_inf = question.found_inf
+        if _amp_state.verbosity <= 0 or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        arrived = None
+        host = torch.empty((), pin_memory=found_inf.is_cuda).copy_(found_inf, non_blocking=True)
+        if found_inf.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(found_inf.device))
+        self._under_way.append(question._replace(found_inf=host, arrived=arrived))
+        while self._under_way and (self._under_way[0].arrived is None or self._under_way[0].arrived.query()):
+            self._answered(self._under_way.pop(0))
+
+    def _answered(self, question: _Question) -> None:
+        if question.found_inf == 0:
+            return
+        scale = question.scaler.loss_scale()
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} reducing loss scale to {scale}")
+        maybe_print(f"    {self._amp.explain()}")

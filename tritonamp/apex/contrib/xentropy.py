@@ -1,0 +1,30 @@
+"""Drop-in for ``apex.contrib.xentropy``."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["SoftmaxCrossEntropyLoss"]
+
+
+class SoftmaxCrossEntropyLoss:
+    """``SoftmaxCrossEntropyLoss.apply(logits, labels, ...)``: the cross entropy of each row, computed in FP32."""
+
+    @staticmethod
+    def apply(
+        logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
+    ) -> Tensor:
+        """``torch.nn.functional.cross_entropy`` without reduction.
+
+        Args:
+            logits: shape (n, classes), any floating dtype.
+            labels: int64, shape (n,).
+            smoothing: label smoothing.
+            padding_idx: rows of this label have loss and gradient 0.
+            half_to_float: makes no difference.
+
+        Returns:
+            shape (n,), float32 (float64 for such logits).
+        """
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)

@@ -1,0 +1,145 @@
+"""Drop-in for ``apex.transformer.functional``: masked softmax of attention scores."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp import functional
+from tritonamp.apex.transformer.enums import AttnMaskType
+
+__all__ = [
+    "FusedScaleMaskSoftmax",
+    "GenericFusedScaleMaskSoftmax",
+    "generic_scaled_masked_softmax",
+    "scaled_masked_softmax",
+    "scaled_upper_triang_masked_softmax",
+]
+
+MASKED = -10000.0  # what a masked score becomes
+
+
+def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax of ``scale * inputs`` over the last dimension; arithmetic in FP32, result in the inputs' dtype.
+
+    Args:
+        inputs: shape (batch, heads, queries, keys); under autocast they become its dtype first.
+        mask: bool, broadcastable to ``inputs``; True is masked. Rows with nothing else are 0.
+    """
+    device_type = inputs.device.type
+    if torch.is_autocast_enabled(device_type):
+        inputs = inputs.to(torch.get_autocast_dtype(device_type))
+    with torch.autocast(device_type, enabled=False):
+        scores = inputs if scale == 1.0 else inputs.float() * scale
+        if mask is None:
+            return functional.softmax(scores, -1).to(inputs.dtype)
+        mask = mask.bool()
+        probs = functional.softmax(scores.masked_fill(mask, MASKED), -1).to(inputs.dtype)
+        return probs.masked_fill(mask.all(-1, keepdim=True), 0)
+
+
+generic_scaled_masked_softmax = scaled_masked_softmax
+
+
+def scaled_upper_triang_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """``scaled_masked_softmax`` where each query sees the keys up to its own; ``mask`` is not looked at.
+
+    Raises:
+        ValueError: different numbers of queries and keys.
+    """
+    queries, keys = inputs.shape[-2:]
+    if queries != keys:
+        raise ValueError(f"a causal mask is for self attention: got {queries} queries and {keys} keys")
+    above = torch.ones(queries, keys, dtype=torch.bool, device=inputs.device).triu(1)
+    return scaled_masked_softmax(inputs, above, scale)
+
+
+class FusedScaleMaskSoftmax(nn.Module):
+    """Scale, mask and softmax of attention scores.
+
+    Args:
+        input_in_fp16, input_in_bf16: the dtype of the scores, where it is half.
+        attn_mask_type: padding, with a mask given to ``forward``; or causal.
+        scaled_masked_softmax_fusion: for half scores, do it in one go instead of with ``mask_func``.
+        mask_func: ``mask_func(scores, mask)`` masks.
+        softmax_in_fp32: half scores become FP32 before they are scaled.
+        scale: factor on the scores, or None.
+
+    Raises:
+        RuntimeError: both half dtypes, or a ``scale`` without ``softmax_in_fp32``.
+        ValueError: another ``attn_mask_type``.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: AttnMaskType,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor],
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise RuntimeError("both fp16 and bf16 flags cannot be active at the same time.")
+        if scale is not None and not softmax_in_fp32:
+            raise RuntimeError("softmax should be in fp32 when scaled")
+        if scaled_masked_softmax_fusion and not isinstance(attn_mask_type, AttnMaskType):
+            raise ValueError(f"attn_mask_type: got {attn_mask_type!r}, allowed are {', '.join(map(str, AttnMaskType))}")
+        self.input_in_fp16, self.input_in_bf16 = input_in_fp16, input_in_bf16
+        self.input_in_float16 = input_in_fp16 or input_in_bf16
+        self.attn_mask_type = attn_mask_type
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+
+    def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        """``input``: shape (batch, heads, queries, keys)."""
+        if self.is_kernel_available(mask, *input.shape):
+            return self.forward_fused_softmax(input, mask)
+        return self.forward_torch_softmax(input, mask)
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether ``forward`` takes the fused way; of shapes only a causal mask that is not square does not."""
+        square = self.attn_mask_type is not AttnMaskType.causal or sq == sk
+        return self.scaled_masked_softmax_fusion and self.input_in_float16 and square
+
+    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        scale = 1.0 if self.scale is None else self.scale
+        if self.attn_mask_type is AttnMaskType.causal:
+            return scaled_upper_triang_masked_softmax(input, mask, scale)
+        return scaled_masked_softmax(input, mask, scale)
+
+    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        scores = input.float() if self.input_in_float16 and self.softmax_in_fp32 else input
+        if self.scale is not None:
+            scores = scores * self.scale
+        probs = torch.softmax(scores if mask is None else self.mask_func(scores, mask), -1)
+        if self.input_in_float16 and self.softmax_in_fp32:
+            probs = probs.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
+        return probs
+
+
+class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
+    """``FusedScaleMaskSoftmax`` with a padding mask."""
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor],
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
+        super().__init__(
+            input_in_fp16,
+            input_in_bf16,
+            AttnMaskType.padding,
+            scaled_masked_softmax_fusion,
+            mask_func,
+            softmax_in_fp32,
+            scale,
+        )
