@@ -21,10 +21,17 @@ PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "tests", "bench"}
 
 COMMANDS = {"__main__", "demo", "doctor"}
+PARTS = {  # packages of the core, and what they may know beside themselves
+    "replay": ["tritonamp.kernels", "tritonamp.policy"],
+    "forecast": ["tritonamp"],  # runs models as a user does, on FP32 values
+}
+PART_FILES = sorted(path for part in PARTS for path in (PACKAGE / part).glob("*.py"))
 CORE_FILES = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in {"__init__", *COMMANDS})
-RUNTIME = ["checks", "user_functions", "installing", "decision", "stepping", "runtime"]  # one job in parts, in import order  # noqa: E501
+RUNTIME = """
+    checks user_functions diagnostics forwards sharding installing ranks decision stepping healing response states runtime
+""".split()  # one job in parts, in import order
 MIDDLE_FILES = [path for path in CORE_FILES if path.stem not in {"policy", *RUNTIME}]
-ENTRY_FILES = sorted({*PACKAGE.rglob("*.py")} - {*CORE_FILES, PACKAGE / "__init__.py"})
+ENTRY_FILES = sorted({*PACKAGE.rglob("*.py")} - {*CORE_FILES, *PART_FILES, PACKAGE / "__init__.py"})
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
 OP_FILES = [path for path in KERNEL_FILES if not path.name.startswith("_")]
 
@@ -35,7 +42,8 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_core_file = pytest.mark.parametrize("path", CORE_FILES, ids=shown)
+each_core_file = pytest.mark.parametrize("path", [*CORE_FILES, *PART_FILES], ids=shown)
+each_part_file = pytest.mark.parametrize("path", PART_FILES, ids=shown)
 each_middle_file = pytest.mark.parametrize("path", MIDDLE_FILES, ids=shown)
 each_entry_file = pytest.mark.parametrize("path", ENTRY_FILES, ids=shown)
 each_kernel_file = pytest.mark.parametrize("path", KERNEL_FILES, ids=shown)
@@ -122,8 +130,15 @@ def test_middle_imports_kernels_and_policy_only(path: Path) -> None:
 @pytest.mark.parametrize("name", RUNTIME)
 def test_runtime_knows_the_middle_and_never_the_reverse(name: str) -> None:
     earlier = [f"tritonamp.{part}" for part in ["policy", "kernels", *RUNTIME[: RUNTIME.index(name)]]]
-    allowed = earlier + [module_name(path) for path in MIDDLE_FILES]
+    allowed = [*earlier, *(module_name(path) for path in MIDDLE_FILES), "tritonamp.replay"]
     assert not [imported for imported in our_imports(PACKAGE / f"{name}.py") if not is_in(imported, *allowed)]
+
+
+@each_part_file
+def test_parts_know_what_is_below_them(path: Path) -> None:
+    part = path.parent.name
+    assert not [name for name in our_imports(path) if not is_in(name, f"tritonamp.{part}", *PARTS[part])]
+    assert not [name for name in our_imports(path) if is_in(name, "tritonamp.apex", "tritonamp.demo")]
 
 
 @each_entry_file

@@ -260,7 +260,7 @@ def test_the_skip_is_reported_a_step_later(device: torch.device, caplog: pytest.
         assert not caplog.records
         run.step(again)
     (line,) = caplog.messages
-    assert line.startswith("1 of 2 steps skipped. The last skipped step was a forward fault")
+    assert line.startswith("1 of 2 steps skipped. The last skipped step was due to data: the input batch")
     run.amp.disable()
 
 
@@ -402,6 +402,7 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
             tape.replay()
         assert same_bits(captured.copies(), eager.copies()), i
     stats = [run.amp.stats() for run in runs]
+    assert [s.pop("last_skip_reason") for s in stats] == ["data", "forward fault"]  # a replay has no batch to show
     assert stats[0] == stats[1]
     assert stats[0]["forward_faults"] == 1 and stats[0]["scale"] > 2.0**10
     for run in runs:
@@ -452,3 +453,17 @@ def test_no_step_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.amp.disable()
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_updates_that_do_nothing_are_told_by_group(device: torch.device, backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8)).to(device)
+    groups = [{"params": m.parameters(), "lr": lr} for m, lr in zip(model, (1e-7, 1e-7, 1e-2), strict=True)]
+    optimizer = torch.optim.AdamW(groups)
+    amp = tritonamp.enable(model, optimizer, level="O2", backend=backend, track_lost_updates=True)
+    amp.backward(model(torch.randn(4, 16, device=device)).square().mean())
+    optimizer.step()
+    first, norm, last = amp.stats()["lost_updates"]
+    assert first > 0.9 and norm == 0.0 and last < 0.1, "the norm's parameters are FP32"
+    amp.disable()

@@ -150,15 +150,18 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     reconcile dtypes: tables of angles, running statistics and small constants lose too much in half.
 
     Returns:
-        the FP32 originals, in main memory where the model is on another device: half tensor to FP32 values.
+        the FP32 originals, in main memory where the model is on another device: half tensor to FP32 values. Of
+        parameters that were half already and get masters, their values.
     """
+    originals: dict[Tensor, Tensor] = {}
+    if policy.half_parameters and policy.master_weights:
+        originals = {p: p.detach().float() for p in model.parameters() if p.dtype in HALF_DTYPES}
     if not policy.cast_model:
-        return {}
+        return originals
     kept = _kept(model, policy)
     tensors: dict[Tensor, None] = dict.fromkeys(p for p in model.parameters())
     if not policy.op_policy:
         tensors |= dict.fromkeys(model.buffers())
-    originals = {}
     for tensor in tensors:
         if tensor.dtype is torch.float32 and id(tensor) not in kept:
             originals[tensor] = tensor.detach().to("cpu")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -14,7 +15,7 @@ from tritonamp.scaler import GradScaler
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
-    """The modules to enable (a compiled module's original).
+    """The modules to enable (of a compiled one the original, of a DDP the module inside it).
 
     Raises:
         ValueError: not modules, enabled already, half already, or without real parameters.
@@ -25,12 +26,18 @@ def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
     for model in models:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model: got {type(model).__name__}, allowed is a torch.nn.Module or a list of them")
-        original = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        original = _unwrapped(model)
         if original in found:
             raise ValueError(f"model: {type(original).__name__} is in the list twice")
         _check_model(original, policy)
         found.append(original)
     return found
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper
+        return _unwrapped(model._orig_mod)  # type: ignore[arg-type]
+    return _unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 def _check_model(model: nn.Module, policy: Policy) -> None:
@@ -52,7 +59,7 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
             )
     half = [name for name, p in model.named_parameters() if p.dtype in HALF_DTYPES]
     only_half = policy.cast_model and not policy.master_weights
-    if half and not only_half:
+    if half and not (only_half or policy.half_parameters):
         dtypes = ", ".join(sorted({str(p.dtype) for p in model.parameters() if p.dtype in HALF_DTYPES}))
         raise ValueError(
             f"model: {kind} has {len(half)} parameter(s) of {dtypes} already ({', '.join(half[:3])}"

@@ -1,14 +1,16 @@
 """One decision per loss: the gradients it scaled are good, and every optimizer it feeds steps, or none does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.diagnostics import SkipLog
-from tritonamp.kernels.decide import decide
+from tritonamp.kernels.decide import CLEAN, decide
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.masters import MasterWeights
+from tritonamp.ranks import Evidence, Ranks
 from tritonamp.scaler import GradScaler
 
 
@@ -22,6 +24,7 @@ class Decision:
         feeds: the optimizers that have not stepped yet.
         blocks: how many ``with scale_loss`` blocks we are inside of.
         zeroed: those of them whose gradients the user has cleared since.
+        reported: the policy's answer to it was given.
         made: whether found_inf, norm and grad_scale, the results of ``decide`` (0-d), are there.
     """
 
@@ -38,7 +41,7 @@ class Decision:
         self.feeds, self.automatic = list(feeds), automatic
         self.zeroed: set[MasterWeights] = set()
         self.blocks = 0
-        self.made = False
+        self.made = self.reported = False
         self._verdict = scale.new_zeros(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
@@ -56,22 +59,35 @@ class Decision:
         self._found_earlier = verdict[0] if earlier is None else torch.maximum(earlier, verdict[0])
         weights.unscale_(verdict[2])
 
-    def make(self, log: SkipLog, max_norm: float | None = None) -> None:
-        """Judges the gradients of all optimizers that the loss feeds, and moves the scale."""
+    def make(self, log: SkipLog, batches: Sequence[Any], ranks: Ranks, max_norm: float | None = None) -> None:
+        """Judges the gradients of all optimizers that the loss feeds, and moves the scale.
+
+        Args:
+            log: hears of it, and that ``batches`` led to it.
+            ranks: take part in it.
+        """
         amax, square_sum = self._stats(self.feeds)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
-        state = self.scaler.scale_state if self.automatic else None
         record = log.record([weights.parameters() for weights in self.feeds], self.scale.device)
+        if ranks.several:
+            mine = Evidence(amax, square_sum, flag, earlier)
+            amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])
+            flag.copy_(agreed)  # a scaler that the user drives has the same flag
+        moves_in_two = self.automatic and self.scaler.backoff_on_fault  # the record hears of a fault
+        state = self.scaler.scale_state if self.automatic and not moves_in_two else None
         rule = self.scaler.rule
         decide(
             amax, square_sum, flag, earlier, self.scale, max_norm, state, rule, record, self._verdict, self._backend
         )
-        log.read_back(rule.min_scale)
+        if moves_in_two:
+            self.scaler.note(amax)
+            self.scaler.move(self.found_inf, flag)
+        log.decided(rule, batches)
         self.made = True
         if not self.automatic:
             for weights in self.feeds:
-                self.scaler.record(weights.optimizer, self.found_inf)
+                self.scaler.record(weights.optimizer, self.found_inf, amax)
 
     def _stats(self, feeds: Iterable[MasterWeights]) -> tuple[Tensor, Tensor]:
         """Of all gradients that carry this decision's scale; magnitudes by parameter, 0 for the others."""

@@ -1,44 +1,90 @@
-"""Why a step was skipped: kept on the device, read only when somebody asks."""
+"""What became of each step, and why: kept on the device, and on the host when its numbers have arrived there."""
 
-import ctypes
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonamp.kernels.decide import CLEAN, FAULT, OVERFLOW, RECORD, Record
+from tritonamp.causes import REASONS, Finding, Skip, find_cause, tensors_in
+from tritonamp.kernels.decide import AMAX, CLEAN, FAULT, NORM, OVERFLOW, RECORD, SCALE, SKIPPED, Record, ScaleRule
+from tritonamp.mailbox import Letter, Mailbox
+from tritonamp.replay import BatchGoneError, Snapshot
 
 logger = logging.getLogger("tritonamp")
 
-_FP32_MAX = torch.finfo(torch.float32).max
-REASONS = {OVERFLOW: "scale overflow", FAULT: "forward fault"}
+HISTORY = 1000  # steps
+_LONG_RUN = 8  # skips in a row that are worth a warning
 
 
 class NonFiniteError(RuntimeError):
-    """A step was skipped, and the policy says ``on_nonfinite="raise"``."""
+    """Steps were skipped that no lower scale could have helped, and the policy says ``on_nonfinite="raise"``."""
+
+
+class StepRecord(NamedTuple):
+    """What became of one step.
+
+    Attributes:
+        step: its number, from 1, skipped ones included.
+        cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad parameters", "scale
+            exhausted"), or None: it was not.
+        scale: the loss scale that its backward used.
+        grad_norm: of the unscaled gradients; None for a skipped one.
+        parameters: names of those whose gradients (under "bad parameters" whose values) were not finite.
+        detail: the cause in words, "" for a step.
+    """
+
+    step: int
+    cause: str | None
+    scale: float
+    grad_norm: float | None
+    parameters: tuple[str, ...] = ()
+    detail: str = ""
+
+
+class Enclosed(NamedTuple):
+    """What is known on the host about a decision: the rule of its scale, and the arguments of its forwards."""
+
+    rule: ScaleRule
+    batches: Sequence[Snapshot]
 
 
 class SkipLog:
-    """Counts of decisions, and what the last skipped one looked like.
+    """Counts of decisions, the last of them one by one, and the causes of those that were skipped.
 
     Args:
         names: gives parameter of the model to its full name; asked again when parameters are added.
+        tensors: the same with buffers, which a cause may be looked for in.
+        dtype: the half format.
         speaks: a line is logged for each skip, when its numbers have arrived: the device is not waited for.
     """
 
-    def __init__(self, names: Callable[[], Mapping[Tensor, str]], speaks: bool = False) -> None:
-        self._ask_names = names
+    def __init__(
+        self,
+        names: Callable[[], Mapping[Tensor, str]],
+        tensors: Callable[[], Mapping[Tensor, str]],
+        dtype: torch.dtype,
+        speaks: bool = False,
+    ) -> None:
+        self._ask_names, self._ask_tensors = names, tensors
         self._names = dict(names())
+        self._limit, self._speaks = torch.finfo(dtype).max, speaks
         self._loaded = [0.0, 0.0, 0.0]
         self._numbers: Tensor | None = None  # see kernels.decide.Record
         self._places: dict[tuple[int, ...], Tensor] = {}  # by the ids of a decision's lists of parameters
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
-        self._speaks = speaks
-        self._seen = 0.0  # skips that were spoken of
-        self._mailbox: _Mailbox | None = None
+        self._mailbox: Mailbox | None = None
+        self._known = [0.0, 0.0, 0.0]  # counts when the last letter was written
+        self._run: list[int] = []  # numbers of the skips in a row that the last letters told of
+        self._rule: ScaleRule | None = None  # of the last decision
+        self.history: deque[StepRecord] = deque(maxlen=HISTORY)
+        self.last: Finding | None = None  # of the last skip
+        self.last_scale = 1.0  # that its backward used
+        self.batches: Sequence[Snapshot] = ()  # the snapshots of its forwards
 
     def record(self, params: Sequence[list[Tensor]], device: torch.device) -> Record:
         """Where the decision about the gradients of ``params``, one list for each optimizer, is to be noted.
@@ -59,29 +105,75 @@ class SkipLog:
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
         size = RECORD + len(self._names)
         if self._numbers is None or len(self._numbers) != size or self._numbers.device != device:
+            self.collect(wait=True)
             before = self._values()
             numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
-            self._numbers, self._mailbox = numbers.to(device), _Mailbox(numbers)
+            self._numbers, self._mailbox = numbers.to(device), Mailbox(numbers)
             self._places, self._params = {}, {}
         found = torch.tensor([places.get(p, -1) for p in self._names], dtype=torch.int64)
         self._places[key] = found.to(device)
 
-    def read_back(self, min_scale: float) -> None:
-        """Logs a skip whose numbers have arrived, and sends for those of the last decision."""
-        if not self._speaks or self._mailbox is None or self._numbers is None:
+    def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
+        """A decision was made: hears what has arrived of earlier ones, and sends for its numbers."""
+        self._rule = rule
+        if self._numbers is None or self._mailbox is None:
             return
         if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # neither question nor answer may become part of a CUDA graph
-        values = self._mailbox.take()
-        if values is not None and values[OVERFLOW] + values[FAULT] > self._seen:
-            self._seen = values[OVERFLOW] + values[FAULT]
-            news = math.frexp(self._seen)[0] == 0.5  # 1, 2, 4, 8...: a run that skips all the time says so now and then
-            log = logger.warning if news and self._alarms(values, min_scale) else logger.info
-            log(f"{self._seen:.0f} of {sum(values[:3]):.0f} steps skipped. {self._explain(list(values), min_scale)}")
-        self._mailbox.send_for(self._numbers)
+        self.collect()
+        self._mailbox.send(self._numbers, Enclosed(rule, batches))
+
+    def collect(self, wait: bool = False) -> None:
+        """Takes in what has arrived from the device, or, waiting for it, all that was sent for."""
+        if self._mailbox is not None:
+            for letter in self._mailbox.arrived(wait):
+                self._take_in(letter)
+
+    def _take_in(self, letter: Letter) -> None:
+        values, enclosed = letter
+        counts = list(values[:3])
+        clean, *skips = (int(now - before) for now, before in zip(counts, self._known, strict=True))
+        self._known = counts
+        step = int(sum(counts))
+        if clean or sum(skips) != 1:  # some letters were not sent: what this one tells is the last skip
+            self._run.clear()
+        if sum(skips):
+            self._run.append(step)
+            self._take_in_skip(step, values, enclosed)
+        elif clean:
+            self.history.append(StepRecord(step, None, values[SCALE], values[NORM]))
+
+    def _take_in_skip(self, step: int, values: Sequence[float], enclosed: Enclosed) -> None:
+        finding = self.last = self._find(step, values, enclosed)
+        self.batches, self.last_scale = enclosed.batches, values[SKIPPED + 1]
+        self.history.append(StepRecord(step, finding.cause, values[SCALE], None, finding.parameters, finding.text))
+        if self._speaks:
+            skipped = values[OVERFLOW] + values[FAULT]
+            news = math.frexp(skipped)[0] == 0.5  # 1, 2, 4, 8...: a run that skips all the time says so now and then
+            long_run = len(self._run) == _LONG_RUN
+            log = logger.warning if (finding.needs_help and news) or long_run else logger.info
+            log(f"{_rank()}{skipped:.0f} of {step} steps skipped{self._of_run(long_run)}. {finding.text}{finding.hint}")
+
+    def _of_run(self, long_run: bool) -> str:
+        return f", the last {_LONG_RUN} of them in a row" if long_run else ""
+
+    def _find(self, step: int, values: Sequence[float], enclosed: Enclosed) -> Finding:
+        rule = enclosed.rule
+        skip = Skip(
+            int(values[SKIPPED]),
+            step,
+            self._run[0] if self._run else step,
+            values[SKIPPED + 1],
+            rule.min_scale,
+            rule.min_scale == rule.max_scale,
+            dict(zip(self._names.values(), values[RECORD:], strict=True)),
+            values[AMAX],
+            self._limit,
+        )
+        return find_cause(skip, list(_data(enclosed.batches)), self._ask_tensors())
 
     def _values(self) -> list[float]:
-        return [*self._loaded, 0.0, 0.0, 0.0] if self._numbers is None else self._numbers.tolist()
+        return [*self._loaded, *[0.0] * (RECORD - 3)] if self._numbers is None else self._numbers.tolist()
 
     def counts(self) -> tuple[int, int, int]:
         """Decisions that were clean, scale overflows, forward faults. Reads the device."""
@@ -90,85 +182,42 @@ class SkipLog:
 
     def stats(self) -> dict[str, Any]:
         """The numbers as plain values. Reads the device."""
-        values = self._values()
+        values, finding = self._values(), self.finding()
         return {
             "steps": int(values[CLEAN]),
             "skipped": int(values[OVERFLOW] + values[FAULT]),
             "scale_overflows": int(values[OVERFLOW]),
             "forward_faults": int(values[FAULT]),
-            "last_skip_reason": REASONS.get(int(values[4])),
-            "grad_norm": values[3],
+            "last_skip_reason": None if finding is None else finding.cause,
+            "grad_norm": values[NORM],
         }
 
     def load_counts(self, counts: tuple[int, int, int]) -> None:
         """Continues counting from a checkpoint."""
+        self.collect(wait=True)
         self._loaded = [float(n) for n in counts]
-        self._seen = self._loaded[OVERFLOW] + self._loaded[FAULT]
+        self._known = list(self._loaded)
+        self._run.clear()
         if self._numbers is not None:
             self._numbers[:3] = torch.tensor(self._loaded, dtype=torch.float64)
 
-    def explain(self, min_scale: float) -> str:
-        """Why the last skipped step was skipped, and what to do. Reads the device.
-
-        Args:
-            min_scale: below which the scale does not go.
-        """
-        return self._explain(self._values(), min_scale)
-
-    def _explain(self, values: list[float], min_scale: float) -> str:
-        reason, scale = REASONS.get(int(values[4])), values[5]
-        if reason is None:
-            return "No step was skipped."
-        if reason == REASONS[FAULT]:
-            return (
-                f"The last skipped step was a forward fault: the loss itself was inf or NaN (loss scale {scale:g}). "
-                "A lower scale cannot help, so it was left alone. Look at the input batch for inf and NaN, and in the "
-                "model for values above 65504, constants such as -1e9 or eps=1e-8 that float16 cannot hold, 0/0 and "
-                "rows that are masked completely."
-            )
-        named = zip(self._names.values(), values[RECORD:], strict=True)
-        bad = [(name, amax) for name, amax in named if not math.isfinite(amax) or amax / scale > _FP32_MAX]
-        listed = ", ".join(f"{name} ({'NaN' if a != a else 'inf'})" for name, a in bad[:8])
-        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
-        text = f"The last skipped step was a scale overflow: the loss was finite, but at loss scale {scale:g} "
-        text += f"the gradients of {len(bad)} parameter(s) were not: {listed}{more}. "
-        if scale <= min_scale:
-            return text + (
-                "The scale is at its minimum, so the gradients overflow by themselves: look for inf and NaN in the "
-                "backward of the last module named, or train it in FP32 with fp32_modules"
-            )
-        return text + "The scale was lowered; single skips of this kind are how it finds its level."
-
-    def calls_for_help(self, min_scale: float) -> bool:
-        """Whether the last skip was more than the scale finding its level. Reads the device."""
-        return self._alarms(self._values(), min_scale)
-
-    def _alarms(self, values: Sequence[float], min_scale: float) -> bool:
-        return values[4] == FAULT or (values[4] == OVERFLOW and values[5] <= min_scale)
+    def finding(self) -> Finding | None:
+        """The cause of the last skip; None: no step was skipped. Reads the device."""
+        self.collect(wait=True)
+        values = self._values()
+        unseen = values[OVERFLOW] + values[FAULT] > self._known[OVERFLOW] + self._known[FAULT]
+        if int(values[SKIPPED]) in REASONS and self._rule is not None and (unseen or self.last is None):
+            return self._find(int(sum(values[:3])), values, Enclosed(self._rule, ()))  # a CUDA graph left it
+        return self.last
 
 
-class _Mailbox:
-    """Numbers on their way from the device, without waiting: read when they have arrived."""
+def _data(batches: Sequence[Snapshot]) -> Iterator[list[tuple[str, Tensor]]]:
+    """What came into the forwards from outside, with where it was among the arguments."""
+    for batch in batches:
+        with contextlib.suppress(BatchGoneError):  # somebody has written to it since
+            yield list(tensors_in(batch.arguments(), batch.made))
 
-    def __init__(self, numbers: Tensor) -> None:
-        pinned = torch.cuda.is_available()
-        self._numbers = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
-        self._values = (ctypes.c_double * len(numbers)).from_address(self._numbers.data_ptr())  # the same memory
-        self._arrived = torch.cuda.Event() if pinned else None
-        self._sent = False
 
-    def send_for(self, numbers: Tensor) -> None:
-        """Asks for the numbers, unless earlier ones are still under way."""
-        if self._sent:
-            return
-        self._numbers.copy_(numbers, non_blocking=True)
-        if self._arrived is not None and numbers.is_cuda:
-            self._arrived.record(torch.cuda.current_stream(numbers.device))
-        self._sent = True
-
-    def take(self) -> Sequence[float] | None:
-        """The numbers last asked for; None: they have not arrived."""
-        if not self._sent or (self._arrived is not None and not self._arrived.query()):
-            return None
-        self._sent = False
-        return self._values  # type: ignore[return-value]
+def _rank() -> str:
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return f"rank {torch.distributed.get_rank()}: " if initialized else ""

@@ -28,6 +28,8 @@ class Precision:
 
     def __init__(self, policy: Policy, backend: str, device_type: str, precise: PreciseValues) -> None:
         self.policy, self.backend, self.precise = policy, backend, precise
+        self.forwards: Any = None  # hears of forwards; copies have nobody to tell
+        self.ranks: Any = None  # sees the DDP that a forward runs in
         self.number = overrides.forward_id(policy, backend)
         self.move(device_type)
 
@@ -97,6 +99,7 @@ class EnabledModule(_Enabled):
     """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values."""
 
     _tritonamp: Precision
+    _tritonamp_fp32 = False  # healed as a whole
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         if args:  # positional as torch still allows
@@ -145,12 +148,22 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
     """An enabled model's forward; ``bound`` holds the arguments that come before the caller's."""
     precision = module._tritonamp
     policy = precision.policy
-    if policy.cast_model and not torch.compiler.is_compiling():
+    if (policy.cast_model or policy.master_weights) and not torch.compiler.is_compiling():
         precision.precise.push()
-    if policy.cast_inputs:
-        args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
-    output = precision.run(forward, *bound, *args, **kwargs)
-    return output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
+    if precision.ranks is not None:
+        precision.ranks.look()
+    forwards = precision.forwards
+    snapshot = None if forwards is None or torch.compiler.is_compiling() else forwards.before(module, args, kwargs)
+    if module._tritonamp_fp32:
+        output = _fp32_forward(module, forward, bound, args, kwargs)
+    else:
+        if policy.cast_inputs:
+            args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
+        output = precision.run(forward, *bound, *args, **kwargs)
+    output = output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
+    if snapshot is not None:
+        forwards.after(snapshot, output)
+    return output
 
 
 def _fp32_forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
@@ -184,7 +197,8 @@ class EnabledOptimizer(_Enabled):
         if "found_inf" in vars(self):  # what torch's GradScaler tells optimizers that skip on the device
             self._stepper.check_scaler(None)
         self._opt_called = True  # what an LR scheduler looks for
-        self._stepper.step(self)
+        with self._stepper.around_step(self):
+            self._stepper.step(self)
 
     step.hooked = True  # type: ignore[attr-defined]  # the hooks fire in the base class's step
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nor does a scheduler need to wrap it
@@ -212,6 +226,17 @@ class EnabledOptimizer(_Enabled):
         self._stepper.check_scaler(scaler)
         self._opt_called = True
         self._stepper.step(self, by_scaler=True)
+
+
+class EnabledWrapper(_Enabled):
+    """A DDP around an enabled model: what it makes equal on all ranks at the end of ``join`` includes the rest."""
+
+    _tritonamp_ranks: Any
+    _set_aside = ("_sync_final_model", "_tritonamp_sync")
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)  # type: ignore[misc]
+        self._tritonamp_ranks.catch_up(self)
 
 
 @functools.cache

@@ -137,6 +137,7 @@ class MasterWeights:
             there are none.
         unscaled: the true FP32 gradients are in ``.grad`` of the masters now.
         sparse: ``lists`` found sparse gradients; it leaves them to ``sparse_lists``.
+        listed: the masters whose gradients are in ``lists``; there "params" holds this rank's part of them.
     """
 
     def __init__(self, optimizer: Optimizer, precise: PreciseValues, master_weights: bool) -> None:
@@ -210,6 +211,7 @@ class MasterWeights:
             numbers = [i for i, g in enumerate(grads) if g is not None and not g.is_sparse]
             params, grads, copies = ([tensors[i] for i in numbers] for tensors in (params, grads, copies))
         self._lists.number(numbers, len(self._masters))
+        self.listed: Sequence[Tensor] = params
         self._lists.set("params", params, lasting=True)
         self._lists.set("grads", grads)
         self._lists.set("copies", copies, lasting=True)
@@ -325,6 +327,16 @@ class MasterWeights:
         """Parameters of the model that a finite master was too large for, in any step. Reads the device."""
         flags = [flag.tolist() for lists in (self._lists, self._all) for flag in lists.all_kept("overflow")]
         return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
+
+    def lost_updates(self) -> list[float]:
+        """By group, the share of the last step's updates of half values that changed none. Reads the device."""
+        counts = sum((kept.cpu() for kept in self._lists.all_kept("lost")), torch.zeros(1, 2, dtype=torch.int64))
+        rows = dict(zip(self._masters, counts.tolist(), strict=False))
+        shares = []
+        for group in self.optimizer.param_groups:
+            found = [rows.get(p, [0, 0]) for p in group["params"]]
+            shares.append(sum(lost for lost, _ in found) / max(sum(moves for _, moves in found), 1))
+        return shares
 
     def written(self) -> None:
         """The half parameters hold the rounded masters now."""

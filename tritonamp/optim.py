@@ -24,11 +24,12 @@ class AdamSteps:
     Args:
         optimizer: a torch.optim.Adam or AdamW.
         backend: "auto", "triton" or "eager".
+        track_lost: count the half values that a step did not change.
     """
 
-    def __init__(self, optimizer: Optimizer, backend: str) -> None:
+    def __init__(self, optimizer: Optimizer, backend: str, track_lost: bool = False) -> None:
         self._optimizer, self._backend = optimizer, backend
-        self._lists = AdamLists()
+        self._lists = AdamLists(track_lost)
         self._seen: tuple[Any, ...] = ()  # what the state was brought into shape for
         self._seen_moments: list[list[int]] = []
         self._order: list[int] = []  # where the parameters' states are among all of the optimizer's

@@ -4,7 +4,9 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,13 +16,19 @@ from torch.optim import Optimizer
 from tritonamp import functional, installing, overrides, user_functions
 from tritonamp.casting import cast_model, flatten_rnns, fp32_modules, set_data
 from tritonamp.checks import check_models, check_optimizers, check_scaler
-from tritonamp.diagnostics import SkipLog
+from tritonamp.diagnostics import SkipLog, StepRecord
+from tritonamp.forwards import Forwards
+from tritonamp.healing import Healing
 from tritonamp.installing import EnabledModule, EnabledOptimizer, Fp32Module, Precision
 from tritonamp.kernels import _launch
 from tritonamp.masters import MasterWeights, PreciseValues
 from tritonamp.optim import settle_state
 from tritonamp.policy import Policy, resolve
+from tritonamp.ranks import Ranks
+from tritonamp.response import Response
 from tritonamp.scaler import GradScaler
+from tritonamp.sharding import check_sharding, local
+from tritonamp.states import AmpState, parse_state
 from tritonamp.stepping import Stepper
 
 logger = logging.getLogger("tritonamp")
@@ -63,7 +71,9 @@ def enable(
         check_scaler(scaler, policy_fields)
         policy_fields["loss_scale"] = "dynamic"
     resolved = resolve(level if policy is None else policy, dtype, **policy_fields)
-    models = check_models(_as_list(model), resolved)
+    given = _as_list(model)
+    models = check_models(given, resolved)
+    check_sharding(models, resolved)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     _launch.check_dtype(resolved.dtype, device)
@@ -71,7 +81,7 @@ def enable(
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
-    return Amp(models, optimizers, resolved, chosen, scaler or _scaler_for(resolved, device), device)
+    return Amp(models, optimizers, resolved, chosen, scaler or _scaler_for(resolved, device), device, given=given)
 
 
 def _as_list(value: T | Iterable[T]) -> list[T]:
@@ -96,7 +106,6 @@ class Amp:
         optimizer.zero_grad()
 
     Attributes:
-        policy: what runs in which precision.
         scaler: the GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
     """
 
@@ -108,19 +117,36 @@ class Amp:
         backend: _launch.Backend,
         scaler: GradScaler,
         device: torch.device,
+        around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
+        given: Sequence[nn.Module] = (),
     ) -> None:
-        self.policy, self.scaler = policy, scaler
+        self.scaler = scaler
         self._models, self._optimizers = models, optimizers
         self._backend, self._scalers = backend, {0: scaler}
         self._precise = PreciseValues()
         self._precision = Precision(policy, backend.requested, device.type, self._precise)
+        self._ranks = self._precision.ranks = Ranks(
+            [*models, *given], self._precise, self._state_of_steps, self._load_state_of_steps
+        )
         for model in models:
-            for half, original in cast_model(model, policy).items():
-                self._precise.adopt(half, original)
+            if not self._ranks.sharded:  # FSDP2 makes half copies itself
+                for half, original in cast_model(model, policy).items():
+                    self._precise.adopt(half, original)
             _install_model(model, self._precision)
+        if policy.cast_model:
+            self._ranks.rebuild()
         self._weights = {o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers}
-        self._log = SkipLog(functools.partial(_names, models), speaks=policy.on_nonfinite == "skip")
-        self._stepper = Stepper(policy, backend.requested, scaler, self._weights, self._log)
+        self._log = SkipLog(
+            functools.partial(_names, models), functools.partial(_tensors, models), policy.dtype,
+            speaks=policy.on_nonfinite == "skip",
+        )  # fmt: skip
+        self._healing = Healing(models, policy, self._precision)
+        self._forwards = self._precision.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+        self._response = Response(models, policy, self._log, self._healing.heal)
+        self._stepper = Stepper(
+            policy, backend.requested, scaler, self._weights, self._log, self._forwards, self._ranks,
+            self._respond, around_step,
+        )
         for optimizer in optimizers:
             installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
         overrides.acquire(functional.RULES)
@@ -129,6 +155,14 @@ class Amp:
         self._release = weakref.finalize(self._precision, _release)
         self._release.atexit = False
         self._enabled = True
+
+    def _respond(self, skipped: bool) -> None:
+        before = list(self._healing.names)
+        self._response(skipped)
+        if skipped and self.policy.on_nonfinite == "heal" and self._ranks.several:
+            self._healing.load(self._ranks.union(self._healing.names))
+        if self._healing.names != before:
+            self._ranks.rebuild()
 
     def backward(
         self,
@@ -152,16 +186,23 @@ class Amp:
 
     @contextlib.contextmanager
     def scale_loss(
-        self, loss: Tensor, optimizer: Optimizer | Iterable[Optimizer] | None = None, loss_id: int = 0
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        loss_id: int = 0,
+        *,
+        scaler: GradScaler | None = None,
     ) -> Iterator[Tensor]:
-        """Yields the scaled loss, for a backward of your own inside the ``with`` block. Arguments as ``backward``."""
+        """Yields the scaled loss, for a backward of your own inside the ``with`` block. Arguments as ``backward``;
+        a ``scaler`` takes the place of that of ``loss_id``, and is the caller's to save and load."""
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
             raise ValueError(f"loss: got {type(loss).__name__}, allowed is a Tensor")
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: got {loss_id!r}, allowed is an int")
         feeds = self._feeds(optimizer)
-        scaler = self._scalers.get(loss_id)
+        if scaler is None:
+            scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
         with self._stepper.open(scaler, loss, feeds) as scaled:
@@ -176,17 +217,26 @@ class Amp:
                 raise ValueError(f"optimizer {i} ({type(o).__name__}) was not given to tritonamp.enable")
         return feeds
 
-    def unscale_(self) -> None:
+    def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Puts the true FP32 gradients into ``.grad`` of the optimizers' params, for gradient work of your own.
+
+        Args:
+            optimizer: the one or ones whose gradients these are; default all that a loss has fed.
+
+        Returns:
+            for each of them that has gradients a 0-d flag on the device, not 0 where its step will be skipped.
 
         Raises:
             RuntimeError: called twice before a step, or before any backward.
         """
         self._check_enabled("unscale_")
-        pending = self._pending("unscale_")
-        scaled = [o for o in pending if not self._weights[o].unscaled]
-        for optimizer in scaled or pending:  # the latter refuses: called twice
-            self._stepper.unscale_(optimizer)
+        if optimizer is None:
+            pending = self._pending("unscale_")
+            scaled = [o for o in pending if not self._weights[o].unscaled]
+        else:
+            scaled = pending = self._feeds(optimizer)
+        found = [self._stepper.unscale_(o) for o in scaled or pending]  # the latter refuses: called twice
+        return [found_inf for found_inf in found if found_inf is not None]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the true gradients to a total 2-norm; without ``unscale_`` the clipping happens inside the step.
@@ -227,34 +277,90 @@ class Amp:
         """Numbers of the run so far, as plain values. Waits for the device, as ``explain`` and ``state_dict`` do.
 
         Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped,
-        scale_overflows, forward_faults, last_skip_reason, growth_tracker, backend, backend_reason, kernel_failures
+        scale_overflows, forward_faults (skips of a loss that was inf or NaN), last_skip_reason, healed (names of
+        modules that compute in FP32 since a fault), growth_tracker, backend, backend_reason, kernel_failures
         (operation: why its Triton kernel could not be compiled; it runs in eager torch), scales (by loss_id), grad_norm
-        (of the last step that was not skipped), and overflowed_parameters (names of half parameters that became inf
-        though their FP32 master is finite: beyond 65504 in float16).
+        (of the last step that was not skipped), lost_updates (by parameter group, the share of the last Adam
+        step's updates that changed no half value though they were not zero; 0 without track_lost_updates), and
+        overflowed_parameters (names of half parameters that became inf though their FP32 master is finite: beyond 65504
+        in float16).
         """
         names = _names(self._models)
         return {
             "scale": self.scaler.get_scale(),
             **self._log.stats(),
+            "healed": list(self._healing.names),
             "growth_tracker": self.scaler._get_growth_tracker(),
             "backend": self._backend.name,
             "backend_reason": self._backend.reason,
             "kernel_failures": dict(_launch.failures),
             "overflowed_parameters": [names[p] for w in self._weights.values() for p in w.overflowed()],
+            "lost_updates": [share for w in self._weights.values() for share in w.lost_updates()],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
 
-    def explain(self) -> str:
-        """Why the last skipped step was skipped, and what to do. Waits for the device."""
-        return self._log.explain(self.scaler.rule.min_scale)
+    @property
+    def history(self) -> list[StepRecord]:
+        """What became of the last 1000 steps, the oldest first. Waits for the device.
+
+        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters and detail.
+        """
+        self._log.collect(wait=True)
+        return list(self._log.history)
+
+    def explain(self, replay: bool | Callable[[], Any] = False) -> str:
+        """Why the last skipped step was skipped, and what to do. Waits for the device.
+
+        Args:
+            replay: also run the failing batch again and name the operation where inf or NaN began. True: the forward of
+                the model (under ``on_nonfinite`` other than "skip" its backward, too; there it has run already, at the
+                first faults); a function that computes the loss: that, with its backward. Parameters, buffers,
+                gradients and random numbers stay as they are.
+        """
+        if replay is not False:
+            self._check_replay("explain(replay=True)")
+        return self._response.explain(replay)
+
+    def write_bundle(self, folder: str | Path) -> Path:
+        """Writes the failing batch of the last skip, the weights, the policy and the report into a folder, with a
+        ``replay.py`` that runs them elsewhere once it is told how to make the model. Returns the folder.
+
+        Raises:
+            RuntimeError: there is no such batch.
+        """
+        self._check_enabled("write_bundle")
+        self._check_replay("write_bundle")
+        return self._response.write_bundle(folder)
+
+    def heal(self, module: str) -> None:
+        """The module of that name computes in FP32 from now on, its parameters included; "" is the model.
+
+        Raises:
+            ValueError: there is no such module.
+        """
+        self._check_enabled("heal")
+        self._healing.heal(module)
+        self._ranks.rebuild()
+
+    def unheal(self, module: str) -> None:
+        """The reverse of ``heal``.
+
+        Raises:
+            ValueError: the module was not healed.
+        """
+        self._check_enabled("unheal")
+        self._healing.unheal(module)
+        self._ranks.rebuild()
+
+    @property
+    def policy(self) -> Policy:
+        """What runs in which precision, healed modules included."""
+        return self._healing.policy
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a resume needs."""
-        return {
-            "loss_scalers": {str(loss_id): scaler.state_dict() for loss_id, scaler in self._scalers.items()},
-            "counts": list(self._log.counts()),
-            "loss_scale": self.policy.loss_scale,
-        }
+        scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
+        return AmpState(scalers, self._log.counts(), self.policy.loss_scale, list(self._healing.names)).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of ``Amp``, of a GradScaler, or of ``torch.amp.GradScaler``.
@@ -262,7 +368,7 @@ class Amp:
         Raises:
             ValueError: other keys (listed), or a loss scale that this policy does not have; nothing was changed then.
         """
-        scalers, counts, loss_scale = _parse_state(state_dict)
+        scalers, counts, loss_scale, healed = parse_state(state_dict)
         if self.policy.loss_scale != "dynamic" and loss_scale != self.policy.loss_scale:
             raise ValueError(
                 f"amp.load_state_dict: the state has loss_scale={loss_scale!r}, this policy has the fixed "
@@ -272,6 +378,18 @@ class Amp:
             for loss_id, state in scalers.items():
                 self._scalers.setdefault(loss_id, self.scaler.clone()).load_state_dict(state)
         self._log.load_counts(counts)
+        if healed != self._healing.names:
+            self._healing.load(healed)
+            self._ranks.rebuild()
+
+    def _state_of_steps(self) -> Any:
+        return self.state_dict(), [optimizer.state_dict() for optimizer in self._optimizers]
+
+    def _load_state_of_steps(self, states: Any) -> None:
+        state, of_optimizers = states
+        self.load_state_dict(state)
+        for optimizer, of_optimizer in zip(self._optimizers, of_optimizers, strict=True):
+            optimizer.load_state_dict(of_optimizer)
 
     def disable(self) -> None:
         """Puts model, optimizer and torch back as they were, with the trained values in FP32.
@@ -292,8 +410,18 @@ class Amp:
         for model in self._models:
             flatten_rnns(model)
             _uninstall_model(model)
+        if self.policy.cast_model:
+            self._ranks.rebuild()
+        self._ranks.part()
         self._release()
         self._enabled = False
+
+    def _check_replay(self, caller: str) -> None:
+        if self._ranks.sharded:
+            raise RuntimeError(
+                f"{caller}: running a batch again takes all ranks of an FSDP2 model: save the batch and a full state "
+                "dict, and replay in one process"
+            )
 
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
@@ -304,6 +432,13 @@ def _names(models: list[nn.Module]) -> dict[Tensor, str]:
     """Parameter to full name, with the model's number in front where there are several."""
     prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
     return {p: prefix + name for prefix, m in zip(prefixes, models, strict=True) for name, p in m.named_parameters()}
+
+
+def _tensors(models: list[nn.Module]) -> dict[Tensor, str]:
+    """The same with buffers; of sharded ones this rank's parts."""
+    prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
+    buffers = {b: prefix + n for prefix, m in zip(prefixes, models, strict=True) for n, b in m.named_buffers()}
+    return {local(t): name for t, name in {**_names(models), **buffers}.items()}
 
 
 def _release() -> None:
@@ -321,23 +456,3 @@ def _uninstall_model(model: nn.Module) -> None:
     for module in model.modules():
         if installing.is_installed(module):
             installing.uninstall(module, "_tritonamp")
-
-
-def _parse_state(state_dict: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], tuple[int, int, int], Any]:
-    """Scaler states by loss_id, counts and loss_scale, from any of the formats that ``load_state_dict`` takes."""
-    own = {"loss_scalers", "counts", "loss_scale"}
-    scaler_keys = set(GradScaler("cpu").state_dict())
-
-    def is_scaler(state: Any) -> bool:
-        return isinstance(state, dict) and scaler_keys <= set(state) <= scaler_keys | {"_hysteresis_tracker"}
-
-    if set(state_dict) == own and all(map(is_scaler, state_dict["loss_scalers"].values())):
-        scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
-        clean, overflow, fault = state_dict["counts"]
-        return scalers, (clean, overflow, fault), state_dict["loss_scale"]
-    if is_scaler(state_dict):
-        return {0: state_dict}, (0, 0, 0), "dynamic"
-    raise ValueError(
-        f"amp.load_state_dict: got the keys {sorted(map(str, state_dict))}; allowed are those of amp.state_dict() "
-        f"({sorted(own)}) and of a GradScaler ({sorted(scaler_keys)})"
-    )

@@ -2,8 +2,8 @@
 
 import contextlib
 import inspect
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tritonamp.decision import Decision
-from tritonamp.diagnostics import NonFiniteError, SkipLog
+from tritonamp.diagnostics import SkipLog
+from tritonamp.forwards import Forwards
 from tritonamp.installing import base_class, base_step
 from tritonamp.masters import MasterWeights
 from tritonamp.optim import Adam, AdamSteps, keep_fp32_state, refuse_sparse
 from tritonamp.policy import Policy
+from tritonamp.ranks import Ranks
 from tritonamp.scaler import GradScaler, scale_loss
-
-logger = logging.getLogger("tritonamp")
+from tritonamp.sharding import whole
 
 
 class Stepper:
@@ -30,6 +31,10 @@ class Stepper:
         scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
         log: hears of every decision.
+        forwards: knows what led to it.
+        ranks: take part in every decision.
+        respond: told of every decision whether it was a skip, where the policy wants more than skipping.
+        around_step: gives a context manager for each step of an optimizer.
     """
 
     def __init__(
@@ -39,9 +44,15 @@ class Stepper:
         scaler: GradScaler,
         weights: dict[Optimizer, MasterWeights],
         log: SkipLog,
+        forwards: Forwards,
+        ranks: Ranks,
+        respond: Callable[[bool], None],
+        around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
+        self.around_step = around_step
         self._policy, self._backend, self._scaler = policy, backend, scaler
-        self._weights, self._log = weights, log
+        self._weights, self._log, self._forwards, self._respond = weights, log, forwards, respond
+        self._ranks = ranks
         self._adam: dict[Optimizer, AdamSteps] = {}
         self._decisions: list[Decision] = []
         self._had_backward = False
@@ -115,9 +126,14 @@ class Stepper:
             if any(w in d.feeds for d in self._decisions) or (by_hand and w.with_gradient() > 0)
         ]
 
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Puts the true gradients of one optimizer into ``.grad`` of its params."""
+    def unscale_(self, optimizer: Optimizer) -> Tensor | None:
+        """Puts the true gradients of one optimizer into ``.grad`` of its params.
+
+        Returns:
+            0-d, not 0 where the loss that has just been unscaled, or its gradients, are not finite.
+        """
         w = self._weights[optimizer]
+        found_inf = None
         if w.unscaled:
             raise RuntimeError("unscale_() has already been called on this optimizer since its last step()")
         for decision in self._decisions_of(optimizer):
@@ -125,6 +141,8 @@ class Stepper:
             if w.scaled_by is decision:
                 w.unscale_(decision.grad_scale)
                 w.show_true_gradients()
+                found_inf = decision.found_inf
+        return found_inf
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clips the gradients of ``optimizers`` together; returns their norm before."""
@@ -141,6 +159,7 @@ class Stepper:
                 self.unscale_(o)
             grads = [g.float() for g in self._weights[o].gradients()]
             norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+            norm = whole(norm)
             bad = [d.found_inf for d in self._decisions_of(o) if d.made]
             norms.append(_or_zero(norm, bad))  # what is skipped does not count
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -194,15 +213,18 @@ class Stepper:
                 w.write_back(self._backend)
         finally:
             self._leave(w, decisions)
-        if self._policy.on_nonfinite != "skip" and bool(found_inf):
-            self._report(decisions[0])
+        if self._policy.on_nonfinite != "skip":
+            for decision in decisions:
+                if not decision.reported:
+                    decision.reported = True
+                    self._respond(bool(decision.found_inf))
 
     def _fused_step(
         self, optimizer: Optimizer, w: MasterWeights, grad_scale: Tensor | None, found_inf: Tensor
     ) -> None:
         steps = self._adam.get(optimizer)
         if steps is None:
-            steps = self._adam[optimizer] = AdamSteps(optimizer, self._backend)
+            steps = self._adam[optimizer] = AdamSteps(optimizer, self._backend, self._policy.track_lost_updates)
 
         @Optimizer.profile_hook_step
         def step(optimizer: Optimizer) -> None:
@@ -212,7 +234,7 @@ class Stepper:
                 lists = w.lists()
                 if w.sparse:
                     refuse_sparse()
-                steps.take(lists, lists["params"], grad_scale, found_inf)
+                steps.take(lists, w.listed, grad_scale, found_inf)
                 w.written()  # before the user's hooks, which may write to masters
 
         step(optimizer)
@@ -237,7 +259,7 @@ class Stepper:
 
     def _make(self, decision: Decision, max_norm: float | None = None) -> None:
         if not decision.made:
-            decision.make(self._log, max_norm)
+            decision.make(self._log, self._forwards.take(), self._ranks, max_norm)
 
     def _decisions_of(self, optimizer: Optimizer, automatic: bool = False) -> list[Decision]:
         """The pending decisions that feed ``optimizer``; one is opened for gradients that came another way."""
@@ -278,16 +300,6 @@ class Stepper:
             if not decision.feeds and decision in self._decisions:
                 self._decisions.remove(decision)
 
-    def _report(self, decision: Decision) -> None:
-        min_scale = decision.scaler.rule.min_scale
-        text = self._log.explain(min_scale)
-        if not self._log.calls_for_help(min_scale):
-            logger.info(text)
-        elif self._policy.on_nonfinite == "raise":
-            raise NonFiniteError(text)
-        else:
-            logger.warning(text)
-
 
 def _or_zero(norm: Tensor, found_inf: list[Tensor]) -> Tensor:
     """``norm``, or 0 where one of the flags is set."""
@@ -302,7 +314,8 @@ def _no_backward(with_grad: int) -> str:
     return (
         f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed this optimizer "
         "since its last step. This level scales the loss, so gradients of a plain loss.backward() are wrong: call "
-        "amp.backward(loss), or amp.scaler.scale(loss).backward(); call step() once per backward"
+        "amp.backward(loss), or scaled.backward() in `with amp.scale_loss(loss, optimizer) as scaled:`, or "
+        "amp.scaler.scale(loss).backward(); call step() once per backward"
     )
 
 

@@ -1,0 +1,86 @@
+"""Two processes that meet through gloo on CPU and do what a test tells them.
+
+A test file that uses them is also their program: run as a script it calls ``serve``.
+"""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tritonamp
+
+RANKS = 2
+TIMEOUT = 30  # seconds: a deadlock fails
+SCENARIOS: dict[str, Callable[..., Any]] = {}
+
+
+def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Makes ``function`` one that runs on both ranks; it takes a Pair, and returns what they returned."""
+    SCENARIOS[function.__name__] = function
+    return lambda pair, **arguments: pair.run(function.__name__, **arguments)
+
+
+class Pair:
+    """Two processes that have met, and do what they are told."""
+
+    def __init__(self, folder: Path, file: str) -> None:
+        self._folder, self._file, self._starts, self._ranks = folder, file, 0, list[subprocess.Popen[str]]()
+
+    def run(self, name: str, **arguments: Any) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        for rank in self._ranks:
+            print(json.dumps([name, arguments]), file=rank.stdin, flush=True)
+        timer = threading.Timer(3 * TIMEOUT, self.stop)  # the first time they import torch
+        timer.start()
+        try:
+            answers = [rank.stdout.readline() for rank in self._ranks]
+        finally:
+            timer.cancel()
+        failed = [answer for answer in answers if not answer.startswith("[")]
+        if failed:
+            self.stop()
+            pytest.fail("\n".join(json.loads(text) if text else "a rank has died" for text in failed))
+        return [json.loads(answer)[0] for answer in answers]
+
+    def _start(self) -> None:
+        self._starts += 1
+        root = str(Path(tritonamp.__file__).parent.parent)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        for rank in range(RANKS):
+            command = [sys.executable, "-W", "error", self._file, str(self._folder / f"store{self._starts}"), str(rank)]
+            pipe = subprocess.PIPE
+            self._ranks.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+
+    def stop(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.communicate()
+        self._ranks.clear()
+
+
+def serve(store: str, rank: str) -> None:
+    """What a rank does: reads names and arguments, writes a list with the result, or the traceback."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS, timeout=timeout)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        torch.manual_seed(0)
+        try:
+            answer: Any = [SCENARIOS[name](**arguments)]
+        except Exception:
+            answer = f"rank {rank}: {traceback.format_exc()}"
+        print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,87 @@
+"""Modules of an enabled model that compute in FP32 since a fault."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tritonamp import installing
+from tritonamp.casting import flatten_rnns, set_data
+from tritonamp.installing import EnabledModule, Fp32Module, Precision
+from tritonamp.policy import HALF_DTYPES, Policy
+
+
+class Healing:
+    """Which they are.
+
+    Attributes:
+        names: of the modules; "" is the model.
+        policy: the policy with them in ``fp32_modules``.
+    """
+
+    def __init__(self, models: list[nn.Module], policy: Policy, precision: Precision) -> None:
+        self._models, self._policy, self._precision = models, policy, precision
+        self.names: list[str] = []
+        self.policy = policy
+
+    def heal(self, name: str) -> None:
+        """The module of that name computes in FP32 from now on, its parameters included.
+
+        Raises:
+            ValueError: there is no such module.
+        """
+        module, precise = self._find(name), self._precision.precise
+        for tensor in _tensors(module):
+            if tensor.dtype in HALF_DTYPES and tensor in precise:
+                set_data(tensor, precise.get(tensor).detach().to(tensor.device, copy=True))
+        flatten_rnns(module)
+        if isinstance(module, EnabledModule):
+            module._tritonamp_fp32 = True
+        elif not installing.is_installed(module):
+            installing.install(module, Fp32Module, _tritonamp=self._precision)
+        self._name([*self.names, *[name] * (name not in self.names)])
+
+    def unheal(self, name: str) -> None:
+        """The reverse.
+
+        Raises:
+            ValueError: it was not healed.
+        """
+        if name not in self.names:
+            raise ValueError(f"got {name!r}, healed are {self.names}")
+        module, precise = self._find(name), self._precision.precise
+        for tensor in _tensors(module):
+            if tensor in precise:
+                set_data(tensor, precise.get(tensor).detach().to(tensor.device, self._policy.dtype))
+        flatten_rnns(module)
+        if isinstance(module, EnabledModule):
+            module._tritonamp_fp32 = False
+        elif installing.is_installed(module):
+            installing.uninstall(module, "_tritonamp")
+        self._name([other for other in self.names if other != name])
+
+    def load(self, names: Sequence[str]) -> None:
+        """These and no others."""
+        for name in [name for name in self.names if name not in names]:
+            self.unheal(name)
+        for name in names:
+            self.heal(name)
+
+    def _name(self, names: list[str]) -> None:
+        self.names = names
+        modules = (*self._policy.fp32_modules, *filter(None, names))
+        self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))
+
+    def _find(self, name: str) -> nn.Module:
+        found: dict[str, nn.Module] = {}
+        for i, model in enumerate(self._models):
+            front = f"{i}." if len(self._models) > 1 else ""
+            found |= {(front + inner).rstrip("."): m for inner, m in model.named_modules(remove_duplicate=False)}
+        if name not in found:
+            known = ", ".join(map(repr, list(found)[:20]))
+            raise ValueError(f"got the module name {name!r}; the model's modules are {known}")
+        return found[name]
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
