@@ -861,5 +861,5 @@ def test_an_operation_that_overflows_again_in_a_loop_is_one_problem() -> None:
 
 
 def test_one_model_at_a_time() -> None:
-    with pytest.raises(ValueError, match="model: got list, allowed is one torch.nn.Module: check models one by one"):
+    with pytest.raises(ValueError, match=r"model: got list, allowed is one torch.nn.Module: check models one by one"):
         tritonamp.check([nn.Linear(2, 2)], None, (torch.ones(1, 2),))  # type: ignore[arg-type]

@@ -28,7 +28,8 @@ PARTS = {  # packages of the core, and what they may know beside themselves
 PART_FILES = sorted(path for part in PARTS for path in (PACKAGE / part).glob("*.py"))
 CORE_FILES = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in {"__init__", *COMMANDS})
 RUNTIME = """
-    checks user_functions diagnostics forwards sharding installing ranks decision stepping healing response states runtime
+    checks user_functions diagnostics forwards sharding installing ranks decision stepping healing response states
+    runtime
 """.split()  # one job in parts, in import order
 MIDDLE_FILES = [path for path in CORE_FILES if path.stem not in {"policy", *RUNTIME}]
 ENTRY_FILES = sorted({*PACKAGE.rglob("*.py")} - {*CORE_FILES, *PART_FILES, PACKAGE / "__init__.py"})

@@ -144,7 +144,7 @@ def _overflows(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Findin
     for r in records:
         of_parameter = r.op == "parameter" or (r.op == "to" and any(s.op == "parameter" for s in r.sources))
         if r.half and not r.scaled and not r.excused and not of_parameter and r.sizes.overflows(dtype):
-            key = r.place, r.op, r.backward
+            key: tuple[object, ...] = (r.place, r.op, r.backward)
             if not any(s.half and not s.excused and s.sizes.overflows(dtype) for s in r.sources):
                 origins.add(key)
             if key not in worst or r.sizes.amax > worst[key].sizes.amax:
