@@ -148,13 +148,43 @@ def test_as_one_process_on_the_joint_batch(
 
 
 def test_shards_are_stepped_on_by_the_kernels(pair: Pair) -> None:
-    """In Triton's interpreter, bit for bit."""
+    """In Triton's interpreter."""
     by_kernels = run(pair, optimizer="AdamW", level="O2", fault="loss", backend="triton")
     eager = run(pair, optimizer="AdamW", level="O2", fault="loss", backend="eager")
     assert by_kernels[0][0] == by_kernels[1][0]
     assert by_kernels[0][0]["skipped"] == eager[0][0]["skipped"] == 1
+    # sums in another order, which may tip a weight to the next float16 number as it is gathered
+    bound = STEPS * STEP_SIZES["AdamW"] * eager[0][0]["largest"] * 2.0**-11
     for ours, theirs in zip(by_kernels[0][0]["masters"], eager[0][0]["masters"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+        assert ours == pytest.approx(theirs, rel=0.0, abs=bound)
+
+
+@on_ranks
+def by_scaler_alone(fault: str, optimizer: str) -> list[Any]:
+    """A loop of torch.amp's with our scaler, and a fault on rank 1 in the second step."""
+    model = sharded("O1")
+    kinds = {**OPTIMIZERS, "optim.AdamW": tritonamp.optim.AdamW}
+    stepper = kinds[optimizer](model.parameters())
+    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    for step, x in enumerate(batches()[:3]):
+        here = step == 1 and dist.get_rank() == 1
+        scaler.scale(model(x).mean() * (math.nan if here and fault == "loss" else 1.0)).backward()
+        if here and fault == "shard":
+            next(model.parameters()).grad._local_tensor[0] = math.inf
+        scaler.unscale_(stepper)
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad()
+    return [scaler.get_scale(), [whole(p.detach()) for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "optim.AdamW"])
+@pytest.mark.parametrize("fault", ["loss", "shard"])
+def test_scaler_alone(pair: Pair, fault: str, optimizer: str) -> None:
+    first, second = by_scaler_alone(pair, fault=fault, optimizer=optimizer)
+    assert first == second
+    assert first[0] == (2.0**10 if fault == "loss" else 2.0**9)
+    assert all(math.isfinite(x) for p in first[1] for x in p)
 
 
 # What is refused

@@ -4,6 +4,7 @@ A test file that uses them is also their program: run as a script it calls ``ser
 """
 
 import datetime
+import importlib
 import json
 import os
 import subprocess
@@ -57,7 +58,8 @@ class Pair:
     def _start(self) -> None:
         self._starts += 1
         root = str(Path(tritonamp.__file__).parent.parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        on_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        environment = {**os.environ, **on_cpu, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
         for rank in range(RANKS):
             command = [sys.executable, "-W", "error", self._file, str(self._folder / f"store{self._starts}"), str(rank)]
             pipe = subprocess.PIPE
@@ -72,6 +74,7 @@ class Pair:
 
 def serve(store: str, rank: str) -> None:
     """What a rank does: reads names and arguments, writes a list with the result, or the traceback."""
+    importlib.import_module("conftest")  # what it does to Triton's interpreter
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT)

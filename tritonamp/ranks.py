@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +49,11 @@ class Ranks:
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
         precise: the FP32 values behind their half parameters.
-        state, load: give and take all that a step moves beside parameters, as values that can be pickled.
+        amp: whose ``steps_state`` and ``load_steps_state`` are all that a step moves beside parameters.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        precise: PreciseValues,
-        state: Callable[[], Any] = dict,
-        load: Callable[[Any], None] = lambda state: None,
-    ) -> None:
-        self._precise, self._state, self._load = precise, state, load
+    def __init__(self, models: Sequence[nn.Module], precise: PreciseValues, amp: Any = None) -> None:
+        self._precise, self._amp = precise, None if amp is None else weakref.ref(amp)
         self._group: Any = None
         self._sharding = find_sharding(models)
         if self._sharding is not None:
@@ -82,7 +76,8 @@ class Ranks:
         Raises:
             RuntimeError: ``fully_shard`` was called after ``enable``.
         """
-        self._look_at_models()
+        if self._unseen:
+            self._look_at_models()
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper not in self._wrappers:
             self._meet(wrapper)
@@ -101,12 +96,14 @@ class Ranks:
     def _meet(self, wrapper: DistributedDataParallel) -> None:
         self._join(wrapper.process_group)
         self._wrappers.add(wrapper)
-        installing.install(wrapper, EnabledWrapper, _tritonamp_ranks=self)
+        if not installing.is_installed(wrapper):
+            installing.install(wrapper, EnabledWrapper, _tritonamp_ranks=self)
 
     def part(self) -> None:
         """The models are disabled."""
         for wrapper in self._wrappers:
-            installing.uninstall(wrapper, "_tritonamp_ranks")
+            if vars(wrapper).get("_tritonamp_ranks") is self:
+                installing.uninstall(wrapper, "_tritonamp_ranks")
 
     def __reduce__(self) -> Any:
         return Ranks, ((), PreciseValues())  # copies decide alone
@@ -133,7 +130,8 @@ class Ranks:
         """Has DDP make its buckets and hooks anew: parameters have another dtype now, and it would miss their
         gradients."""
         for wrapper in self._wrappers:
-            _rebuild(wrapper)
+            if dist.is_initialized():  # else it has come to its end
+                _rebuild(wrapper)
 
     # what is agreed on
 
@@ -189,10 +187,11 @@ class Ranks:
         self._left[wrapper] = wrapper._join_config
         source = wrapper._authoritative_rank
         self._align(wrapper, source)
-        states = [self._state()]
+        amp: Any = None if self._amp is None else self._amp()
+        states = [None if amp is None else amp.steps_state()]
         dist.broadcast_object_list(states, group=self._group, group_src=source)
-        if dist.get_rank(self._group) != source:
-            self._load(states[0])
+        if amp is not None and dist.get_rank(self._group) != source:
+            amp.load_steps_state(states[0])
 
     # whether it still is
 
@@ -214,22 +213,32 @@ class Ranks:
         others = [rank for rank, state in enumerate(states) if state != usual]
         if others:
             told = "; ".join(
-                f"{_named([r for r, s in enumerate(states) if s == state])}: loss scale {state[0]:g}, "
+                f"{self._named([r for r, s in enumerate(states) if s == state])}: loss scale {state[0]:g}, "
                 f"{state[1]:.0f} steps taken"
                 for state in dict.fromkeys(states)
             )
             raise RuntimeError(
-                f"{_named(others)} parted from the others ({told}), so their parameters differ: load a checkpoint, "
-                "amp.load_state_dict included, on all ranks alike, and set the scale and call step() on all or none"
+                f"{self._named(others)} parted from the others ({told}), so their parameters differ: load a "
+                "checkpoint, amp.load_state_dict included, on all ranks alike, and set the scale and call step() on "
+                "all or none"
             )
+        self._check_norms(rows)
+
+    def _check_norms(self, rows: Sequence[_Row]) -> None:
+        if self._warned or self.sharded or any(wrapper.parameters_to_ignore for wrapper in self._wrappers):
+            return
         norms = [row.square_sum**0.5 for row in rows]
         good = all(row.loss_nonfinite == row.found_earlier == 0 and row.amax < float("inf") for row in rows)
-        if good and not self.sharded and not self._warned and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
+        if good and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             self._warned = True
             logger.warning(
                 f"the ranks step with different gradients, of norms {', '.join(f'{n:.6g}' for n in norms)}, and will "
                 "part: call the DDP model, not the module inside it, and change gradients on all ranks alike"
             )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        numbers = [str(dist.get_global_rank(self._group, rank)) for rank in ranks]
+        return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def _of_gradients(mine: Evidence) -> Evidence:
@@ -237,11 +246,6 @@ def _of_gradients(mine: Evidence) -> Evidence:
     silent = torch.zeros_like(mine.loss_nonfinite)
     earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
     return Evidence(mine.amax, mine.square_sum, silent, earlier)
-
-
-def _named(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def _rebuild(wrapper: DistributedDataParallel) -> None:

@@ -125,9 +125,7 @@ class Amp:
         self._backend, self._scalers = backend, {0: scaler}
         self._precise = PreciseValues()
         self._precision = Precision(policy, backend.requested, device.type, self._precise)
-        self._ranks = self._precision.ranks = Ranks(
-            [*models, *given], self._precise, self._state_of_steps, self._load_state_of_steps
-        )
+        self._ranks = self._precision.ranks = Ranks([*models, *given], self._precise, self)
         for model in models:
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
                 for half, original in cast_model(model, policy).items():
@@ -145,7 +143,7 @@ class Amp:
         self._response = Response(models, policy, self._log, self._healing.heal)
         self._stepper = Stepper(
             policy, backend.requested, scaler, self._weights, self._log, self._forwards, self._ranks,
-            self._respond, around_step,
+            functools.partial(_respond, self._response, self._healing, self._ranks), around_step,
         )
         for optimizer in optimizers:
             installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
@@ -155,14 +153,6 @@ class Amp:
         self._release = weakref.finalize(self._precision, _release)
         self._release.atexit = False
         self._enabled = True
-
-    def _respond(self, skipped: bool) -> None:
-        before = list(self._healing.names)
-        self._response(skipped)
-        if skipped and self.policy.on_nonfinite == "heal" and self._ranks.several:
-            self._healing.load(self._ranks.union(self._healing.names))
-        if self._healing.names != before:
-            self._ranks.rebuild()
 
     def backward(
         self,
@@ -382,10 +372,12 @@ class Amp:
             self._healing.load(healed)
             self._ranks.rebuild()
 
-    def _state_of_steps(self) -> Any:
+    def steps_state(self) -> Any:
+        """All that steps have moved beside parameters; for ranks to take over from one another."""
         return self.state_dict(), [optimizer.state_dict() for optimizer in self._optimizers]
 
-    def _load_state_of_steps(self, states: Any) -> None:
+    def load_steps_state(self, states: Any) -> None:
+        """The reverse."""
         state, of_optimizers = states
         self.load_state_dict(state)
         for optimizer, of_optimizer in zip(self._optimizers, of_optimizers, strict=True):
@@ -405,6 +397,7 @@ class Amp:
             installing.uninstall(optimizer, "_stepper")
             weights.give_back()
             settle_state(optimizer)
+        self._ranks.part()
         for half in self._precise:
             set_data(half, self._precise.get(half).detach().to(half.device))
         for model in self._models:
@@ -412,7 +405,6 @@ class Amp:
             _uninstall_model(model)
         if self.policy.cast_model:
             self._ranks.rebuild()
-        self._ranks.part()
         self._release()
         self._enabled = False
 
@@ -426,6 +418,16 @@ class Amp:
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
             raise RuntimeError(f"amp.{caller}(): this model was disabled; call tritonamp.enable again")
+
+
+def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
+    """What ``Stepper`` does about a decision; what one rank heals, all do."""
+    before = list(healing.names)
+    response(skipped)
+    if skipped and healing.policy.on_nonfinite == "heal" and ranks.several:
+        healing.load(ranks.union(healing.names))
+    if healing.names != before:
+        ranks.rebuild()
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:

@@ -197,11 +197,14 @@ class GradScaler(torch.amp.GradScaler):
                 'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and unscales into those'
             )
         assert self._scale is not None
-        stats = grad_stats(TensorLists(grads=grads), self._scale.device)
+        amax, square_sum = grad_stats(TensorLists(grads=grads), self._scale.device)
         flag = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
+        if grads and hasattr(grads[0], "device_mesh"):  # of FSDP2: each rank has seen its shards only
+            amax, flag = _of_all_ranks(amax, flag, grads[0].device_mesh)
+            self._loss_nonfinite = None if self._loss_nonfinite is None else flag
         verdict = self._scale.new_zeros(3)
-        decide(*stats, flag, flag, self._scale, None, None, self.rule, None, verdict)
-        self.note(stats[0])
+        decide(amax, square_sum, flag, flag, self._scale, None, None, self.rule, None, verdict)
+        self.note(amax)
         found_inf, _, grad_scale = verdict.unbind()
         if not allow_fp16:
             with torch.no_grad():
@@ -297,6 +300,14 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     nonfinite = (~torch.isfinite(loss.detach()).all()).float().to(scale.device, non_blocking=True)
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
     return wide * scale.to(loss.device, non_blocking=True), nonfinite
+
+
+def _of_all_ranks(amax: Tensor, flag: Tensor, mesh: Any) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes and the largest flag on any rank."""
+    both = torch.cat([amax.nan_to_num(nan=math.inf, posinf=math.inf), flag.reshape(1)])
+    for group in mesh.get_all_groups():
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+    return both[:-1], both[-1]
 
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:
