@@ -211,11 +211,13 @@ def test_the_batch_is_let_go_when_its_decision_is_known(start: Callable[..., Run
 def test_the_rank_is_named(start: Callable[..., Run], caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     run = start()
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run.step(factor=NAN)
         run.step()
     assert caplog.messages[0].startswith("rank 3: 1 of 1 steps skipped. ")
+    assert "the loss itself was inf or NaN (loss scale 65536) on this rank or another, and" in caplog.messages[0]
 
 
 def test_running_statistics_that_a_bad_batch_left_behind(device: torch.device) -> None:

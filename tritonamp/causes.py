@@ -76,8 +76,9 @@ def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor,
         fault = _in_data(batches) or _in_parameters(skip, parameters) or _in_forward(skip, bool(batches))
         return fault._replace(text=fault.text + _buffers(parameters))
     names = tuple(name for name, a in skip.amax.items() if not math.isfinite(a) or a / skip.scale > _FP32_MAX)
-    text = f"the loss was finite, but at loss scale {skip.scale:g} the gradients of {len(names)} parameter(s) were not"
-    text += ": " + _listed([f"{name} ({'NaN' if math.isnan(skip.amax[name]) else 'inf'})" for name in names]) + ". "
+    text = f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
+    shown = [f"{name} ({'NaN' if math.isnan(skip.amax[name]) else 'inf'})" for name in names]
+    text += f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else "another rank were not. "
     cause = _of_overflow(skip, names)
     found = _in_parameters(skip, parameters) if cause != SCALE else None
     hint = _REPLAY if cause != SCALE else ""
@@ -109,12 +110,20 @@ def _of_overflow(skip: Skip, names: Sequence[str]) -> str:
 
 def _in_forward(skip: Skip, knows_batch: bool) -> Finding:
     batch = ", and the input batch was not" if knows_batch else ""
+    if several_ranks():
+        batch = " on this rank or another" + batch
     text = (
         f"the loss itself was inf or NaN (loss scale {skip.scale:g}){batch}. A lower scale cannot help. "
         f"Look in {'' if knows_batch else 'the batch, '}the model and the loss for values above 65504, "
         "constants such as -1e9 or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
     )
     return Finding(FORWARD, _introduced(FORWARD, text), hint=_REPLAY)
+
+
+def several_ranks() -> bool:
+    """Whether other processes take part in decisions, perhaps."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() > 1
 
 
 def _in_data(batches: Sequence[Batch]) -> Finding | None:
