@@ -31,6 +31,7 @@ def event(op: str = "mul", phase: str = "forward", dtype: torch.dtype = torch.fl
         (event("exp", dtype=torch.float32, exact=math.inf), "exp_overflow"),
         (event("add", exact=1e5), "overflow"),
         (event("mul", exact=1e9, scalars=(-1e9,)), "constant_overflow"),
+        (event("mul", exact=8.75e5, scalars=(7e4,)), "overflow"),
         (event("add", dtype=torch.float32, exact=math.inf, scalars=(-1e9,)), "unknown"),
         (event("to_copy", exact=1e5, rounding=True), "cast_overflow"),
         (event("softmax", nan=True, exact=math.nan, masked=True), "masked_row"),

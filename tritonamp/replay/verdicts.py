@@ -230,10 +230,11 @@ def _is(*families: str) -> Callable[[Event], bool]:
 
 
 def _constant(e: Event) -> bool:
-    """Products are taken in FP32: there the constant is to blame where it multiplies a mask."""
-    is_product = family(e.place.op) & {"product", "divide"}
-    beyond = any(torch.finfo(e.dtype).max < abs(s) < math.inf for s in e.scalars)
-    return beyond and (not is_product or max((o.amax for o in e.inputs), default=0.0) <= 1.0)
+    """Products are taken in FP32: there the constant is to blame where it is far out, or multiplies a mask."""
+    limit = torch.finfo(e.dtype).max
+    if family(e.place.op) & {"product", "divide"} and max((o.amax for o in e.inputs), default=0.0) > 1.0:
+        limit *= 16
+    return any(limit < abs(s) < math.inf for s in e.scalars)
 
 
 FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
