@@ -1,6 +1,7 @@
 """Each skipped step gets its cause, with names; clean steps cost nothing; a healthy run raises no alarm."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -195,8 +196,6 @@ def test_micro_batches_are_looked_at_too(start: Callable[..., Run]) -> None:
 
 
 def test_the_batch_is_let_go_when_its_decision_is_known(start: Callable[..., Run], device: torch.device) -> None:
-    import weakref
-
     run = start()
     batches = [torch.randn(2, 8, device=device) for _ in range(3)]
     refs = [weakref.ref(x) for x in batches]
@@ -231,5 +230,46 @@ def test_running_statistics_that_a_bad_batch_left_behind(device: torch.device) -
         optimizer.step()
         optimizer.zero_grad()
     assert [record.cause for record in amp.history] == ["data", None], "statistics of its own serve a training forward"
-    assert "Buffers of the model are inf or NaN, too: 0.running_mean, 0.running_var" in amp.explain()
+    assert "Running statistics are inf or NaN, too, and stay so until reset_running_stats(): 0.running_mean, 0.runn" in (
+        amp.explain()
+    )
+    amp.disable()
+
+
+def test_parameters_that_come_later_do_not_disturb_a_skip_on_its_way(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step(factor=NAN)  # its numbers are still on their way
+    run.model.extra = nn.Linear(16, 4).to(run.x.device)
+    run.optimizer.add_param_group({"params": run.model.extra.parameters()})
+    run.step()
+    assert [record.cause for record in run.amp.history] == ["forward fault", None]
+
+
+def test_calibration_does_not_count_as_bad_parameters(start: Callable[..., Run]) -> None:
+    run = start()
+    for _ in range(3):
+        run.step(spoil=fill(INF))
+    with torch.no_grad():
+        run.model.head.bias[1] = NAN
+    for _ in range(2):
+        run.step()
+    assert "seen since step 4: head.bias" in run.amp.explain()
+
+
+def test_a_mask_in_a_buffer_is_no_fault(start: Callable[..., Run]) -> None:
+    run = start()
+    run.model.register_buffer("mask", torch.full((2, 2), -INF, device=run.x.device))
+    run.step(factor=NAN)
+    assert run.amp.history[-1].cause == "forward fault"
+    assert "mask" not in run.amp.explain().replace("masked", "")
+
+
+def test_without_an_optimizer_no_batch_is_held(device: torch.device) -> None:
+    model = nn.Linear(4, 2).to(device)
+    amp = tritonamp.enable(model, level="O1")
+    x = torch.ones(1, 4, device=device)
+    ref = weakref.ref(x)
+    model(x)
+    del x
+    assert ref() is None
     amp.disable()

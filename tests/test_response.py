@@ -292,3 +292,13 @@ def test_many_faults_of_another_kind_do_not_end_healing(device: torch.device) ->
     assert amp.stats()["healed"] == ["s"]
     assert "domain error" not in amp.explain(), "the last fault is another one"
     amp.disable()
+
+
+def test_bad_batches_do_not_use_up_the_replays(start: Callable[..., Run]) -> None:
+    run = start(level="O2", on_nonfinite="heal")
+    for i in range(10):
+        run.step(i, size=float("inf"))
+    assert run.amp.history[-1].cause == "data"
+    for i in range(2):
+        run.step(i)
+    assert run.amp.stats()["healed"] == ["attention"]

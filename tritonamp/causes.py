@@ -12,6 +12,7 @@ from tritonamp.kernels.decide import FAULT, OVERFLOW
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _SUDDEN = 256  # times the gradients of the step before: more than a scale that is looking for its level runs into
+_RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
 
 DATA, FORWARD, SCALE, BACKWARD, PARAMETERS, EXHAUSTED = CAUSES = (
@@ -33,7 +34,7 @@ class Skip(NamedTuple):
 
     Attributes:
         outcome: FAULT or OVERFLOW.
-        step: its number, from 1. ``since``: the number of the first of the skips that end with it.
+        step: its number, from 1. ``since``: where bad parameters skipped the steps before, the first of those.
         scale: that the backward used; ``lowest``: below which it does not go; ``fixed``: it never moves.
         amax: by name, the largest scaled gradient.
         before: the largest unscaled gradient of the last good step, 0 if there was none.
@@ -179,12 +180,13 @@ def _in_parameters(skip: Skip, parameters: Mapping[Tensor, str]) -> Finding | No
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
     """A skip leaves parameters alone, but a forward has written to running statistics."""
-    names = _nonfinite((t, name) for t, name in parameters.items() if not isinstance(t, nn.Parameter))
+    running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in _RUNNING)
+    names = _nonfinite(running)
     if not names:
         return ""
     return (
-        f" Buffers of the model are inf or NaN, too: {_listed(names)}. Running statistics stay so until "
-        "reset_running_stats(), and evaluation uses them."
+        f" Running statistics are inf or NaN, too, and stay so until reset_running_stats(): {_listed(names)}. "
+        "Evaluation uses them."
     )
 
 

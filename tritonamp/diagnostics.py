@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.causes import REASONS, Finding, Skip, find_cause, tensors_in
+from tritonamp.causes import PARAMETERS, REASONS, Finding, Skip, find_cause, tensors_in
 from tritonamp.kernels.decide import AMAX, CLEAN, FAULT, NORM, OVERFLOW, RECORD, SCALE, SKIPPED, Record, ScaleRule
 from tritonamp.mailbox import Letter, Mailbox
 from tritonamp.replay import BatchGoneError, Snapshot
@@ -80,6 +80,7 @@ class SkipLog:
         self._mailbox: Mailbox | None = None
         self._known = [0.0, 0.0, 0.0]  # counts when the last letter was written
         self._run: list[int] = []  # numbers of the skips in a row that the last letters told of
+        self._bad_since = 0  # number of the first of the last steps that bad parameters skipped; 0: the last was not
         self._rule: ScaleRule | None = None  # of the last decision
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
         self.last: Finding | None = None  # of the last skip
@@ -99,13 +100,13 @@ class SkipLog:
         return Record(self._numbers, self._places[key])
 
     def _learn(self, key: tuple[int, ...], params: list[Tensor], device: torch.device) -> None:
+        self.collect(wait=True)  # letters under way know the names of before
         places = {param: i for i, param in enumerate(params)}
         if not places.keys() <= self._names.keys():
             later, new = self._ask_names(), places.keys() - self._names.keys()
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
         size = RECORD + len(self._names)
         if self._numbers is None or len(self._numbers) != size or self._numbers.device != device:
-            self.collect(wait=True)
             before = self._values()
             numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
             self._numbers, self._mailbox = numbers.to(device), Mailbox(numbers)
@@ -141,10 +142,12 @@ class SkipLog:
             self._run.append(step)
             self._take_in_skip(step, values, enclosed)
         elif clean:
+            self._bad_since = 0
             self.history.append(StepRecord(step, None, values[SCALE], values[NORM]))
 
     def _take_in_skip(self, step: int, values: Sequence[float], enclosed: Enclosed) -> None:
         finding = self.last = self._find(step, values, enclosed)
+        self._bad_since = (self._bad_since or step) if finding.cause == PARAMETERS else 0
         self.batches, self.last_scale = enclosed.batches, values[SKIPPED + 1]
         self.history.append(StepRecord(step, finding.cause, values[SCALE], None, finding.parameters, finding.text))
         if self._speaks:
@@ -162,7 +165,7 @@ class SkipLog:
         skip = Skip(
             int(values[SKIPPED]),
             step,
-            self._run[0] if self._run else step,
+            self._bad_since or step,
             values[SKIPPED + 1],
             rule.min_scale,
             rule.min_scale == rule.max_scale,

@@ -36,7 +36,7 @@ class Response:
     def __init__(self, models: list[nn.Module], policy: Policy, log: SkipLog, heal: Callable[[str], None]) -> None:
         self._models, self._policy, self._log, self._heal = models, policy, log, heal
         self._in_a_row = 0
-        self._seen = 0  # faults since the last heal
+        self._seen = 0  # faults since the last heal that a replay can find
         self._healed: list[str] = []
         self._faults: Counter[str] = Counter()  # by module
         self._reported: tuple[Finding | None, str] = (None, "")  # the last replay, and of what
@@ -61,7 +61,7 @@ class Response:
         self._in_a_row += 1
         raises = self._policy.on_nonfinite == "raise" and self._in_a_row >= self._policy.raise_after
         text = finding.text
-        self._seen += 1
+        self._seen += self._can_be_found(finding)
         if self._can_be_found(finding) and (self._seen <= FIRST_REPLAYS or _is_power_of_two(self._seen)):
             report, fault = self.replay()
             self._reported = finding, report

@@ -139,7 +139,9 @@ class Amp:
             speaks=policy.on_nonfinite == "skip",
         )  # fmt: skip
         self._healing = Healing(models, policy, self._precision)
-        self._forwards = self._precision.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+        self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+        if optimizers:  # else no decision would ever let go of the batches
+            self._precision.forwards = self._forwards
         self._response = Response(models, policy, self._log, self._healing.heal)
         self._stepper = Stepper(
             policy, backend.requested, scaler, self._weights, self._log, self._forwards, self._ranks,
