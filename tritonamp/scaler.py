@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class GradScaler(torch.amp.GradScaler):
             factors and bounds must be powers of two then.
         backoff_on_fault: a non-finite loss lowers the scale as an overflow does, which is what torch and apex do; but
             (in a single process) not below 1, where half gradients would begin to vanish for nothing.
+        process_group: the ranks that train one model together, as for ``DistributedDataParallel``; they agree on what
+            each has seen by one all-reduce of two numbers for each optimizer. None: where there are several processes,
+            skips and scale follow the gradients alone, which DDP has reduced, and the losses, which differ from rank to
+            rank, are not looked at. Has no effect under ``tritonamp.enable``, which knows the ranks.
 
     Raises:
         ValueError: bounds that contradict one another.
@@ -63,6 +67,7 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         mode: str = "interval",
         backoff_on_fault: bool = False,
+        process_group: Any = None,
     ) -> None:
         if not (0 < min_scale <= init_scale <= max_scale and math.isfinite(max_scale)):
             raise ValueError(
@@ -92,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
             mode=mode,
             backoff_on_fault=backoff_on_fault,
         )
+        self._process_group = process_group
         self.mode, self.backoff_on_fault = mode, backoff_on_fault
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
         self._hysteresis_tracker: Tensor | None = None
@@ -103,7 +109,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def clone(self) -> "GradScaler":
         """A scaler of the same settings at its initial scale."""
-        return self._settings()
+        scaler = self._settings()
+        scaler._process_group = self._process_group
+        return scaler
 
     @property
     def rule(self) -> ScaleRule:
@@ -199,9 +207,11 @@ class GradScaler(torch.amp.GradScaler):
         assert self._scale is not None
         amax, square_sum = grad_stats(TensorLists(grads=grads), self._scale.device)
         flag = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
-        if grads and hasattr(grads[0], "device_mesh"):  # of FSDP2: each rank has seen its shards only
-            amax, flag = _of_all_ranks(amax, flag, grads[0].device_mesh)
-            self._loss_nonfinite = None if self._loss_nonfinite is None else flag
+        if groups := self._groups(grads):
+            amax, flag = _of_all_ranks(amax, flag, groups)
+        elif _several_processes():  # no rank may act on what the others do not know
+            flag = torch.zeros_like(flag)
+        self._loss_nonfinite = None if self._loss_nonfinite is None else flag
         verdict = self._scale.new_zeros(3)
         decide(amax, square_sum, flag, flag, self._scale, None, None, self.rule, None, verdict)
         self.note(amax)
@@ -211,6 +221,13 @@ class GradScaler(torch.amp.GradScaler):
                 for grad in grads:
                     grad.mul_(grad_scale.to(grad.device, non_blocking=True))
         return {found_inf.device: found_inf}
+
+    def _groups(self, grads: Sequence[Any]) -> list[Any]:
+        """The process groups to agree with; of FSDP2 each rank has seen its shards only."""
+        if grads and hasattr(grads[0], "device_mesh"):
+            groups: list[Any] = grads[0].device_mesh.get_all_groups()
+            return groups
+        return [] if self._process_group is None else [self._process_group]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step()`` on unscaled gradients, or a skip where they or the loss are non-finite.
@@ -258,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
         floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), torch.zeros_like(scale))
         update_scale(self.scale_state, found_inf, torch.zeros_like(loss_nonfinite), largest, self.rule)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not _several_processes():
             scale.copy_(torch.maximum(scale, floor))
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,7 +294,8 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker)
         if self._enabled and self._ceiling is not None:
             state["_init_ceiling"] = float(self._ceiling)
-        return {**state, "_hysteresis_tracker": None, "_ceiling": None, "_loss_nonfinite": None, "_largest": None}
+        passing = ("_hysteresis_tracker", "_ceiling", "_loss_nonfinite", "_largest", "_process_group")
+        return {**state, **dict.fromkeys(passing)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds goes to the bound."""
@@ -302,12 +320,18 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return wide * scale.to(loss.device, non_blocking=True), nonfinite
 
 
-def _of_all_ranks(amax: Tensor, flag: Tensor, mesh: Any) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes and the largest flag on any rank."""
-    both = torch.cat([amax.nan_to_num(nan=math.inf, posinf=math.inf), flag.reshape(1)])
-    for group in mesh.get_all_groups():
+def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """This rank's magnitudes and behind them the largest on any rank, and the largest flag on any."""
+    largest = amax.max() if len(amax) else torch.zeros_like(flag)
+    both = torch.stack([largest, flag]).nan_to_num(nan=math.inf, posinf=math.inf)
+    for group in groups:
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-    return both[:-1], both[-1]
+    return torch.cat([amax, both[:1]]), both[1]
+
+
+def _several_processes() -> bool:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() > 1
 
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:

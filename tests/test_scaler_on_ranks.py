@@ -1,0 +1,104 @@
+"""A loop of torch.amp's with our GradScaler under DistributedDataParallel, without ``tritonamp.enable``, on two ranks.
+
+The ranks are this file run as a script, see two_ranks.py.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import Pair, on_ranks, serve
+
+import tritonamp
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "optim.AdamW": tritonamp.optim.AdamW}
+SCALE, STEPS, BAD = 2.0**10, 4, 1
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
+    yield pair
+    pair.stop()
+
+
+def harmed(kind: str, loss: Tensor, model: nn.Module) -> Tensor:
+    """A loss that is NaN and takes the gradients along, one that is inf and leaves them alone, or inf gradients."""
+    if kind == "nan loss":
+        return loss * math.nan
+    if kind == "inf loss":
+        return loss + math.inf
+    if kind == "gradient":
+        next(model.parameters()).register_hook(lambda grad: torch.full_like(grad, math.inf))
+    return loss
+
+
+@on_ranks
+def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, Any]:
+    """Rank 1 alone has the fault, in its second step."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    model = DistributedDataParallel(copy.deepcopy(net))
+    stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
+    scaler = tritonamp.GradScaler(
+        "cpu", init_scale=SCALE, growth_interval=100, process_group=dist.group.WORLD if grouped else None
+    )
+    moved = []
+    for step in range(STEPS):
+        before = [p.detach().clone() for p in model.parameters()]
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)[dist.get_rank()]
+        loss = model(x).square().mean()
+        if step == BAD and dist.get_rank() == 1:
+            loss = harmed(kind, loss, model)
+        scaler.scale(loss).backward()
+        if step == BAD and dist.get_rank() == 1 and kind == "own gradient":  # after the reduction
+            next(model.parameters()).grad[0] = math.inf
+        if unscale:
+            scaler.unscale_(stepper)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad()
+        moved.append(any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)))
+        if step == BAD:
+            next(model.parameters())._backward_hooks = None
+    return {"moved": moved, "scale": scaler.get_scale(), "params": [p.tolist() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("unscale", [True, False], ids=["unscale", "step"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "grouped"),
+    [(kind, grouped) for kind in ("nan loss", "inf loss", "gradient") for grouped in (True, False)]
+    + [("own gradient", True)],
+)
+def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unscale: bool) -> None:
+    first, second = train(pair, kind=kind, optimizer=optimizer, grouped=grouped, unscale=unscale)
+    assert first == second
+    skipped = grouped or kind != "inf loss"  # whose gradients are good: nobody else has seen anything
+    assert first["moved"] == [step != BAD or not skipped for step in range(STEPS)]
+    fault = grouped and kind.endswith("loss")
+    assert first["scale"] == (SCALE if fault or not skipped else SCALE / 2)
+
+
+@on_ranks
+def copies() -> list[Any]:
+    scaler = tritonamp.GradScaler("cpu", init_scale=SCALE, process_group=dist.group.WORLD)
+    return [s.state_dict() == scaler.state_dict() for s in (scaler.clone(), copy.deepcopy(scaler))]
+
+
+def test_a_scaler_with_a_group_can_be_copied(pair: Pair) -> None:
+    assert copies(pair) == [[True, True]] * 2
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
