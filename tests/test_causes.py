@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.causes import CAUSES
+from tritonamp.diagnostics import SkipLog
+from tritonamp.kernels.decide import RECORD
 
 INF, NAN = float("inf"), float("nan")
 
@@ -210,13 +212,28 @@ def test_the_batch_is_let_go_when_its_decision_is_known(start: Callable[..., Run
 def test_the_rank_is_named(start: Callable[..., Run], caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     run = start()
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run.step(factor=NAN)
         run.step()
     assert caplog.messages[0].startswith("rank 3: 1 of 1 steps skipped. ")
-    assert "the loss itself was inf or NaN (loss scale 65536) on this rank or another, and" in caplog.messages[0]
+
+
+def test_what_was_noted_stays_with_its_names_and_ranks(device: torch.device) -> None:
+    first, second = nn.Linear(2, 1, device=device), nn.Linear(3, 1, device=device)
+    known = {first.weight: "first.weight", first.bias: "first.bias"}
+    log = SkipLog(lambda: known, dict, torch.float16)
+    params = [first.weight, first.bias]
+    alone = log.record([params], device)
+    alone.numbers[RECORD:] = torch.tensor([1.0, 2.0])
+    paired = log.record([params], device, [4, 6])
+    assert paired.numbers[RECORD:].tolist() == [0.0, 0.0, 1.0, 2.0]
+    assert paired.places.tolist() == [2, 3, 0, 1]  # of the two ranks, behind the two parameters
+    paired.numbers[RECORD:] = torch.tensor([5.0, 6.0, 1.0, 2.0])
+    known[second.weight] = "second.weight"
+    grown = log.record([[*params, second.weight]], device, [4, 6])
+    assert grown.numbers[RECORD:].tolist() == [5.0, 6.0, 1.0, 2.0, 0.0]
+    assert grown.places.tolist() == [3, 4, 0, 1, 2]
 
 
 def test_running_statistics_that_a_bad_batch_left_behind(device: torch.device) -> None:

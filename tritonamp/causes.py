@@ -39,6 +39,8 @@ class Skip(NamedTuple):
         amax: by name, the largest scaled gradient.
         before: the largest unscaled gradient of the last good step, 0 if there was none.
         limit: the largest number of the policy's half format.
+        by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT, whether its own loss
+            was inf or NaN.
     """
 
     outcome: int
@@ -50,6 +52,19 @@ class Skip(NamedTuple):
     amax: Mapping[str, float]
     before: float
     limit: float
+    by_rank: Mapping[int, float] = {}
+
+    @property
+    def ranks(self) -> str:
+        """Those at fault, as "rank 3"; "" where there is only one."""
+        found = [str(rank) for rank, largest in self.by_rank.items() if not self.is_good(largest)]
+        if self.outcome == FAULT:
+            found = [str(rank) for rank, nonfinite in self.by_rank.items() if nonfinite]
+        return f"rank{'s' * (len(found) > 1)} {_listed(found)}" if found else ""
+
+    def is_good(self, magnitude: float) -> bool:
+        """Whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
+        return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
 
 
 class Finding(NamedTuple):
@@ -76,10 +91,10 @@ def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor,
     if skip.outcome == FAULT:
         fault = _in_data(batches) or _in_parameters(skip, parameters) or _in_forward(skip, bool(batches))
         return fault._replace(text=fault.text + _buffers(parameters))
-    names = tuple(name for name, a in skip.amax.items() if not math.isfinite(a) or a / skip.scale > _FP32_MAX)
+    names = tuple(name for name, a in skip.amax.items() if not skip.is_good(a))
     text = f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
     shown = [f"{name} ({'NaN' if math.isnan(skip.amax[name]) else 'inf'})" for name in names]
-    text += f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else "another rank were not. "
+    text += f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else f"{skip.ranks} were not. "
     cause = _of_overflow(skip, names)
     found = _in_parameters(skip, parameters) if cause != SCALE else None
     hint = _REPLAY if cause != SCALE else ""
@@ -111,20 +126,14 @@ def _of_overflow(skip: Skip, names: Sequence[str]) -> str:
 
 def _in_forward(skip: Skip, knows_batch: bool) -> Finding:
     batch = ", and the input batch was not" if knows_batch else ""
-    if several_ranks():
-        batch = " on this rank or another" + batch
+    if skip.ranks:
+        batch = f" on {skip.ranks}{batch}"
     text = (
         f"the loss itself was inf or NaN (loss scale {skip.scale:g}){batch}. A lower scale cannot help. "
         f"Look in {'' if knows_batch else 'the batch, '}the model and the loss for values above 65504, "
         "constants such as -1e9 or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
     )
     return Finding(FORWARD, _introduced(FORWARD, text), hint=_REPLAY)
-
-
-def several_ranks() -> bool:
-    """Whether other processes take part in decisions, perhaps."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() > 1
 
 
 def _in_data(batches: Sequence[Batch]) -> Finding | None:

@@ -69,7 +69,7 @@ class Decision:
         amax, square_sum = self._stats(self.feeds)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
-        record = log.record([weights.parameters() for weights in self.feeds], self.scale.device)
+        record = log.record([weights.parameters() for weights in self.feeds], self.scale.device, ranks.members)
         if ranks.several:
             mine = Evidence(amax, square_sum, flag, earlier)
             amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])

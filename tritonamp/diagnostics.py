@@ -72,6 +72,7 @@ class SkipLog:
     ) -> None:
         self._ask_names, self._ask_tensors = names, tensors
         self._names = dict(names())
+        self._ranks: Sequence[int] = ()  # whose magnitudes come before those by name
         self._limit, self._speaks = torch.finfo(dtype).max, speaks
         self._loaded = [0.0, 0.0, 0.0]
         self._numbers: Tensor | None = None  # see kernels.decide.Record
@@ -87,32 +88,36 @@ class SkipLog:
         self.last_scale = 1.0  # that its backward used
         self.batches: Sequence[Snapshot] = ()  # the snapshots of its forwards
 
-    def record(self, params: Sequence[list[Tensor]], device: torch.device) -> Record:
+    def record(self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()) -> Record:
         """Where the decision about the gradients of ``params``, one list for each optimizer, is to be noted.
 
-        The lists do not change: other parameters come in other lists.
+        The lists do not change: other parameters come in other lists. Behind them is a magnitude for each of ``ranks``.
         """
         key = tuple(map(id, params))
-        if key not in self._places or self._numbers is None or self._numbers.device != device:
-            self._learn(key, [param for part in params for param in part], device)
+        known = key in self._places and ranks == self._ranks
+        if not known or self._numbers is None or self._numbers.device != device:
+            self._learn(key, [param for part in params for param in part], device, ranks)
             self._params[key] = params  # as long as these live, nothing else has their ids
         assert self._numbers is not None
         return Record(self._numbers, self._places[key])
 
-    def _learn(self, key: tuple[int, ...], params: list[Tensor], device: torch.device) -> None:
+    def _learn(self, key: tuple[int, ...], params: list[Tensor], device: torch.device, ranks: Sequence[int]) -> None:
         self.collect(wait=True)  # letters under way know the names of before
         places = {param: i for i, param in enumerate(params)}
         if not places.keys() <= self._names.keys():
             later, new = self._ask_names(), places.keys() - self._names.keys()
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
-        size = RECORD + len(self._names)
-        if self._numbers is None or len(self._numbers) != size or self._numbers.device != device:
-            before = self._values()
+        size = RECORD + len(ranks) + len(self._names)
+        numbers = self._numbers
+        if numbers is None or len(numbers) != size or numbers.device != device or ranks != self._ranks:
+            values, first = self._values(), RECORD + len(self._ranks)
+            by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
+            before = values[:RECORD] + by_rank + values[first:]
             numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
-            self._numbers, self._mailbox = numbers.to(device), Mailbox(numbers)
+            self._numbers, self._mailbox, self._ranks = numbers.to(device), Mailbox(numbers), ranks
             self._places, self._params = {}, {}
-        found = torch.tensor([places.get(p, -1) for p in self._names], dtype=torch.int64)
-        self._places[key] = found.to(device)
+        found = [*range(len(params), len(params) + len(ranks)), *(places.get(p, -1) for p in self._names)]
+        self._places[key] = torch.tensor(found, dtype=torch.int64).to(device)
 
     def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
         """A decision was made: hears what has arrived of earlier ones, and sends for its numbers."""
@@ -161,7 +166,7 @@ class SkipLog:
         return f", the last {_LONG_RUN} of them in a row" if long_run else ""
 
     def _find(self, step: int, values: Sequence[float], enclosed: Enclosed) -> Finding:
-        rule = enclosed.rule
+        rule, first = enclosed.rule, RECORD + len(self._ranks)
         skip = Skip(
             int(values[SKIPPED]),
             step,
@@ -169,9 +174,10 @@ class SkipLog:
             values[SKIPPED + 1],
             rule.min_scale,
             rule.min_scale == rule.max_scale,
-            dict(zip(self._names.values(), values[RECORD:], strict=True)),
+            dict(zip(self._names.values(), values[first:], strict=True)),
             values[AMAX],
             self._limit,
+            dict(zip(self._ranks, values[RECORD:first], strict=True)),
         )
         return find_cause(skip, list(_data(enclosed.batches)), self._ask_tensors())
 

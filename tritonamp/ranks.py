@@ -1,6 +1,7 @@
 """The processes that train one model together: they decide as one, and notice when they have parted."""
 
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +47,9 @@ class _Row(NamedTuple):
 class Ranks:
     """The ranks that reduce gradients together with this one; until a DDP or FSDP2 model shows itself there are none.
 
+    Attributes:
+        members: their numbers in the job; none where there is one process.
+
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
         precise: the FP32 values behind their half parameters.
@@ -55,6 +59,7 @@ class Ranks:
     def __init__(self, models: Sequence[nn.Module], precise: PreciseValues, amp: Any = None) -> None:
         self._precise, self._amp = precise, None if amp is None else weakref.ref(amp)
         self._group: Any = None
+        self.members: Sequence[int] = ()
         self._sharding = find_sharding(models)
         if self._sharding is not None:
             self._join(self._sharding.group)
@@ -115,6 +120,8 @@ class Ranks:
                 "together: enable them one by one, or give them one process_group"
             )
         self._group = group
+        members = dist.get_process_group_ranks(group)
+        self.members = members if len(members) > 1 else ()
 
     @property
     def sharded(self) -> bool:
@@ -124,7 +131,7 @@ class Ranks:
     @property
     def several(self) -> bool:
         """Whether there is anybody to agree with."""
-        return self._group is not None and dist.get_world_size(self._group) > 1
+        return len(self.members) > 1
 
     def rebuild(self) -> None:
         """Has DDP make its buckets and hooks anew: parameters have another dtype now, and it would miss their
@@ -149,7 +156,7 @@ class Ranks:
             self._align(wrapper, 0)
         self._to_align.clear()
         if any(map(self._in_join, self._wrappers)):
-            return _of_gradients(mine)
+            return self._of_gradients(mine)
         zero = torch.zeros_like(scale)
         amax = mine.amax.max() if len(mine.amax) else zero
         row = [mine.loss_nonfinite, mine.found_earlier, amax, mine.square_sum.sum(), scale, taken.float()]  # a _Row
@@ -159,8 +166,15 @@ class Ranks:
         self._compare(table)
         fault, earlier, largest, square_sum, *_ = table.view(-1, len(row)).unbind(1)
         total = mine.square_sum if self._sharding is None else square_sum.sum().div(self._sharding.copies).reshape(1)
-        # each rank's largest magnitude stands behind those by parameter, and counts like one of them
-        return Evidence(torch.cat([mine.amax, largest]), total, fault.amax(), earlier.amax())
+        # behind the magnitudes by parameter stands one for each rank, which counts like those; after a fault, whose
+        by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
+        return Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
+
+    def _of_gradients(self, mine: Evidence) -> Evidence:
+        """What all ranks have alike without asking: the gradients that DDP has reduced."""
+        silent = torch.zeros_like(mine.loss_nonfinite)
+        earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
+        return Evidence(torch.cat([mine.amax, silent.expand(len(self.members))]), mine.square_sum, silent, earlier)
 
     def union(self, names: Sequence[str]) -> list[str]:
         """What the ranks name, each once, in one order on all of them. Waits for all ranks."""
@@ -239,13 +253,6 @@ class Ranks:
     def _named(self, ranks: Sequence[int]) -> str:
         numbers = [str(dist.get_global_rank(self._group, rank)) for rank in ranks]
         return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-
-
-def _of_gradients(mine: Evidence) -> Evidence:
-    """What all ranks have alike without asking: the gradients that DDP has reduced."""
-    silent = torch.zeros_like(mine.loss_nonfinite)
-    earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
-    return Evidence(mine.amax, mine.square_sum, silent, earlier)
 
 
 def _rebuild(wrapper: DistributedDataParallel) -> None:
