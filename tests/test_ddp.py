@@ -217,7 +217,7 @@ def faults(kind: str, culprit: int, order: str, optimizer: str, level: str, by_h
             else:
                 stepper.step()
             stepper.zero_grad()
-        found.append(outcome(net, stepper, amp))
+        found.append({**outcome(net, stepper, amp), "explained": amp.explain()})
         amp.disable()
     return found
 
@@ -236,7 +236,13 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
 ) -> None:
     arguments = {"order": order, "optimizer": optimizer, "level": level, "by_hand": by_hand}
     (first, without), (second, _) = faults(pair, kind=kind, culprit=culprit, **arguments)
+    texts = first.pop("explained"), second.pop("explained")
     assert first == second
+    if kind == "loss":
+        assert all(f"the loss itself was inf or NaN (loss scale 1024) on rank {culprit}, and" in t for t in texts)
+    if kind == "own":  # the others see good gradients
+        assert f"the gradients of rank {culprit} were not" in texts[1 - culprit]
+        assert "parameter(s) were not" in texts[culprit]
     assert first["steps"] == without["steps"] == STEPS - 1 and first["skipped"] == 1
     assert first["forward_faults"] == (kind == "loss")
     assert first["scale"] == (2.0**10 if kind == "loss" else 2.0**9)
