@@ -456,6 +456,15 @@ def test_the_scale_stops_at_its_floor_and_says_so(enabled: Callable[..., Any], d
     assert "first.weight (NaN)" in amp.explain()
 
 
+def test_a_fixed_scale_that_is_too_high_says_so(enabled: Callable[..., Any], device: torch.device) -> None:
+    model, opt, amp = enabled("O2", "AdamW", loss_scale=2.0**30)
+    amp.backward(loss_of(model, batch(device)))
+    opt.step()
+    assert amp.stats()["last_skip_reason"] == "scale exhausted"
+    assert "The scale is fixed, so it cannot back off: give a lower loss_scale" in amp.explain()
+    assert "minimum" not in amp.explain()
+
+
 def test_no_host_reads_in_a_step(enabled: Callable[..., Any], device: torch.device, monkeypatch: Any) -> None:
     model, opt, amp = enabled("O2", "AdamW")
     sgd_model, sgd, sgd_amp = enabled("O2", "SGD")

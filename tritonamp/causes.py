@@ -98,7 +98,8 @@ def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor,
     cause = _of_overflow(skip, names)
     found = _in_parameters(skip, parameters) if cause != SCALE else None
     hint = _REPLAY if cause != SCALE else ""
-    return found or Finding(cause, _introduced(cause, text + _ADVICE[cause]), names, hint)
+    advice = _FIXED if cause == EXHAUSTED and skip.fixed else _ADVICE[cause]
+    return found or Finding(cause, _introduced(cause, text + advice), names, hint)
 
 
 _REPLAY = " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the operation."
@@ -113,6 +114,9 @@ _ADVICE = {
         "backward of the last module named, or train it in FP32 with fp32_modules."
     ),
 }
+_FIXED = (
+    "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds its level by itself."
+)
 
 
 def _of_overflow(skip: Skip, names: Sequence[str]) -> str:
