@@ -28,9 +28,10 @@ class Healing:
         """The module of that name computes in FP32 from now on, its parameters included.
 
         Raises:
-            ValueError: there is no such module.
+            ValueError: there is no such module, or nothing is computed in half.
         """
         module, precise = self._find(name), self._precision.precise
+        self._name([*self.names, *[name] * (name not in self.names)])
         for tensor in _tensors(module):
             if tensor.dtype in HALF_DTYPES and tensor in precise:
                 set_data(tensor, precise.get(tensor).detach().to(tensor.device, copy=True))
@@ -39,7 +40,6 @@ class Healing:
             module._tritonamp_fp32 = True
         elif not installing.is_installed(module):
             installing.install(module, Fp32Module, _tritonamp=self._precision)
-        self._name([*self.names, *[name] * (name not in self.names)])
 
     def unheal(self, name: str) -> None:
         """The reverse.
@@ -61,16 +61,24 @@ class Healing:
         self._name([other for other in self.names if other != name])
 
     def load(self, names: Sequence[str]) -> None:
-        """These and no others."""
+        """These and no others; none where the policy computes nothing in half.
+
+        Raises:
+            ValueError: there is no such module; nothing was changed then.
+        """
+        if not (self._policy.cast_model or self._policy.op_policy):
+            names = []
+        for name in names:
+            self._find(name)
         for name in [name for name in self.names if name not in names]:
             self.unheal(name)
         for name in names:
             self.heal(name)
 
     def _name(self, names: list[str]) -> None:
-        self.names = names
         modules = (*self._policy.fp32_modules, *filter(None, names))
         self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))
+        self.names = names
 
     def _find(self, name: str) -> nn.Module:
         found: dict[str, nn.Module] = {}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tritonamp import functional, overrides
 from tritonamp.casting import cast_tree, from_half, to_half
+from tritonamp.interrupts import Uninterrupted
 from tritonamp.masters import PreciseValues
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -107,7 +108,7 @@ class EnabledModule(_Enabled):
             destination, prefix, keep_vars = args + defaults[len(args) :]
         result = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[misc]
         policy, precise = self._tritonamp.policy, self._tritonamp.precise
-        if not policy.cast_model or policy.state_dict_dtype in HALF_DTYPES:
+        if not (policy.cast_model or policy.master_weights) or policy.state_dict_dtype in HALF_DTYPES:
             return result
         for name, tensor in _named_tensors(self):
             if prefix + name in result and tensor.dtype in HALF_DTYPES:
@@ -197,7 +198,7 @@ class EnabledOptimizer(_Enabled):
         if "found_inf" in vars(self):  # what torch's GradScaler tells optimizers that skip on the device
             self._stepper.check_scaler(None)
         self._opt_called = True  # what an LR scheduler looks for
-        with self._stepper.around_step(self):
+        with Uninterrupted(), self._stepper.around_step(self):
             self._stepper.step(self)
 
     step.hooked = True  # type: ignore[attr-defined]  # the hooks fire in the base class's step
@@ -213,8 +214,7 @@ class EnabledOptimizer(_Enabled):
         self._stepper.adopt(self, self.param_groups[-1])  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._stepper.state_loaded(self, state_dict)
+        self._stepper.load_state(self, super().load_state_dict, state_dict)  # type: ignore[misc]
 
     def _amp_unscale_(self, scaler: Any) -> None:
         """Called by ``GradScaler.unscale_``."""
@@ -225,7 +225,8 @@ class EnabledOptimizer(_Enabled):
         """Called by ``GradScaler.step``."""
         self._stepper.check_scaler(scaler)
         self._opt_called = True
-        self._stepper.step(self, by_scaler=True)
+        with Uninterrupted():
+            self._stepper.step(self, by_scaler=True)
 
 
 class EnabledWrapper(_Enabled):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
+from tritonamp.policy import HALF_DTYPES
 
 _version, _grad = operator.attrgetter("_version"), operator.attrgetter("grad")
 _is_sparse = operator.attrgetter("is_sparse")
@@ -182,6 +183,22 @@ class MasterWeights:
                     group["params"][i] = param
                     if master in self.optimizer.state:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
+
+    def take_masters(self) -> None:
+        """Moves the masters that ``tritonamp.optim`` keeps beside half parameters out of a state that was just loaded,
+        to where they belong here, wherever the parameters are what they round to: load the model first."""
+        for master, param in self._sources.items():
+            value = self.optimizer.state.get(master, {}).pop("master_param", None)
+            if value is None:
+                continue
+            held = self._precise.get(param) if param in self._precise else param
+            value = value.to(held.device, torch.float32)
+            agrees = [value.to(half) == held for half in HALF_DTYPES]
+            with torch.no_grad():
+                held.copy_(torch.where(torch.stack(agrees).any(0), value, held))
+                if held is not param:
+                    param.copy_(held)
+                    self._precise.written([param])
 
     def parameters(self) -> list[Tensor]:
         """The parameters of the model, in the order of ``lists``."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.adamw import AdamLists, AdamRule, adamw
 from tritonamp.masters import PreciseValues
+from tritonamp.optim_states import load_state
 from tritonamp.policy import HALF_DTYPES
 
 __all__ = ["Adam", "AdamW"]
@@ -144,26 +145,6 @@ def _scalar(value: Any) -> Any:
     return value.reshape(()) if isinstance(value, Tensor) else value
 
 
-def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Puts back what ``Optimizer.load_state_dict`` has just cast to the dtype of half parameters."""
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.dtype is torch.float32 and param.dtype in HALF_DTYPES:
-                optimizer.state[param][name] = value.to(param.device, copy=True)
-
-
-def settle_state(optimizer: Optimizer) -> None:
-    """Puts the step counts of an Adam back where torch keeps them: in main memory, unless fused or capturable."""
-    for group in optimizer.param_groups:
-        if not group.get("fused") and not group.get("capturable"):
-            for param in group["params"]:
-                step = optimizer.state.get(param, {}).get("step")
-                if isinstance(step, Tensor):
-                    optimizer.state[param]["step"] = step.to("cpu")
-
-
 class _Fp32State:
     """What Adam and AdamW here add to torch's: FP32 masters of half parameters, and skips on the device."""
 
@@ -228,14 +209,12 @@ class _Fp32State:
         return self._precise.adopt(param, state["master_param"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but FP32 state of half parameters stays FP32."""
-        loaded: list[dict[str, Any]] = []  # what the user's own pre-hooks make of it
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))  # type: ignore[attr-defined]
-        try:
-            super().load_state_dict(state_dict)  # type: ignore[misc]
-        finally:
-            handle.remove()
-        keep_fp32_state(self, loaded[0])  # type: ignore[arg-type]
+        """As in torch, but FP32 state of half parameters stays FP32; takes a state of apex's FusedAdam, too.
+
+        Raises:
+            ValueError: it is no state of an Adam or AdamW over such parameters; nothing was changed then.
+        """
+        load_state(self, super().load_state_dict, state_dict)  # type: ignore[arg-type,misc]
 
 
 class Adam(_Fp32State, torch.optim.Adam):

@@ -52,6 +52,15 @@ class Response:
         else:
             self._in_a_row = 0
 
+    def state(self) -> dict[str, Any]:
+        """What the answers to later faults depend on, as plain values."""
+        return {"in_a_row": self._in_a_row, "seen": self._seen, "by_module": dict(self._faults)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The reverse; of an empty one, a new beginning."""
+        self._in_a_row, self._seen = state.get("in_a_row", 0), state.get("seen", 0)
+        self._faults = Counter(state.get("by_module", {}))
+
     def _answer(self) -> None:
         finding = self._log.finding()
         assert finding is not None

@@ -22,7 +22,7 @@ from tritonamp.healing import Healing
 from tritonamp.installing import EnabledModule, EnabledOptimizer, Fp32Module, Precision
 from tritonamp.kernels import _launch
 from tritonamp.masters import MasterWeights, PreciseValues
-from tritonamp.optim import settle_state
+from tritonamp.optim_states import settle_state
 from tritonamp.policy import Policy, resolve
 from tritonamp.ranks import Ranks
 from tritonamp.response import Response
@@ -73,15 +73,17 @@ def enable(
     resolved = resolve(level if policy is None else policy, dtype, **policy_fields)
     given = _as_list(model)
     models = check_models(given, resolved)
-    check_sharding(models, resolved)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
+    check_sharding(models, resolved, optimizers)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     _launch.check_dtype(resolved.dtype, device)
     chosen = _launch.choose_backend(backend, device)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
-    return Amp(models, optimizers, resolved, chosen, scaler or _scaler_for(resolved, device), device, given=given)
+    scaler = scaler or _scaler_for(resolved, device)
+    with torch.inference_mode(False):  # what is made here will have to train
+        return Amp(models, optimizers, resolved, chosen, scaler, device, given=given)
 
 
 def _as_list(value: T | Iterable[T]) -> list[T]:
@@ -352,27 +354,27 @@ class Amp:
     def state_dict(self) -> dict[str, Any]:
         """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a resume needs."""
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
-        return AmpState(scalers, self._log.counts(), self.policy.loss_scale, list(self._healing.names)).to_dict()
+        faults = self._response.state()
+        return AmpState(scalers, self._log.counts(), self.policy.loss_scale, self._healing.names, faults).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of ``Amp``, of a GradScaler, or of ``torch.amp.GradScaler``.
+        """Takes a state of ``Amp``, of a GradScaler, of ``torch.amp.GradScaler``, or of ``apex.amp``.
 
         Raises:
-            ValueError: other keys (listed), or a loss scale that this policy does not have; nothing was changed then.
+            ValueError: other keys (listed), a loss scale that this policy does not have, or a healed module that the
+                model does not have; nothing was changed then.
         """
-        scalers, counts, loss_scale, healed = parse_state(state_dict)
-        if self.policy.loss_scale != "dynamic" and loss_scale != self.policy.loss_scale:
-            raise ValueError(
-                f"amp.load_state_dict: the state has loss_scale={loss_scale!r}, this policy has the fixed "
-                f"{self.policy.loss_scale!r}: enable with loss_scale={loss_scale!r}, or leave this state out"
-            )
-        if loss_scale == self.policy.loss_scale:  # else the state had a fixed scale, which says nothing about this one
-            for loss_id, state in scalers.items():
-                self._scalers.setdefault(loss_id, self.scaler.clone()).load_state_dict(state)
-        self._log.load_counts(counts)
-        if healed != self._healing.names:
-            self._healing.load(healed)
+        state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
+        if state.healed != self._healing.names:
+            self._healing.load(state.healed)
             self._ranks.rebuild()
+        if state.scalers is not None:
+            kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
+            self._scalers = kept | {i: self.scaler.clone() for i in state.scalers.keys() - kept.keys()}
+            for loss_id, scaler_state in state.scalers.items():
+                self._scalers[loss_id].load_state_dict(scaler_state)
+        self._log.load_counts(state.counts)
+        self._response.load_state(state.faults)
 
     def steps_state(self) -> Any:
         """All that steps have moved beside parameters; for ranks to take over from one another."""

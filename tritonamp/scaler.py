@@ -302,6 +302,7 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
+        self._loss_nonfinite = self._largest = None  # of losses that the state knows nothing of
         self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         self._init_ceiling = state_dict.get("_ceiling", self._max_scale)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tritonamp.casting import fp32_modules
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -56,12 +57,15 @@ def fsdp2_modules(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
 
 
-def check_sharding(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuses what cannot work under FSDP.
+def check_sharding(models: Sequence[nn.Module], policy: Policy, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Refuses what cannot work under FSDP, or with an optimizer that divides its parameters among the ranks.
 
     Raises:
-        ValueError: FSDP1, parameters that are spread differently, or a policy that FSDP2 does not carry out.
+        ValueError: FSDP1, parameters that are spread differently or kept in main memory, a policy that FSDP2 does not
+            carry out, or a ZeroRedundancyOptimizer of half parameters.
     """
+    if policy.cast_model and policy.master_weights:
+        _check_optimizers(optimizers)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -77,8 +81,23 @@ def check_sharding(models: Sequence[nn.Module], policy: Policy) -> None:
         _check_policy([m for model in models for m in fsdp2_modules(model)], kept, policy)
 
 
+def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    if any(isinstance(optimizer, zero) for optimizer in optimizers):
+        raise ValueError(
+            "optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks already, and would go on "
+            "stepping on the half ones: allowed are O0 and O1; O2 shards its masters under FSDP2, fully_shard(model)"
+        )
+
+
 def _check_params(models: Sequence[nn.Module]) -> None:
     named: list[tuple[str, Any]] = [named for model in models for named in model.named_parameters()]
+    offloaded = next((p for _, p in named if is_sharded(p) and p.device.type != p.device_mesh.device_type), None)
+    if offloaded is not None:
+        raise ValueError(
+            f"model: its parameters are on {offloaded.device.type} (CPUOffloadPolicy), its forwards run on "
+            f"{offloaded.device_mesh.device_type}: allowed is one device, call fully_shard without offload_policy"
+        )
     plain = [name for name, p in named if not is_sharded(p)]
     if plain:
         raise ValueError(

@@ -1,49 +1,105 @@
 """What ``Amp.state_dict`` holds, and the other formats that ``Amp.load_state_dict`` takes."""
 
+import math
+import re
 from typing import Any, NamedTuple
 
 from tritonamp.scaler import GradScaler
 
+_OWN = {"loss_scalers", "counts", "loss_scale"}
+_SINCE = {"healed", "faults"}  # not in older states
+_SCALER = set(GradScaler("cpu").state_dict())
+_APEX = re.compile(r"loss_scaler(\d+)")
+
 
 class AmpState(NamedTuple):
-    """Scaler states by loss_id, counts of decisions by outcome, the policy's loss_scale, names of healed modules."""
+    """All that a resume needs beside the states of models and optimizers.
 
-    scalers: dict[int, dict[str, Any]]
+    Attributes:
+        scalers: states of scalers by loss_id; None: they say nothing about those of this policy.
+        counts: decisions by outcome.
+        loss_scale: of the policy.
+        healed: names of modules.
+        faults: what ``Response`` counts.
+    """
+
+    scalers: dict[int, dict[str, Any]] | None
     counts: tuple[int, int, int]
     loss_scale: str | float
     healed: list[str]
+    faults: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "loss_scalers": {str(loss_id): state for loss_id, state in self.scalers.items()},
+            "loss_scalers": {str(loss_id): state for loss_id, state in (self.scalers or {}).items()},
             "counts": list(self.counts),
             "loss_scale": self.loss_scale,
             "healed": self.healed,
+            "faults": self.faults,
         }
 
 
-def parse_state(state_dict: dict[str, Any]) -> AmpState:
-    """From a dictionary of ``to_dict``, of a GradScaler, or of ``torch.amp.GradScaler``.
+def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpState:
+    """From a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of ``apex.amp``.
+
+    Args:
+        loss_scale: of the policy that is to take it.
+        scaler: what apex does not save is as it is there.
 
     Raises:
-        ValueError: other keys, listed.
+        ValueError: other keys (listed), numbers that no scaler has, or a loss scale that the policy does not have.
     """
-    own = {"loss_scalers", "counts", "loss_scale"}
-    scaler_keys = set(GradScaler("cpu").state_dict())
-    all_keys = scaler_keys | {"_hysteresis_tracker", "_ceiling"}
+    state = _parse(state_dict, loss_scale, scaler)
+    for loss_id, scaler_state in (state.scalers or {}).items():
+        scale = scaler_state["scale"]
+        if not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+            raise ValueError(f"amp.load_state_dict: loss_id {loss_id} has the scale {scale!r}, allowed are finite ones")
+    if state.loss_scale == loss_scale:
+        return state
+    if loss_scale != "dynamic":
+        raise ValueError(
+            f"amp.load_state_dict: the state has loss_scale={state.loss_scale!r}, this policy has the fixed "
+            f"{loss_scale!r}: enable with loss_scale={state.loss_scale!r}, or leave this state out"
+        )
+    return state._replace(scalers=None)  # a fixed scale is no reason to begin with it
 
-    def is_scaler(state: Any) -> bool:
-        return isinstance(state, dict) and scaler_keys <= set(state) <= all_keys
 
-    if own <= set(state_dict) <= own | {"healed"} and all(map(is_scaler, state_dict["loss_scalers"].values())):
+def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpState:
+    keys = set(state_dict) if isinstance(state_dict, dict) else set()
+    if _OWN <= keys <= _OWN | _SINCE and all(map(_is_scaler, state_dict["loss_scalers"].values())):
         scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
         clean, overflow, fault = state_dict["counts"]
-        healed = list(state_dict.get("healed", []))
-        return AmpState(scalers, (clean, overflow, fault), state_dict["loss_scale"], healed)
-    if is_scaler(state_dict):
-        return AmpState({0: state_dict}, (0, 0, 0), "dynamic", [])
-    raise ValueError(
-        f"amp.load_state_dict: got the keys {sorted(map(str, state_dict))}; allowed are those of amp.state_dict() "
-        f"({sorted(own)}) and of a GradScaler ({sorted(scaler_keys)})"
-    )
+        healed, faults = list(state_dict.get("healed", [])), state_dict.get("faults", {})
+        return AmpState(scalers, (clean, overflow, fault), state_dict["loss_scale"], healed, faults)
+    if _is_scaler(state_dict):
+        scalers = {0: state_dict}
+    elif keys and all(map(_is_apex, state_dict.items())):
+        scalers = {int(key.removeprefix("loss_scaler")): _from_apex(state, scaler) for key, state in state_dict.items()}
+    else:
+        got = f"the keys {_listed(keys)}" if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(
+            f"amp.load_state_dict: got {got}; allowed are those of amp.state_dict() ({sorted(_OWN)}), of a GradScaler "
+            f"({sorted(_SCALER)}) and of apex.amp (loss_scaler0, ...)"
+        )
+    same = all(state["scale"] == loss_scale for state in scalers.values())  # they do not tell whether it was fixed
+    return AmpState(scalers, (0, 0, 0), loss_scale if same else "dynamic", [], {})
+
+
+def _is_scaler(state: Any) -> bool:
+    return isinstance(state, dict) and _SCALER <= set(state) <= _SCALER | {"_hysteresis_tracker", "_ceiling"}
+
+
+def _is_apex(item: tuple[Any, Any]) -> bool:
+    key, state = item
+    named = isinstance(key, str) and _APEX.fullmatch(key) is not None
+    return named and isinstance(state, dict) and set(state) == {"loss_scale", "unskipped"}
+
+
+def _from_apex(state: dict[str, Any], scaler: GradScaler) -> dict[str, Any]:
+    return {**scaler.state_dict(), "scale": float(state["loss_scale"]), "_growth_tracker": int(state["unskipped"])}
+
+
+def _listed(keys: set[Any]) -> str:
+    names = sorted(map(str, keys))
+    return f"{names[:20]}" + f" and {len(names) - 20} more" * (len(names) > 20)

@@ -16,7 +16,8 @@ from tritonamp.diagnostics import SkipLog
 from tritonamp.forwards import Forwards
 from tritonamp.installing import base_class, base_step
 from tritonamp.masters import MasterWeights
-from tritonamp.optim import Adam, AdamSteps, keep_fp32_state, refuse_sparse
+from tritonamp.optim import Adam, AdamSteps, refuse_sparse
+from tritonamp.optim_states import load_state
 from tritonamp.policy import Policy
 from tritonamp.ranks import Ranks
 from tritonamp.scaler import GradScaler, scale_loss
@@ -102,7 +103,9 @@ class Stepper:
         """Ends decisions whose gradients the user has cleared, by the optimizer or by the model."""
         for decision in [d for d in self._decisions if d.blocks == 0]:
             for w in weights:
-                if w in decision.feeds and (w in decision.zeroed or not w.has_gradients()):
+                # FSDP2 keeps those of micro-batches without synchronisation to itself
+                cleared = w in decision.zeroed or not (self._ranks.sharded or w.has_gradients())
+                if w in decision.feeds and cleared:
                     self._leave(w, [decision])
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
@@ -252,10 +255,12 @@ class Stepper:
         """A parameter group was added."""
         self._weights[optimizer].adopt(group)
 
-    def state_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """The optimizer's state was loaded: FP32 state of half parameters stays FP32."""
-        if _takes_fused_step(optimizer):
-            keep_fp32_state(optimizer, state_dict)
+    def load_state(
+        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+    ) -> None:
+        """Loads the optimizer's state by ``load``, which is its own ``load_state_dict``."""
+        load_state(optimizer, load, state_dict, adam=_takes_fused_step(optimizer))
+        self._weights[optimizer].take_masters()
 
     def _make(self, decision: Decision, max_norm: float | None = None) -> None:
         if not decision.made:

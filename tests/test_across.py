@@ -1,0 +1,495 @@
+"""What was saved at one level, by torch or by apex, goes into another run: converted exactly, or refused by name."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import tritonamp
+from tritonamp.apex import amp as apex_amp
+from tritonamp.apex.optimizers import FusedAdam
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+FIXED = ["O0", "O3", "O4", "O5"]
+ADAMS: dict[str, Callable[..., Optimizer]] = {"torch": torch.optim.AdamW, "our": tritonamp.optim.AdamW}
+Run = tuple[nn.Module, Optimizer, tritonamp.Amp]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def net(device: torch.device, seed: int, half: torch.dtype | None = None) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net().to(device, half)
+
+
+def loss_of(model: nn.Module, i: int) -> Tensor:
+    param = next(model.parameters())
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i)).to(param.device, param.dtype)
+    return F.cross_entropy(model(x).float(), torch.arange(8, device=param.device) % 3)
+
+
+def train(run: Any, start: int, end: int) -> list[float]:
+    """Steps of an enabled run, or of a plain model and its optimizer."""
+    model, optimizer, *amps = run
+    losses = []
+    for i in range(start, end):
+        loss = loss_of(model, i)
+        if amps:
+            amps[0].backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def states(run: Any) -> list[dict[str, Any]]:
+    return copy.deepcopy([part.state_dict() for part in run])
+
+
+def load(run: Any, given: Any) -> None:
+    """Copies of ``given``: torch's optimizers step on the very tensors that they are given."""
+    for part, state in zip(run, copy.deepcopy(given), strict=True):
+        part.load_state_dict(state)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in every bit, tensors in dtype, too."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.fixture
+def enabled(device: torch.device) -> Iterator[Callable[..., Run]]:
+    handles = []
+
+    def make(level: str = "O2", optimizer: Any = torch.optim.AdamW, seed: int = 0, **fields: Any) -> Run:
+        model = net(device, seed)
+        made = optimizer(model.parameters(), lr=1e-2)
+        handles.append(tritonamp.enable(model, made, level=level, **fields))
+        return model, made, handles[-1]
+
+    yield make
+    for handle in handles:
+        handle.disable()
+
+
+def sgd(params: Any, **kwargs: Any) -> Optimizer:
+    return torch.optim.SGD(params, momentum=0.9, **kwargs)
+
+
+# levels
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(("saved", "level"), list(itertools.product(LEVELS, LEVELS)))
+def test_from_level_to_level(enabled: Callable[..., Run], saved: str, level: str, optimizer: Any) -> None:
+    first = enabled(saved, optimizer)
+    train(first, 0, 3)
+    of_model, of_optimizer, of_amp = states(first)
+    model, opt, amp = other = enabled(level, optimizer, seed=1)
+    load(other[:2], (of_model, of_optimizer))
+    assert {v.dtype for v in of_model.values()} == {torch.float32}
+    assert same(model.state_dict(), of_model)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, of_model[name].to(param.dtype))
+    if level in ("O2", "O5"):
+        assert same(list(amp.master_params()), list(of_model.values()))
+    fp32 = saved != "O3" or optimizer is not sgd  # momenta of half parameters are half
+    assert all(
+        same(loaded[name], value if fp32 or not isinstance(value, Tensor) else value.to(loaded[name].dtype))
+        for number, loaded in opt.state_dict()["state"].items()
+        for name, value in of_optimizer["state"][number].items()
+    )
+    if level in FIXED and saved not in FIXED:
+        before = amp.state_dict()
+        with pytest.raises(ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1\.0"):
+            amp.load_state_dict(of_amp)
+        assert amp.state_dict() == before
+    else:
+        amp.load_state_dict(of_amp)
+        assert amp.stats()["steps"] == 3
+        assert amp.stats()["scale"] == (1.0 if level in FIXED else 2.0**16)
+    train(other, 3, 4)
+    assert all(torch.isfinite(p).all() for p in amp.master_params())
+
+
+def test_healed_modules_mean_nothing_where_all_is_fp32(enabled: Callable[..., Run]) -> None:
+    first, last = enabled("O2", loss_scale=1.0), enabled("O0", seed=1)
+    first[2].heal("last")
+    load(last, states(first))
+    assert last[2].stats()["healed"] == []
+    assert same(last[0].state_dict(), first[0].state_dict())
+    train(last, 0, 1)
+
+
+def test_nothing_to_heal_where_all_is_fp32(enabled: Callable[..., Run]) -> None:
+    model, _, amp = enabled("O0")
+    with pytest.raises(ValueError, match="without them everything is FP32 already"):
+        amp.heal("last")
+    assert amp.stats()["healed"] == []
+    assert type(model.get_submodule("last")) is nn.Linear
+
+
+# torch
+
+
+@pytest.mark.parametrize("kind", ["default", "foreach", "fused", "capturable", "numbers", "amsgrad"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_from_plain_torch(enabled: Callable[..., Run], device: torch.device, level: str, kind: str) -> None:
+    """Step counts may be anywhere, and numbers, as old torch had them."""
+    plain = net(device, 1)
+    options = {kind: True} if kind in ("foreach", "fused", "amsgrad") else {}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, **options)
+    train((plain, optimizer), 0, 3)
+    of_model, of_optimizer = states((plain, optimizer))
+    if kind == "capturable":
+        of_optimizer["param_groups"][0]["capturable"] = True
+    for state in of_optimizer["state"].values():
+        state["step"] = 3.0 if kind == "numbers" else state["step"].to("cpu" if kind == "default" else device)
+    model, opt, amp = run = enabled(level)
+    load(run[:2], (of_model, of_optimizer))
+    assert same(model.state_dict(), of_model)
+    for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if kind == "amsgrad" else [])):
+        loaded = [state[name] for state in opt.state_dict()["state"].values()]
+        assert same(loaded, [state[name] for state in of_optimizer["state"].values()])
+    train(run, 3, 4)
+    train((plain, optimizer), 3, 4)
+    assert all(float(state["step"]) == 4 for state in opt.state.values())
+    for ours, theirs in zip(amp.master_params(), plain.parameters(), strict=True):
+        # the step is of 1e-2; half parameters are rounded by up to 2^-9 of at most 1, their gradients by more
+        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=1e-5 if level == "O0" else 2e-2)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_from_a_half_model(enabled: Callable[..., Run], device: torch.device, level: str, half: torch.dtype) -> None:
+    state = net(device, 1, half).state_dict()
+    model, _, amp = run = enabled(level)
+    model.load_state_dict(state)
+    assert same(model.state_dict(), {name: value.float() for name, value in state.items()})
+    if level in ("O2", "O5"):
+        assert same(list(amp.master_params()), [value.float() for value in state.values()])
+    train(run, 0, 1)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_into_plain_torch(enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any) -> None:
+    """What goes on there is FP32 training: the same as by an O0 that has loaded it."""
+    run = enabled(level, optimizer)
+    train(run, 0, 3)
+    of_model, of_optimizer, of_amp = states(run)
+    plain = net(device, 1)
+    theirs = plain, optimizer(plain.parameters(), lr=1e-2)
+    load(theirs, (of_model, of_optimizer))
+    assert same(plain.state_dict(), of_model)
+    ours = enabled("O0", optimizer, seed=1)
+    load(ours[:2], (of_model, of_optimizer))
+    losses = train(ours, 3, 6), train(theirs, 3, 6)
+    if optimizer is sgd:  # torch's own step in both; that of AdamW is ours, and differs in the last bits
+        assert losses[0] == losses[1]
+        assert same(ours[0].state_dict(), plain.state_dict())
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.load_state_dict(of_amp["loss_scalers"]["0"])
+    assert scaler.state_dict()["scale"] == run[2].stats()["scale"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_names_with_a_prefix_are_refused_as_by_torch(enabled: Callable[..., Run], wrapped: bool) -> None:
+    """What DistributedDataParallel puts in front: torch lists the keys and takes none."""
+    model, _, _ = run = enabled()
+    before = states(run)
+    target = nn.ModuleDict({"module": model}) if wrapped else model
+    given = {("" if wrapped else "module.") + name: value + 1 for name, value in before[0].items()}
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key\(s\) .*last.weight.*Unexpected key\(s\) .*last.weight"):
+        target.load_state_dict(given)
+    assert same(states(run), before)
+    target.load_state_dict({("module." if wrapped else "") + name: value + 1 for name, value in before[0].items()})
+    assert same(model.state_dict(), {name: value + 1 for name, value in before[0].items()})
+
+
+def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(enabled: Callable[..., Run]) -> None:
+    model, _, amp = run = enabled()
+    state = {name: value + 1 for name, value in states(run)[0].items()}
+    state["last.weight"] = torch.ones(3, 15)
+    with pytest.raises(RuntimeError, match=r"size mismatch for last.weight.*\[3, 15\].*\[3, 16\]"):
+        model.load_state_dict(state)
+    for param, master in zip(model.parameters(), amp.master_params(), strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+    assert torch.equal(model.state_dict()["first.weight"], state["first.weight"]), "as in torch, what fits is taken"
+
+
+# masters in the state of tritonamp.optim
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ADAMS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_masters_of_half_parameters(
+    enabled: Callable[..., Run], device: torch.device, level: str, name: str, half: torch.dtype
+) -> None:
+    """The model holds what they round to, and is loaded first."""
+    model = net(device, 1, half)
+    alone = model, tritonamp.optim.AdamW(model.parameters(), lr=1e-2)
+    train(alone, 0, 3)
+    given = states(alone)
+    masters = [state["master_param"] for state in given[1]["state"].values()]
+    assert all((master != master.to(half)).any() for master in masters)
+    run = enabled(level, ADAMS[name])
+    train(run, 7, 8)
+    load(run[:2], given)
+    reference = enabled(level, ADAMS[name])  # from FP32 parameters that are these masters
+    fp32 = dict(zip(given[0], masters, strict=True))
+    load(reference[:2], (fp32, given[1]))
+    assert same(run[0].state_dict(), fp32)
+    for param, master in zip(run[0].parameters(), masters, strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+    assert train(run, 3, 5) == train(reference, 3, 5)
+    assert same(states(run)[:2], states(reference)[:2])
+    assert "master_param" not in run[1].state_dict()["state"][0], "it would be stale by now"
+
+
+def test_masters_of_another_model_do_not_count(enabled: Callable[..., Run], device: torch.device) -> None:
+    half = net(device, 1, torch.float16)
+    alone = half, tritonamp.optim.AdamW(half.parameters(), lr=1e-2)
+    train(alone, 0, 3)
+    model, opt, amp = enabled("O2")
+    other = {name: value + 1 / 3 for name, value in net(device, 2).state_dict().items()}
+    model.load_state_dict(other)
+    opt.load_state_dict(alone[1].state_dict())
+    assert same(list(amp.master_params()), list(other.values()))
+
+
+def test_masters_in_plain_torch(device: torch.device) -> None:
+    """It steps on the rounded parameters; the masters stay where they are in the state."""
+    half = net(device, 1, torch.float16)
+    alone = half, tritonamp.optim.AdamW(half.parameters(), lr=1e-2)
+    train(alone, 0, 3)
+    of_model, of_optimizer = states(alone)
+    runs = []
+    for with_masters in (True, False):
+        plain = net(device, 2)
+        run = plain, torch.optim.AdamW(plain.parameters())
+        for state in of_optimizer["state"].values() if not with_masters else ():
+            del state["master_param"]
+        load(run, (of_model, of_optimizer))
+        runs.append((train(run, 3, 5), plain.state_dict()))
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_into_half_parameters_alone(enabled: Callable[..., Run], device: torch.device, name: str) -> None:
+    """FP32 moments come along; the parameters begin as rounded, which is all that such a model has."""
+    run = enabled("O2", ADAMS[name])
+    train(run, 0, 3)
+    given = states(run)[:2]
+    half = net(device, 1, torch.float16)
+    alone = half, tritonamp.optim.AdamW(half.parameters(), lr=1e-2)
+    load(alone, given)
+    for number, state in alone[1].state_dict()["state"].items():
+        assert all(same(state[key], given[1]["state"][number][key]) for key in ("exp_avg", "exp_avg_sq"))
+    train(alone, 3, 4)
+    assert all(state["master_param"].dtype is torch.float32 for state in alone[1].state.values())
+
+
+# apex
+
+
+def of_apex(**scales: float) -> dict[str, dict[str, Any]]:
+    return {name: {"loss_scale": scale, "unskipped": 17} for name, scale in scales.items()}
+
+
+def test_loss_scales_of_apex(enabled: Callable[..., Run]) -> None:
+    *_, amp = run = enabled("O2", scaler=tritonamp.GradScaler(growth_interval=500, hysteresis=2))
+    amp.backward(loss_of(run[0], 0), loss_id=5)
+    amp.load_state_dict(of_apex(loss_scaler0=1024.0, loss_scaler1=32.0))
+    assert amp.stats() == {**amp.stats(), "scales": {0: 1024.0, 1: 32.0}, "growth_tracker": 17, "steps": 0}
+    for state in amp.state_dict()["loss_scalers"].values():
+        assert state["_growth_tracker"] == 17
+        assert (state["growth_interval"], state["_hysteresis_tracker"]) == (500, 2), "settings stay those of this run"
+
+
+@pytest.mark.parametrize("state", [of_apex(loss_scaler0=1.0), {**torch.amp.GradScaler("cpu", 1.0).state_dict()}])
+def test_a_fixed_scale_that_is_the_same(enabled: Callable[..., Run], state: dict[str, Any]) -> None:
+    *_, amp = enabled("O3")
+    amp.load_state_dict(state)
+    assert amp.stats()["scale"] == 1.0
+
+
+def fused_adam_of_apex(of_torch: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The same as apex's FusedAdam saves it: one step count for a group."""
+    state = {n: {"exp_avg": s["exp_avg"], "exp_avg_sq": s["exp_avg_sq"]} for n, s in of_torch["state"].items()}
+    groups = []
+    for group in of_torch["param_groups"]:
+        kept = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
+        groups.append({**kept, "bias_correction": True, "step": 3, **options})
+    return {"state": state, "param_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("level", "optimizer"),
+    [
+        *itertools.product(["O1", "O2"], [*ADAMS.values(), FusedAdam]),
+        *itertools.product(["plain"], [tritonamp.optim.AdamW, FusedAdam]),
+    ],
+)
+def test_state_of_fused_adam(enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any) -> None:
+    plain = net(device, 1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train((plain, theirs), 0, 3)
+    of_model, of_optimizer = states((plain, theirs))
+    runs = []
+    for given in (of_optimizer, fused_adam_of_apex(of_optimizer)):
+        model = net(device, 2)
+        run = (model, optimizer(model.parameters())) if level == "plain" else enabled(level, optimizer)
+        load(run[:2], (of_model, given))
+        runs.append((train(run, 3, 5), run[0].state_dict(), [float(s["step"]) for s in run[1].state.values()]))
+    assert same(*runs)
+    assert set(runs[0][2]) == {5.0}
+
+
+def test_without_bias_correction(enabled: Callable[..., Run]) -> None:
+    _, opt, _ = run = enabled("O2")
+    train(run, 0, 1)
+    before = states(run)
+    with pytest.raises(
+        ValueError, match=r"AdamW\.load_state_dict: got bias_correction=False, which is FusedAdam's; all"
+    ):
+        opt.load_state_dict(fused_adam_of_apex(before[1], bias_correction=False))
+    assert same(states(run), before)
+
+
+def test_apex_drop_in_takes_states_of_apex(device: torch.device, enabled: Callable[..., Run]) -> None:
+    model = net(device, 0)
+    model, optimizer = apex_amp.initialize(model, FusedAdam(model.parameters()), "O2", num_losses=2, verbosity=0)
+    state = of_apex(loss_scaler0=1024.0, loss_scaler1=32.0)
+    apex_amp.load_state_dict(state)
+    assert apex_amp.state_dict() == state
+    *_, amp = enabled("O2")
+    amp.load_state_dict(apex_amp.state_dict())
+    assert amp.stats()["scales"] == {0: 1024.0, 1: 32.0}
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "counts", "loss_scale"'):
+        apex_amp.load_state_dict(amp.state_dict())
+    assert apex_amp.state_dict() == state
+    with apex_amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    apex_amp._amp_state.handle._deactivate()
+
+
+# states of something else
+
+
+def changed(of_optimizer: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    state = copy.deepcopy(of_optimizer)
+    change(state)
+    return state
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "of a model": (lambda run: run[0].state_dict(), r"got \['first.bias', .*allowed are .*state, param_groups"),
+    "of amp": (lambda run: run[2].state_dict(), r"got \['counts', .*allowed are .*state, param_groups"),
+    "a list": (lambda run: [run[1].state_dict()], r"got \['list'\]; allowed are"),
+    "of fewer parameters": (
+        lambda run: changed(run[1].state_dict(), lambda s: s["param_groups"][0]["params"].pop()),
+        r"got groups of \[5\] parameters, this optimizer has groups of \[6\]",
+    ),
+    "of more groups": (
+        lambda run: changed(run[1].state_dict(), lambda s: s["param_groups"].append({"params": []})),
+        r"got groups of \[6, 0\] parameters, this optimizer has groups of \[6\]",
+    ),
+    "of other shapes": (
+        lambda run: changed(run[1].state_dict(), lambda s: s["state"][0].update(exp_avg=torch.ones(6, 16))),
+        r"got state 0: exp_avg of shape \(6, 16\) for a parameter of \(16, 6\); allowed is the state of an Adam",
+    ),
+    "without moments": (
+        lambda run: changed(run[1].state_dict(), lambda s: s["state"][4].pop("exp_avg_sq")),
+        r"got state 4: \['exp_avg', 'step'\] without \['exp_avg_sq'\]; allowed",
+    ),
+    "without step counts": (
+        lambda run: changed(run[1].state_dict(), lambda s: s["state"][4].pop("step")),
+        r"got state 4: \['exp_avg', 'exp_avg_sq'\] without \['step'\]; allowed",
+    ),
+    "of SGD": (
+        lambda run: sgd([torch.ones(1)] * 0 + list(Net().parameters()), lr=0.1).state_dict(),
+        r"got the parameter groups have no betas, eps; allowed is the state of an Adam",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("level", "optimizer"), [("O1", "torch"), ("O2", "torch"), ("O1", "our"), ("O2", "our"), ("plain", "our")]
+)
+def test_optimizers_refuse_what_is_not_theirs(
+    enabled: Callable[..., Run], device: torch.device, level: str, optimizer: str, wrong: str
+) -> None:
+    run = enabled("O2" if level == "plain" else level, ADAMS[optimizer])
+    train(run, 0, 1)
+    given, text = WRONG[wrong][0](run), WRONG[wrong][1]
+    target: Any = run
+    if level == "plain":
+        model = net(device, 0, torch.float16)
+        target = model, tritonamp.optim.AdamW(model.parameters())
+        train(target, 0, 1)
+    before = states(target)
+    with pytest.raises(ValueError, match=rf"^AdamW.load_state_dict: {text}"):
+        target[1].load_state_dict(given)
+    assert same(states(target), before)
+
+
+def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> None:
+    run = enabled("O2", sgd)
+    train(run, 0, 1)
+    before = states(run)
+    with pytest.raises(ValueError, match=r"SGD.load_state_dict: got groups of \[1\] parameters, .*groups of \[6\]"):
+        run[1].load_state_dict(sgd([nn.Parameter(torch.ones(1))], lr=0.1).state_dict())
+    assert same(states(run), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (lambda run: run[0].state_dict(), r"got the keys \['first.bias', .*allowed are .*of apex.amp \(loss_scaler0"),
+        (lambda run: {str(n): n for n in range(50)}, r"got the keys \['0', .* and 30 more; allowed are"),
+        (lambda run: run[1].state_dict(), r"got the keys \['param_groups', 'state'\]; allowed are"),
+        (lambda run: [run[2].state_dict()], "got list; allowed are"),
+        (lambda run: {}, r"got the keys \[\]; allowed are"),
+        (lambda run: {"loss_scaler0": {"loss_scale": 1.0}}, r"got the keys \['loss_scaler0'\]; allowed are"),
+        (lambda run: {**run[2].state_dict(), "healed": ["gone"]}, r"got the module name 'gone'; the model's modules"),
+        (lambda run: {**run[2].scaler.state_dict(), "scale": float("nan")}, "loss_id 0 has the scale nan, allowed"),
+    ],
+)
+def test_amp_refuses_what_is_not_its_own(enabled: Callable[..., Run], given: Any, text: str) -> None:
+    run = enabled()
+    train(run, 0, 2)
+    run[2].heal("last")
+    before, state = states(run), given(run)
+    if isinstance(state, dict) and "loss_scalers" in state:  # what comes before the healed modules is good
+        state["loss_scalers"]["0"]["scale"] = 2.0
+    with pytest.raises(ValueError, match=text):
+        run[2].load_state_dict(state)
+    assert same(states(run), before)

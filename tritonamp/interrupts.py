@@ -1,0 +1,38 @@
+"""Ctrl-C at a good moment."""
+
+import _signal  # type: ignore[import-not-found]  # signal itself makes an enum of each answer, at 5 us each
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+
+_SIGINT: int = _signal.SIGINT
+
+
+class Uninterrupted:
+    """Inside of the ``with`` block a first SIGINT is kept waiting until the block ends; a second one is not.
+
+    In the main thread, the only one that Python hands signals to, and for any handler that is installed there.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._arrived: FrameType | None = None
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling() and threading.current_thread() is threading.main_thread():
+            handler = _signal.getsignal(_SIGINT)
+            if callable(handler):
+                self._handler = handler
+                _signal.signal(_SIGINT, self._keep)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self._arrived = frame
+        _signal.signal(_SIGINT, self._handler)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._handler is not None:
+            _signal.signal(_SIGINT, self._handler)
+            if self._arrived is not None:
+                self._handler(_SIGINT, self._arrived)
