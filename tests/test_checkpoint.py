@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from tritonamp import checkpoint
-from tritonamp.checkpoint import load, save
+import tritonamp
+from tritonamp.checkpoint import durable, load, save
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16]
@@ -217,8 +217,8 @@ def test_leftovers_of_killed_savers_are_removed_once_they_are_old(path, tmp_path
         (tmp_path / name).touch()
     write(path, 1)
     assert names(tmp_path) == sorted(["model.ckpt", *leftovers, *others])
-    now = checkpoint.time.time()
-    monkeypatch.setattr(checkpoint.time, "time", lambda: now + 700)
+    now = durable.time.time()
+    monkeypatch.setattr(durable.time, "time", lambda: now + 700)
     write(path, 2)
     assert names(tmp_path) == sorted(["model.ckpt", "model.ckpt.prev", *others])
 
@@ -300,7 +300,7 @@ def test_nothing_there_is_file_not_found(path):
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
-    with pytest.raises(RuntimeError, match="Is a directory"):
+    with pytest.raises(IsADirectoryError, match="it is a folder; those are for load_sharded, name a file"):
         load(tmp_path)
 
 
@@ -311,7 +311,7 @@ class Foreign:
 
 def test_foreign_code_is_refused_even_with_a_right_checksum(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checkpoint._write(str(path), {"step": Foreign()})
+    durable.write(str(path), {"step": Foreign()})
     with pytest.raises(RuntimeError, match="no usable checkpoint"):
         load(path)
     assert names(tmp_path) == ["model.ckpt"]
@@ -420,7 +420,7 @@ class Faults:
                 faults.call("write")
                 return written + super().write(memoryview(data)[half:])
 
-        monkeypatch.setattr(checkpoint, "open", lambda path, mode: File(path, mode.replace("b", "")), raising=False)
+        monkeypatch.setattr(durable, "open", lambda path, mode: File(path, mode.replace("b", "")), raising=False)
         for name in ("fsync", "link", "replace", "unlink"):
             monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
         if not links:
@@ -610,12 +610,13 @@ def test_a_full_disk(path):
 # Other processes
 
 
-def script(text, *args):
-    """Starts Python on `text`, with `tritonamp` from where it is here and warnings as errors."""
-    root = str(Path(checkpoint.__file__).parent.parent)
+def script(text, folder, *args):
+    """Starts Python in `folder` on `text`, with `tritonamp` from where it is here and warnings as errors."""
+    root = str(Path(tritonamp.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "error", "-c", text, *map(str, args)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-W", "error", "-c", text, *map(str, (folder, *args))]
+    options = {"env": environment, "cwd": folder, "text": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
 
 
 def output(process, timeout=60):
@@ -630,7 +631,7 @@ def output(process, timeout=60):
 KILL_EVERYWHERE = """
 import io, os, shutil, signal, sys
 import torch
-from tritonamp import checkpoint
+from tritonamp.checkpoint import durable, save
 
 folder = sys.argv[1]
 def content(step):
@@ -639,7 +640,7 @@ def content(step):
 for at in range(1, 1000):
     path = os.path.join(folder, str(at))
     for step in range(2):
-        checkpoint.save(path, **content(step))
+        save(path, **content(step))
     child = os.fork()
     if child == 0:
         count = 0
@@ -653,12 +654,12 @@ for at in range(1, 1000):
                 super().write(memoryview(data)[:len(data) // 2])
                 call()
                 return len(data) // 2 + super().write(memoryview(data)[len(data) // 2:])
-        checkpoint.open = lambda path, mode: File(path, mode.replace("b", ""))
+        durable.open = lambda path, mode: File(path, mode.replace("b", ""))
         def before(function):
             return lambda *args: (call(), function(*args))[1]
         for name in ("fsync", "link", "replace"):
             setattr(os, name, before(getattr(os, name)))
-        checkpoint.save(path, **content(2))
+        save(path, **content(2))
         os._exit(0)
     if os.waitpid(child, 0)[1] == 0:
         break

@@ -2,8 +2,11 @@
 
 from tritonamp import functional as functional
 from tritonamp import optim as optim
+from tritonamp.checkpoint import RNGState as RNGState
 from tritonamp.checkpoint import load as load
+from tritonamp.checkpoint import load_sharded as load_sharded
 from tritonamp.checkpoint import save as save
+from tritonamp.checkpoint import save_sharded as save_sharded
 from tritonamp.diagnostics import NonFiniteError as NonFiniteError
 from tritonamp.forecast import Forecast as Forecast
 from tritonamp.forecast import check as check
@@ -36,6 +39,7 @@ __all__ = [
     "GradScaler",
     "NonFiniteError",
     "Policy",
+    "RNGState",
     "UnsupportedDeviceError",
     "check",
     "disable_casts",
@@ -44,10 +48,12 @@ __all__ = [
     "functional",
     "half_function",
     "load",
+    "load_sharded",
     "optim",
     "promote_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
     "save",
+    "save_sharded",
 ]

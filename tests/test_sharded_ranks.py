@@ -1,0 +1,396 @@
+"""`save_sharded` and `load_sharded` on two gloo ranks: parts, meshes and numbers of ranks, errors, damage and kills.
+
+The ranks are this file run as a script, see two_ranks.py; those that are killed are forked by a script below.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import RANKS, Pair, on_ranks, serve
+
+import tritonamp
+from tritonamp import load_sharded, save_sharded
+from tritonamp.checkpoint import distributed
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+MESHES = {"one": (RANKS,), "copies": (RANKS, 1), "shards": (1, RANKS)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
+    yield pair
+    pair.stop()
+
+
+def build(level: str, kind: str, seed: int, mesh: str | None = None) -> tuple[nn.Module, Any, tritonamp.Amp]:
+    """With shapes that two ranks cannot share evenly, and a bias of which one of them has nothing."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.Linear(7, 1))
+    if mesh is not None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16 if level == "O2" else None)
+        names = None if mesh == "one" else ("replicate", "shard")
+        for part in (model[0], model):
+            fully_shard(part, mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names), mp_policy=policy)
+    options: dict[str, Any] = {"SGD": {"momentum": 0.5}}.get(kind, {})
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    return model, optimizer, tritonamp.enable(model, optimizer, level=level)
+
+
+def train(model: nn.Module, optimizer: Any, amp: tritonamp.Amp) -> None:
+    for step in range(3):
+        loss = model(torch.randn(8, 6)).square().mean()
+        amp.backward(loss * (float("nan") if step == 1 else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: Any) -> list[Any]:
+    """All there is, whole."""
+    state = optimizer.state_dict()["state"]
+    tensors = [*model.state_dict().values(), *(state[i][key] for i in sorted(state) for key in sorted(state[i]))]
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return [t.double().flatten().tolist() for t in whole]
+
+
+@on_ranks
+def save_and_resume(path: str, level: str, kind: str, mesh: str, other: str) -> list[Any]:
+    """Trains, saves, trains on; and the same from the checkpoint, on another mesh for the values."""
+    torch.manual_seed(dist.get_rank())
+    model, optimizer, amp = build(level, kind, 0, mesh)
+    train(model, optimizer, amp)
+    save_sharded(path, model=model, optimizer=optimizer, amp=amp, rng=tritonamp.RNGState(), epoch=7)
+    saved = values(model, optimizer)
+    train(model, optimizer, amp)
+    amp.disable()
+    again, optimizer_again, amp_again = build(level, kind, 1, mesh)
+    rng = tritonamp.RNGState()
+    assert load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again, rng=rng) == {"epoch": 7}
+    train(again, optimizer_again, amp_again)
+    amp_again.disable()
+    elsewhere, optimizer_elsewhere, amp_elsewhere = build(level, kind, 2, other)
+    load_sharded(path, model=elsewhere, optimizer=optimizer_elsewhere, amp=amp_elsewhere, rng=None)
+    moved = values(elsewhere, optimizer_elsewhere)
+    amp_elsewhere.disable()
+    return [saved, moved, values(model, optimizer), values(again, optimizer_again)]
+
+
+@on_ranks
+def loaded(path: str, level: str, kind: str) -> list[Any]:
+    model, optimizer, amp = build(level, kind, 1, "one")
+    load_sharded(path, model=model, optimizer=optimizer, amp=amp)
+    found = values(model, optimizer)
+    amp.disable()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "mesh", "other"),
+    [
+        ("O1", "AdamW", "one", "copies"),
+        ("O2", "AdamW", "one", "shards"),
+        ("O2", "SGD", "one", "one"),
+        ("O1", "SGD", "copies", "one"),
+    ],
+)
+def test_resumes_are_bit_identical_and_any_number_of_ranks_reads(
+    pair: Pair, tmp_path: Path, level: str, kind: str, mesh: str, other: str
+) -> None:
+    path = str(tmp_path / "run")
+    answers = save_and_resume(pair, path=path, level=level, kind=kind, mesh=mesh, other=other)
+    for saved, moved, continued, resumed in answers:
+        assert saved == moved == answers[0][0]
+        assert continued == resumed != saved
+    model, optimizer, amp = build(level, kind, 3)
+    load_sharded(path, model=model, optimizer=optimizer, amp=amp, rng=None)
+    assert values(model, optimizer) == answers[0][0]
+    train(model, optimizer, amp)
+    alone = str(tmp_path / "alone")
+    save_sharded(alone, model=model, optimizer=optimizer, amp=amp)
+    expected = values(model, optimizer)
+    amp.disable()
+    assert loaded(pair, path=alone, level=level, kind=kind) == [expected, expected]
+
+
+def spread(whole: Tensor) -> Any:
+    return distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+
+
+@on_ranks
+def of_ranks_that_differ(path: str) -> list[Any]:
+    """Plain values and tensors, and what is returned of DTensors."""
+    rank = dist.get_rank()
+    whole = torch.arange(10.0).reshape(5, 2)
+    part = spread(whole)
+    save_sharded(path, rank=rank, tensor=torch.full((3,), rank), part=part, pair=(part, [rank]))
+    content = load_sharded(path)
+    assert type(content["part"]) is torch.Tensor and torch.equal(content["part"], whole)
+    assert torch.equal(content["pair"][0], whole)
+    sizes = {name: os.path.getsize(os.path.join(path, name)) > 0 for name in os.listdir(path)}
+    return [content["rank"], content["tensor"].tolist(), content["pair"][1], sizes]
+
+
+def test_of_what_is_not_sharded_rank_0s_is_written(pair: Pair, tmp_path: Path) -> None:
+    files = dict.fromkeys([".metadata", "__0_0.distcp", "__1_0.distcp", "tritonamp.manifest"], True)
+    for rank, tensor, inner, sizes in of_ranks_that_differ(pair, path=str(tmp_path / "run")):
+        assert (rank, tensor, inner, sizes) == (0, [0, 0, 0], [0], files)
+
+
+@on_ranks
+def under_ddp(path: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    save_sharded(path, model=model)
+    torch.manual_seed(1)
+    again = DistributedDataParallel(nn.Linear(2, 2))
+    load_sharded(path, model=again)
+    return [torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)]
+
+
+def test_ddp(pair: Pair, tmp_path: Path) -> None:
+    assert under_ddp(pair, path=str(tmp_path / "run")) == [[True, True], [True, True]]
+
+
+# Errors on one rank
+
+
+def refused(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+@on_ranks
+def goes_wrong(path: str, what: str) -> list[str]:
+    """On rank 1."""
+    here = dist.get_rank() == 1
+    save_sharded(path, step=torch.ones(3), model=nn.Linear(2, 2))
+    if what == "full disk":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        whole = torch.ones(100_000)
+        part = spread(whole)
+        try:
+            if here:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+            text = refused(lambda: save_sharded(path, step=torch.full((3,), 2.0), part=part))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    elif what == "value":
+        text = refused(lambda: save_sharded(path, step=print if here else 1))
+    elif what == "names":
+        text = refused(lambda: save_sharded(path, step=1, **({"more": torch.ones(1)} if here else {})))
+    elif what == "shapes":
+        text = refused(lambda: save_sharded(path, step=torch.ones(3 + here)))
+    elif what == "no folder":  # only rank 0 looks
+        text = refused(lambda: save_sharded(os.path.join(path, "missing", "x"), step=1))
+    elif what == "load":
+        text = refused(lambda: load_sharded(path, model=nn.Linear(2, 2 + here)))
+    assert load_sharded(path, model=None)["step"].tolist() == [1.0] * 3
+    return [text, *sorted(os.listdir(os.path.dirname(path)))]
+
+
+WRONG = {
+    "full disk": ("RuntimeError: save_sharded(.*) failed on rank 1: OSError: .*File too large", "OSError: .*File too"),
+    "value": ("RuntimeError: save_sharded(.*) failed on rank 1: ValueError: cannot save step", "ValueError: cannot"),
+    "names": ("ValueError: ranks differ in what they save: more .1 in all. is not the same on ranks 0 and 1",) * 2,
+    "shapes": ("ValueError: ranks differ in what they save: step .1 in all. is not the same on ranks 0 and 1",) * 2,
+    "no folder": ("FileNotFoundError: .*create it first", "RuntimeError: .* failed on rank 0: FileNotFoundError"),
+    "load": ("RuntimeError: load_sharded(.*) failed on rank 1: ValueError: model", "ValueError: model is not what"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old(pair: Pair, tmp_path: Path, what: str) -> None:
+    for expected, (text, *names) in zip(
+        WRONG[what], goes_wrong(pair, path=str(tmp_path / "run"), what=what), strict=True
+    ):
+        assert re.match(expected, text), text
+        assert names == ["run"]
+
+
+# Damage
+
+
+@on_ranks
+def written(path: str) -> None:
+    for step in (1, 2):
+        save_sharded(path, step=step, part=spread(torch.full((4,), float(step))))
+
+
+@on_ranks
+def read_again(path: str) -> list[Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        content = load_sharded(path)
+    assert set(content["part"].tolist()) == {content["step"]}
+    return [content["step"], [str(warning.message) for warning in caught]]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "tritonamp.manifest", None])
+def test_all_ranks_fall_back_together(pair: Pair, tmp_path: Path, name: str | None) -> None:
+    path = tmp_path / "run"
+    written(pair, path=str(path))
+    if name is None:
+        path.rename(tmp_path / "elsewhere")
+    else:
+        data = bytearray((path / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (path / name).write_bytes(data)
+    for step, texts in read_again(pair, path=str(path)):
+        assert step == 1
+        assert len(texts) == 1
+        assert re.search(f"{path} is unusable .*; loaded the older {path}.prev", texts[0])
+
+
+@on_ranks
+def looking_at_different_ones(path: str) -> str:
+    """Rank 1 finds each in the place of the other, as ranks may while somebody saves."""
+    opened = distributed.Folder.__init__
+
+    def other(self: Any, name: str) -> None:
+        opened(self, path if name.endswith(".prev") else f"{path}.prev")
+
+    for step in (1, 2):
+        save_sharded(path, step=step)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(distributed.Folder, "__init__", other)
+        return refused(lambda: load_sharded(path))
+
+
+def test_ranks_never_load_different_ones(pair: Pair, tmp_path: Path) -> None:
+    for text in looking_at_different_ones(pair, path=str(tmp_path / "run")):
+        assert re.match("RuntimeError: no usable checkpoint .*ranks found different ones there, .*load again", text)
+
+
+# Kills. Forked processes, since starting Python anew at each point would take minutes.
+
+KILLS = """
+import datetime, io, json, os, shutil, signal, sys, warnings
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from tritonamp import load_sharded, save_sharded
+from tritonamp.checkpoint import durable
+
+folder, victims, saves = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+os.fsync = os.fstat  # a killed process loses nothing it wrote, so only the calls count
+
+def on_both(name, function):
+    children = []
+    for rank in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            store = f"file://{folder}/{name}.store"
+            timeout = datetime.timedelta(seconds=20)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+            try:
+                function(rank)
+            except RuntimeError as error:  # the other rank is gone
+                print(error, file=sys.stderr)
+                os._exit(1)
+            dist.barrier()
+            os._exit(0)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+def save(path, step):
+    whole = torch.full((4,), float(step))
+    part = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    save_sharded(path, step=step, part=part, whole=whole)
+
+def killed_at(at, path):
+    def call():
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def before(function):
+        return lambda *args, **kwargs: (call(), function(*args, **kwargs))[1]
+    class File(io.FileIO):
+        def write(self, data):
+            half = super().write(memoryview(data)[:len(data) // 2])
+            call()
+            return half + super().write(memoryview(data)[half:])
+    count = 0
+    io.FileIO = File
+    durable.open = lambda path, mode: io.BufferedRandom(File(path, mode.replace("b", "")))
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, before(getattr(os, name)))
+    save(path, saves)
+
+def read(path):
+    try:
+        content = load_sharded(path)
+    except FileNotFoundError:
+        return -1
+    assert {*content["part"].tolist(), *content["whole"].tolist()} == {content["step"]}
+    return content["step"]
+
+def saved_before(rank):
+    for step in range(saves):
+        save(f"{folder}/x", step)
+
+def again(rank):
+    for path, step in found.items():
+        assert read(path) == step, path
+        save(path, 9)
+        assert read(path) == 9, path
+
+on_both("first", saved_before)
+found = {}
+for at in range(1, 1000):
+    os.mkdir(f"{folder}/{at}")
+    path = f"{folder}/{at}/x"
+    for suffix in ("", ".prev"):
+        if os.path.exists(f"{folder}/x{suffix}"):
+            shutil.copytree(f"{folder}/x{suffix}", f"{path}{suffix}")
+    codes = on_both(f"{at}/kill", lambda rank: killed_at(at if rank in victims else 0, path))
+    if any(codes[rank] != -signal.SIGKILL for rank in victims):
+        break
+    found[path] = read(path)
+codes = on_both("again", again)
+print(json.dumps([list(found.values()), codes]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("victims", "before"), [([0], 1), ([1], 1), ([0, 1], 0)], ids=["rank 0", "rank 1", "both"])
+def test_sigkill_at_every_point(tmp_path: Path, victims: list[int], before: int) -> None:
+    root = str(Path(tritonamp.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", KILLS, str(tmp_path), json.dumps(victims), str(before)]
+    options: dict[str, Any] = {"env": environment, "cwd": tmp_path, "timeout": 100}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    steps, codes = json.loads(done.stdout)
+    assert codes == [0, 0], done.stderr  # both ranks have found the same, and have saved over it
+    assert steps == sorted(steps)  # first the old one, from the rename on the new one
+    assert len(steps) >= (10 if victims == [0] else 3)  # rank 1: at its folder, its writing, its fsync
+    assert set(steps) == ({before - 1, before} if victims == [0] else {before - 1})
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

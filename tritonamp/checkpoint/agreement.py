@@ -1,0 +1,47 @@
+"""Ranks that save or load together: all succeed, or all raise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+
+def is_distributed() -> bool:
+    """Whether there are other ranks to agree with."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number; 0 where it is alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def gather(value: Any) -> list[Any]:
+    """What each rank has given, in the order of ranks."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def on_all_ranks(call: str) -> Iterator[bool]:
+    """Gives whether this is rank 0. Either every rank leaves the block, or every rank raises: its own error, or a
+    RuntimeError that names ``call`` and has the texts of the others'."""
+    error = None
+    try:
+        yield rank() == 0
+    except Exception as caught:
+        error = caught
+    texts = gather(f"{type(error).__name__}: {error}" if error is not None else None)
+    if error is not None:
+        raise error
+    if failed := [f"rank {number}: {text}" for number, text in enumerate(texts) if text]:
+        raise RuntimeError(f"{call} failed on {'; '.join(failed)}")

@@ -1,0 +1,111 @@
+"""What a checkpoint may hold: trees of tensors and plain values."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Exact types, no more than torch's weights_only unpickler takes; it refuses subclasses (numpy.float64 is a float).
+_SCALARS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead to it
+
+
+def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
+    """The state of objects with `state_dict()`, tensors and plain values, by name; tensors are detached, not copied.
+
+    Raises:
+        ValueError: the key path of a value that could not be loaded.
+    """
+    content, errors = {}, []
+    for name, value in objects.items():
+        try:
+            content[name] = _plain(value, name, stateful=True, sharded=sharded)
+        except Exception as error:  # later ones may wait for other ranks, as RNGState does
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return content
+
+
+def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False) -> Any:
+    """`value` in containers of our own, its tensors detached; ValueError naming `where` for what could not be loaded.
+    Only `stateful` calls `state_dict()`: within a state dict it would hide an object that `load_state_dict` misses."""
+    kind = type(value)
+    if kind in (Tensor, torch.nn.Parameter) and not value.is_meta and (not sharded or value.layout is torch.strided):
+        return value.detach()  # also drops attributes hung on a parameter, which may be anything
+    if sharded and hasattr(value, "_local_tensor"):
+        return value.detach()
+    if kind in _SCALARS and not (kind is int and value.bit_length() > 2032):
+        return value
+    if kind in (list, tuple):
+        return kind(_plain(item, f"{where}[{i}]", stateful, sharded) for i, item in enumerate(value))
+    if kind in (dict, OrderedDict, Counter):  # Counter: the milestones of MultiStepLR
+        items = {
+            _plain(k, f"a key of {where}"): _plain(v, f"{where}[{k!r}]", stateful, sharded) for k, v in value.items()
+        }
+        copy = kind(items)
+        if kind is OrderedDict:  # Module.state_dict() hangs the modules' versions on it
+            vars(copy).update(_plain(vars(value), f"vars({where})"))
+        return copy
+    if stateful and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return _plain(value.state_dict(), f"{where}.state_dict()", sharded=sharded)
+    tensors = "strided tensors (no subclass but DTensor" if sharded else "tensors (no subclass"
+    remedy = "convert it" if sharded else "convert it (.full_tensor()), use save_sharded"
+    raise ValueError(
+        f"cannot save {where}: got {kind.__module__}.{kind.__qualname__}; allowed are {tensors}, not on the "
+        "meta device), None, bool, int (up to 2032 bits), float, complex, str, torch.dtype, torch.device, torch.Size, "
+        f"lists, tuples, dicts of these, and by name objects with state_dict(); {remedy} or omit it"
+    )
+
+
+def key_of(path: Path) -> str:
+    """What torch.distributed.checkpoint calls the value at `path`."""
+    return ".".join(map(str, path))
+
+
+def replace_tensors(tree: Any, function: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
+    """A copy of `tree` with `function(path, tensor)` in the place of each tensor."""
+    if isinstance(tree, Tensor):
+        return function(path, tree)
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return type(tree)(replace_tensors(item, function, (*path, i)) for i, item in enumerate(tree))
+    if isinstance(tree, dict):
+        copy = type(tree)({key: replace_tensors(item, function, (*path, key)) for key, item in tree.items()})
+        if isinstance(tree, OrderedDict):
+            vars(copy).update(vars(tree))
+        return copy
+    return tree
+
+
+def find_tensors(tree: Any) -> dict[Path, Tensor]:
+    """The tensors of `tree` by path."""
+    found: dict[Path, Tensor] = {}
+    replace_tensors(tree, found.setdefault)
+    return found
+
+
+def outline(tree: Any) -> Any:
+    """`tree` with tensors on the meta device, of which only shape and dtype are stored."""
+    return replace_tensors(tree, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def tensor_at(tree: Any, path: Path) -> Tensor | None:
+    """The tensor of `tree` at `path`, if there is one."""
+    for key in path:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree if isinstance(tree, Tensor) else None
+
+
+def with_lists(tree: Any) -> Any:
+    """`tree` with lists for tuples that hold tensors: torch.distributed.checkpoint looks into no tuples."""
+    if isinstance(tree, dict):
+        return {key: with_lists(item) for key, item in tree.items()}
+    if isinstance(tree, list) or (type(tree) is tuple and find_tensors(tree)):
+        return [with_lists(item) for item in tree]
+    return tree

@@ -1,0 +1,189 @@
+"""torch.distributed.checkpoint over one folder: files hashed as they are written, and no foreign code on reading.
+
+Each rank hashes what it writes, on the way to the disk: that costs no second reading, is spread over the ranks, and
+says what was meant to be written, not what a page cache gives back.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tritonamp.checkpoint.agreement import is_distributed, rank
+
+METADATA = ".metadata"  # where torch.distributed.checkpoint says which tensor is in which file
+
+_CLASSES = (
+    metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
+    metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo, torch.serialization._get_layout,
+)  # fmt: skip
+
+
+def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[int, str]]:
+    """Every rank writes its own parts of `content`, and rank 0 all that is not sharded, into a new folder.
+
+    Returns:
+        size and SHA-256 of each file that this rank has written; they are on the disk.
+
+    Raises:
+        What failed on this rank, or RuntimeError with the texts of the others'; all ranks raise, or none.
+    """
+    writer = _Writer(folder)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what differs between ranks no mix
+    _agreed(call, lambda: save(content, storage_writer=writer, planner=planner, no_dist=not is_distributed()))
+    return writer.written
+
+
+def read_metadata(files: "Folder") -> metadata.Metadata:
+    """Which tensor is in which file.
+
+    Raises:
+        UnpicklingError: it asks for other classes than its own.
+    """
+    with files.open(METADATA) as stream:
+        found = _Unpickler(stream).load()
+    if not isinstance(found, metadata.Metadata):
+        raise ValueError(f"{METADATA} holds {type(found).__name__}")
+    return found
+
+
+def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], call: str) -> None:
+    """Fills `tensors`, by their names in the checkpoint, with what they, or this rank's parts of them, are to hold.
+
+    Args:
+        found: what `read_metadata` gave.
+
+    Raises:
+        As `write`.
+    """
+    reader = _Reader(files, found)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    _agreed(call, lambda: load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed()))
+
+
+def _agreed(call: str, function: Callable[[], Any]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as it should be
+            function()
+    except CheckpointException as error:  # on all ranks
+        failures = {number: failure[0] for number, failure in error.failures.items()}
+        if rank() in failures:
+            raise failures[rank()] from None
+        texts = [f"rank {number}: {type(failure).__name__}: {failure}" for number, failure in failures.items()]
+        raise RuntimeError(f"{call} failed on {'; '.join(texts)}") from None
+
+
+class Folder:
+    """A folder that stays the same one while others are renamed to its name."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY) if os.open in os.supports_dir_fd else None
+
+    def open(self, name: str) -> BinaryIO:
+        """A file in it, for reading."""
+        if self._descriptor is None:
+            return open(os.path.join(self.path, name), "rb")
+        return open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=self._descriptor))
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+class _Stream(io.BufferedWriter):
+    """A new file that hashes what it is given and is on the disk when it has been closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self.sha256, self.error = hashlib.sha256(), OSError()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        try:
+            return super().write(data)
+        except OSError as error:  # over which torch.save raises one of its own
+            self.error = error
+            raise
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class _WrittenFiles(filesystem.FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with _Stream(path) as stream:
+            try:
+                yield stream
+            except RuntimeError as error:
+                raise (stream.error if stream.error.args else error) from None
+        self.written[path.name] = (os.stat(path).st_size, stream.sha256.hexdigest())
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.written[new_path.name] = self.written.pop(path.name)
+
+
+class _Writer(filesystem.FileSystemWriter):
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, sync_files=False)  # streams sync themselves; torch 2.11 does it before flushing
+        self.fs = files = _WrittenFiles()
+        self.written = files.written
+
+    def storage_meta(self) -> metadata.StorageMeta:
+        return metadata.StorageMeta()  # not the path, which is about to change
+
+
+class _ReadFiles(filesystem.FileSystem):
+    def __init__(self, files: Folder) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with self._files.open(os.path.relpath(path, self._files.path)) as stream:
+            yield stream
+
+
+class _Reader(filesystem.FileSystemReader):
+    def __init__(self, files: Folder, found: metadata.Metadata) -> None:
+        super().__init__(files.path)
+        self.fs, self._found = _ReadFiles(files), found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        return self._found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes of torch.distributed.checkpoint's metadata and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        for known in _CLASSES:
+            if (known.__module__, known.__qualname__) == (module, name):
+                return known
+        raise pickle.UnpicklingError(f"{METADATA} asks for {module}.{name}, which has no place in one")

@@ -1,0 +1,103 @@
+"""Files that verify themselves, and what is left of writers that were killed.
+
+Format: what `torch.save` writes, with its SHA-256 as the comment of the zip archive. Comments are part of that format:
+`torch.load(path, weights_only=True)` reads the file as it is, and no sidecar can get lost or stale.
+"""
+
+import errno
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+import time
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import torch
+
+
+def fresh_name(target: str) -> str:
+    """A name beside `target` that nobody else has: concurrent savers never share a file."""
+    return f"{target}.saving-{secrets.token_hex(8)}"
+
+
+def remove_leftovers(target: str, suffix: str = "") -> None:
+    """Removes `fresh_name(target) + suffix` of killed savers; a running one writes more often than every ten minutes.
+    `suffix` may be a pattern."""
+    for path in glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}{suffix}"):
+        with suppress(OSError):
+            if time.time() - _last_change(path) > 600:
+                remove(path)
+
+
+def remove(path: str) -> None:
+    """Removes a file or a folder, if it is there and can be removed."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        os.unlink(path)
+
+
+def _last_change(path: str) -> float:
+    inside = [entry.path for entry in os.scandir(path)] if os.path.isdir(path) else []
+    return max(os.stat(name).st_ctime for name in [path, *inside])
+
+
+def sync_folder(folder: str) -> None:
+    """What has been created, renamed or removed in `folder` is on the disk after that."""
+    if os.name == "nt":  # which opens no folders
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write(path: str, content: dict[str, Any]) -> None:
+    """Writes a new file, and returns when it is on the disk."""
+    outer = sys.exc_info()[1]  # of a caller that saves in its except block
+    with open(path, "x+b") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # over the error of a failed write torch raises one of its own
+            raise error if error.__context__ in (None, outer) else error.__context__ from None
+        file.write(_comment(file, file.seek(-2, os.SEEK_END)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(file: BinaryIO) -> dict[str, Any]:
+    """The content of a file that `write` has written.
+
+    Raises:
+        ValueError: it is not as it was written. What unpickling raises, for one that is no such file at all.
+    """
+    end = max(file.seek(0, os.SEEK_END) - len(_comment(file, 0)), 0)
+    file.seek(end)
+    if file.read() != _comment(file, end):
+        raise ValueError("checksum missing or wrong: cut off, changed on the disk, or not from tritonamp.save")
+    file.seek(0)
+    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=False)  # it is open already
+    return content
+
+
+def _comment(file: BinaryIO, end: int) -> bytes:
+    """The zip comment for `file[:end]`, behind its length (`torch.save`: two zero bytes). Leaves `file` at `end`."""
+    file.seek(0)
+    comment = b"tritonamp checkpoint 1, sha256 " + sha256_of(file, end).encode()
+    return len(comment).to_bytes(2, "little") + comment
+
+
+def sha256_of(file: BinaryIO, end: int | None = None) -> str:
+    """Of what is in `file` from where it stands to `end`."""
+    sha256 = hashlib.sha256()
+    while chunk := file.read(1 << 20 if end is None else min(1 << 20, end - file.tell())):
+        sha256.update(chunk)
+    return sha256.hexdigest()

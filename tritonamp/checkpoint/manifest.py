@@ -1,0 +1,178 @@
+"""How a folder of parts becomes a sharded checkpoint, and how it is known again.
+
+The manifest is a file as `save` writes it: size and SHA-256 of every other file, and the saved objects with tensors on
+the meta device. A save, in this order, so that whatever instant a kill picks, the old or the new checkpoint loads:
+    all ranks write their parts to <folder>.saving-<random>, fsync each, and agree that all have succeeded
+    rank 0 writes the manifest, fsyncs it and the folder
+    rename <folder>.prev to <another>.old
+    rename <folder> to <folder>.prev              folders cannot be replaced: for an instant there is only .prev
+    rename <folder>.saving-<random> to <folder>
+    fsync the folder around them
+    remove <another>.old                          only now: a damaged <folder> must not cost the good one before it
+"""
+
+import errno
+import glob
+import os
+import warnings
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tritonamp.checkpoint import durable
+from tritonamp.checkpoint.agreement import gather, rank, world_size
+from tritonamp.checkpoint.content import find_tensors, key_of, outline
+from tritonamp.checkpoint.distributed import METADATA, Folder, read_metadata
+
+MANIFEST = "tritonamp.manifest"
+_FORMAT = "tritonamp sharded checkpoint 1"
+
+
+class Manifest(NamedTuple):
+    """Size and SHA-256 of each file by name; the names of what was saved as an object; by name, all that was saved."""
+
+    files: dict[str, tuple[int, str]]
+    objects: list[str]
+    content: dict[str, Any]
+    format: str = _FORMAT
+
+    @classmethod
+    def of(cls, files: dict[str, tuple[int, str]], objects: list[str], content: dict[str, Any]) -> "Manifest":
+        """With only an outline of the content's tensors."""
+        return cls(files, objects, outline(content))
+
+
+class Checkpoint(NamedTuple):
+    """One that is as it was written."""
+
+    files: Folder
+    manifest: Manifest
+    metadata: Metadata
+
+
+def check_target(target: str) -> None:
+    """Refuses to save where that is impossible, or would move something else out of the way.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, FileExistsError: what is in the way.
+    """
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(f"cannot save to {target}: the folder around it does not exist; create it first")
+    for path in (target, target + ".prev"):
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise NotADirectoryError(f"cannot save to {target}: {path} is a file; name a folder, or use save")
+        names = os.listdir(path) if os.path.exists(path) else []
+        if names and not any(name in (MANIFEST, METADATA) or name.endswith(".distcp") for name in names):
+            raise FileExistsError(f"cannot save to {target}: {path} is a folder of something else; name another")
+
+
+def commit(fresh: str, target: str, manifest: Manifest) -> None:
+    """Makes `fresh`, in which all ranks have written their parts, the checkpoint `target`."""
+    for name, (size, _) in manifest.files.items():
+        path = os.path.join(fresh, name)
+        if not os.path.exists(path) or os.path.getsize(path) != size:
+            raise RuntimeError(f"{path} is not there, though a rank has written it: name a folder that all ranks see")
+    durable.write(os.path.join(fresh, MANIFEST), manifest._asdict())
+    durable.sync_folder(fresh)
+    put_aside = _rename(fresh, target)
+    durable.sync_folder(os.path.dirname(target))
+    for path in put_aside:
+        durable.remove(path)
+    durable.remove_leftovers(target, ".old")
+
+
+def _rename(fresh: str, target: str) -> list[str]:
+    """Returns what has been put aside."""
+    put_aside: list[str] = []
+    for _ in range(100):
+        try:
+            if os.path.isdir(target) and os.listdir(target):
+                put_aside.append(durable.fresh_name(target) + ".old")
+                with suppress(FileNotFoundError):
+                    os.rename(target + ".prev", put_aside[-1])
+                with suppress(FileNotFoundError):
+                    os.rename(target, target + ".prev")
+            os.rename(fresh, target)
+            return put_aside
+        except OSError as error:  # another saver was between our renames
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    raise RuntimeError(f"others keep saving to {target}: let each run have a folder of its own")
+
+
+def choose(target: str) -> Checkpoint:
+    """The newest checkpoint that is as it was written, the same one on all ranks.
+
+    Raises:
+        FileNotFoundError: there is none. RuntimeError: what is wrong with each.
+    """
+    faults: dict[str, str] = {}
+    put_aside = glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}.old")  # by savers that were killed
+    for path in gather([target, target + ".prev", *put_aside])[0]:
+        found = _open(path)
+        if isinstance(found, Checkpoint):
+            if faults:
+                unusable = "; ".join(f"{name} is unusable ({fault})" for name, fault in faults.items())
+                warnings.warn(f"{unusable}; loaded the older {path}", RuntimeWarning, stacklevel=3)
+            return found
+        faults[path] = found
+    if not os.path.exists(target) and not os.path.exists(target + ".prev"):
+        raise FileNotFoundError(f"no checkpoint: neither {target} nor {target}.prev exists; check the path")
+    wrong = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+    raise RuntimeError(f"no usable checkpoint ({wrong}); restore one from a copy or start afresh")
+
+
+def _open(path: str) -> Checkpoint | str:
+    """What is there, or what is wrong with it: the same on all ranks, each of which verifies its share of the files."""
+    files, found, fault = None, None, None
+    try:
+        files = Folder(path)
+        found = Checkpoint(files, _read_manifest(files), read_metadata(files))
+        _check_metadata(found)
+        for name in sorted(found.manifest.files)[rank() :: world_size()]:
+            _verify(files, name, found.manifest.files[name])
+    except Exception as error:  # a damaged file can make the unpickler raise anything
+        fault = str(error)
+    ranks = gather((fault, found and found.manifest.files))
+    faults = [text for text, _ in ranks if text is not None]
+    if not faults and any(listed != ranks[0][1] for _, listed in ranks):
+        faults = ["ranks found different ones there, as while it is being saved: load again"]
+    if found is not None and not faults:
+        return found
+    if files is not None:
+        files.close()
+    return faults[0]
+
+
+def _verify(files: Folder, name: str, written: tuple[int, str]) -> None:
+    with files.open(name) as file:
+        if (os.fstat(file.fileno()).st_size, durable.sha256_of(file)) != written:
+            raise ValueError(f"{name} is not as it was written")
+
+
+def _read_manifest(files: Folder) -> Manifest:
+    try:
+        with files.open(MANIFEST) as file:
+            content = durable.read(file)
+    except FileNotFoundError:
+        raise ValueError(
+            f"no {MANIFEST} in it, so not from save_sharded; torch.distributed.checkpoint.load may read it"
+        ) from None
+    if content.get("format") != _FORMAT:
+        raise ValueError(f"{MANIFEST} has the format {content.get('format')!r}, known is {_FORMAT!r}")
+    manifest = Manifest(**content)
+    if strange := [name for name in manifest.files if os.path.basename(name) != name]:
+        raise ValueError(f"{MANIFEST} lists {strange[0]!r}, which is not in this folder")
+    return manifest
+
+
+def _check_metadata(found: Checkpoint) -> None:
+    """That it tells of the tensors and files of the manifest, and leads to no others."""
+    for path, tensor in find_tensors(found.manifest.content).items():
+        known: Any = found.metadata.state_dict_metadata.get(key_of(path))
+        if known is None or (known.size, known.properties.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"{MANIFEST} and {METADATA} disagree about {key_of(path)}")
+    storage: dict[Any, Any] = found.metadata.storage_data
+    if strange := {info.relative_path for info in storage.values()} - set(found.manifest.files):
+        raise ValueError(f"{METADATA} leads to {strange.pop()!r}, which is not one of its files")

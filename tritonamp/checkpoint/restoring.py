@@ -1,0 +1,115 @@
+"""Which tensors a sharded checkpoint is read into."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tritonamp.checkpoint.content import Path, replace_tensors, tensor_at
+
+
+def targets(content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]) -> dict[str, Any]:
+    """The states that `content` outlines, with tensors to read into, laid out as the objects have theirs.
+
+    A module's own tensors, where dtypes agree. An optimizer that has not stepped yet has no state: what is shaped like
+    a parameter is laid out like it. Elsewhere tensors of the saved dtype, on the CPU if nothing says otherwise.
+
+    Args:
+        content: by name; tensors on the meta device.
+        saved: the names that were saved as objects.
+        objects: by name; None: what has been left out.
+
+    Raises:
+        ValueError: names or keys that are only on one side, or other shapes, listed.
+    """
+    _check_names(content, saved, objects)
+    states, errors = {}, []
+    for name, tree in content.items():
+        value = objects.get(name)
+        if name in objects and value is None:
+            continue
+        try:
+            states[name] = _state(name, tree, value)
+        except Exception as error:  # later ones may wait for other ranks, as RNGState does
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return states
+
+
+def _check_names(content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]) -> None:
+    if unknown := [name for name in objects if name not in content]:
+        raise ValueError(f"not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}")
+    if missing := [name for name in saved if name not in objects]:
+        raise ValueError(
+            f"the checkpoint also has the state of {', '.join(missing)}: give the objects to load it into, or "
+            f"{missing[0]}=None to leave it out"
+        )
+    for name, value in objects.items():
+        if value is not None and not (hasattr(value, "load_state_dict") and hasattr(value, "state_dict")):
+            raise ValueError(
+                f"{name}: got {type(value).__name__}; allowed are objects with state_dict() and load_state_dict(), or "
+                "None to leave it out; values are returned without being named"
+            )
+
+
+def _state(name: str, tree: Any, value: Any) -> Any:
+    if value is None:
+        return replace_tensors(tree, lambda _, tensor: _fresh(tensor, None))
+    own = value.state_dict()
+    if isinstance(value, nn.Module):
+        _check_module(name, tree, own)
+        return replace_tensors(tree, lambda path, tensor: _in_place(tensor, tensor_at(own, path)))
+    if isinstance(value, Optimizer):
+        params = _parameters(name, tree, value)
+
+        def like(path: Path, tensor: Tensor) -> Tensor:
+            param = params.get(path[1]) if path[0] == "state" and len(path) == 3 and tensor.dim() else None
+            shaped = param is not None and param.shape == tensor.shape
+            return _fresh(tensor, param if shaped else tensor_at(own, path))
+
+        return replace_tensors(tree, like)
+    return replace_tensors(tree, lambda path, tensor: _fresh(tensor, tensor_at(own, path)))
+
+
+def _fresh(saved: Tensor, like: Tensor | None) -> Tensor:
+    if like is None or like.shape != saved.shape:
+        return torch.empty(saved.shape, dtype=saved.dtype)
+    return torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
+
+
+def _in_place(saved: Tensor, own: Tensor | None) -> Tensor:
+    same = own is not None and own.shape == saved.shape and own.dtype == saved.dtype
+    return own.detach() if own is not None and same else _fresh(saved, own)
+
+
+def _check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
+    shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
+    faults = {
+        "missing in the checkpoint": [key for key in own if key not in tree],
+        "not in the module": [key for key in tree if key not in own],
+        "of other shapes": [
+            f"{key} (saved {tuple(value.shape)}, here {tuple(shapes[key])})"
+            for key, value in tree.items()
+            if isinstance(value, Tensor) and key in shapes and value.shape != shapes[key]
+            and not key.endswith("_extra_state")  # which may have any
+        ],
+        "on the meta device (call to_empty first)": [
+            key for key, value in own.items() if isinstance(value, Tensor) and value.is_meta
+        ],
+    }  # fmt: skip
+    if found := [f"{what}: {', '.join(keys)}" for what, keys in faults.items() if keys]:
+        raise ValueError(f"{name} is not what was saved; {'; '.join(found)}")
+
+
+def _parameters(name: str, tree: dict[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
+    """The optimizer's parameters by their numbers in the saved state."""
+    groups = [group["params"] for group in tree["param_groups"]] if "param_groups" in tree else []
+    sizes = list(map(len, groups))
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise ValueError(f"{name} is not what was saved: {own} parameters in its groups, {sizes} in the checkpoint")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return dict(zip([number for group in groups for number in group], params, strict=True))

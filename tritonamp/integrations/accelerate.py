@@ -1,0 +1,151 @@
+"""Accelerate: ``enable(accelerator, level="O2")`` before ``accelerator.prepare``; the loop stays as it is."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import tritonamp
+from tritonamp.integrations.graph import fed_by, params_of
+
+ENGINES = DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
+
+
+def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
+    """Has ``accelerator.prepare`` enable the models and optimizers that it is given together.
+
+    From then on ``accelerator.amp`` is their handle; ``backward``, ``clip_grad_norm_``, ``clip_grad_value_``,
+    ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` go by it, and a step that was skipped on the
+    device counts as ``step_was_skipped``, which waits for the device when it is read. ``free_memory`` disables them.
+
+    Args:
+        accelerator: one without mixed precision of its own, in a single process or under DDP or FSDP2.
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of ``Policy``...
+
+    Raises:
+        ValueError: an accelerator that casts by itself, that has prepared optimizers already, or runs another engine.
+    """
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"accelerator: got mixed_precision={accelerator.mixed_precision!r}, allowed is 'no': tritonamp does the "
+            "casts (under Trainer: leave fp16 and bf16 False)"
+        )
+    if accelerator.distributed_type not in ENGINES:
+        raise ValueError(
+            f"accelerator: got {accelerator.distributed_type}, allowed are {', '.join(map(str, ENGINES))}: other "
+            "engines have loss scales and masters of their own"
+        )
+    if accelerator._optimizers:
+        raise ValueError("accelerator: it has prepared an optimizer already: call enable before accelerator.prepare")
+    cls = type(accelerator)
+    accelerator.__class__ = type(cls.__name__, (_EnabledAccelerator, cls), {"__module__": cls.__module__})
+    accelerator.amp, accelerator._settings = None, settings
+
+
+class _EnabledAccelerator(accelerate.Accelerator):
+    """An Accelerator whose precision is an ``Amp``'s; ``amp`` is None until it has prepared an optimizer."""
+
+    amp: tritonamp.Amp | None
+    scaler: Any
+    _settings: dict[str, Any]
+    _params: dict[Optimizer, list[Tensor]]  # the model's, by enabled optimizer
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().prepare(*args, **kwargs)
+        prepared = result if isinstance(result, tuple) else (result,)
+        optimizers = [o for o in prepared if isinstance(o, AcceleratedOptimizer)]
+        if not optimizers or (self.amp is not None and all(getattr(o, "amp", None) is self.amp for o in optimizers)):
+            return result
+        models = [m for m in prepared if isinstance(m, nn.Module)]
+        if self.amp is not None or not models:
+            raise RuntimeError(
+                "accelerator.prepare: got an optimizer without its model, or after others: prepare all models and "
+                "optimizers in one call, and call accelerator.free_memory() before the next ones (a Trainer on several "
+                "GPUs in one process is of this kind: use torchrun, or show it one GPU)"
+            )
+        self._params = {o.optimizer: params_of(o.optimizer) for o in optimizers}
+        self.amp = tritonamp.enable(models, list(self._params), **self._settings)
+        self.scaler = _SavedWithScaler(self.amp)
+        for optimizer in optimizers:
+            optimizer.__class__ = _EnabledOptimizer
+            optimizer.amp, optimizer.alone = self.amp, len(optimizers) == 1
+        return result
+
+    def free_memory(self, *objects: Any) -> Any:
+        if self.amp is not None:
+            self.amp.disable()
+            self.amp = self.scaler = None
+            self._params = {}
+        return super().free_memory(*objects)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self.amp is None:
+            return super().backward(loss, **kwargs)
+        with self.amp.scale_loss(loss / self.gradient_accumulation_steps, fed_by(loss, self._params)) as scaled:
+            scaled.backward(**kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        if self.amp is None:
+            return super().unscale_gradients(optimizer)
+        if optimizer is not None:
+            wrapped = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+            optimizer = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in wrapped]
+        self.amp.unscale_(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self.amp is not None and norm_type == 2 and self._are_all(parameters):
+            return self.amp.clip_grad_norm_(max_norm)  # inside the step
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def _are_all(self, parameters: list[Tensor]) -> bool:
+        """Whether they are what the optimizers step on: the model's trained parameters, or the masters."""
+        assert self.amp is not None
+        masters, given = list(self.amp.master_params()), set(parameters)
+        trained = {p for model in self._models for p in model.parameters() if p.requires_grad}
+        return given >= set(masters) or (len(trained) == len(masters) and given >= trained)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        own = self.amp is not None and autocast_handler is None
+        with self.amp.autocast() if own else super().autocast(autocast_handler):  # type: ignore[union-attr]
+            yield
+
+
+class _EnabledOptimizer(AcceleratedOptimizer):
+    """A wrapper around an enabled optimizer, which tells a skip only to those who ask."""
+
+    amp: tritonamp.Amp | None = None  # copies and pickles, which hold a plain optimizer, have none
+    alone = True
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.gradient_state.sync_gradients:  # with several, before another one's decision comes
+            self._is_overflow = not self.alone and self._last_was_skip()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._is_overflow or (self.alone and self._last_was_skip())
+
+    def _last_was_skip(self) -> bool:
+        history = [] if self.amp is None else self.amp.history
+        return bool(history) and history[-1].cause is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "amp"}
+
+
+class _SavedWithScaler:
+    """What Accelerator and Trainer save and load as ``scaler.pt``: the state of an Amp. Otherwise its GradScaler."""
+
+    def __init__(self, amp: tritonamp.Amp) -> None:
+        self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict
+        self._scaler = amp.scaler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scaler, name)

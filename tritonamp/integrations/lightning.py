@@ -1,0 +1,154 @@
+"""Lightning: ``Trainer(plugins=[MixedPrecision(level="O2")])``."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import tritonamp
+from tritonamp.integrations.graph import fed_by, params_of
+
+
+class MixedPrecision(Precision):
+    """A precision plugin that enables the model and its optimizers for as long as the Trainer runs.
+
+    ``training_step`` and the other steps run under the op policy; under O3, which has none, they should call the module
+    itself, ``self(x)``, whose inputs become half. Gradients are clipped inside the optimizer's step,
+    with fused optimizers too. Hooks and ``configure_gradient_clipping`` see true FP32 gradients where a model or a
+    callback overrides ``on_before_optimizer_step`` or ``configure_gradient_clipping``; that costs a pass over them.
+
+    Args:
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of ``Policy``...
+
+    Attributes:
+        amp: the handle of the last run, for ``stats()``, ``explain()``...; None before the first.
+
+    Raises:
+        ValueError: from the Trainer, what ``tritonamp.enable`` refuses.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.amp: tritonamp.Amp | None = None
+        self._settings = settings
+        self._module: nn.Module | None = None  # while it is enabled
+        self._params: dict[Optimizer, list[Tensor]] = {}  # the model's, in the order of the masters
+        self._unscaled: set[Optimizer] = set()  # between backward and step
+
+    # the run
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Enables what the strategy has placed and wrapped."""
+        self._params = {o: params_of(o) for o in optimizers}
+        self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
+        self._module = model
+        self.precision = "bf16-mixed" if self.amp.policy.dtype is torch.bfloat16 else "16-mixed"
+        return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Puts model and optimizers back; the strategy has moved the model to main memory by now."""
+        if self._module is None:
+            return
+        assert self.amp is not None
+        for module in self._module.modules():
+            if isinstance(module, LightningModule):
+                vars(module).pop("forward", None)  # what a distributed strategy leaves there is the enabled one
+        device = next((p.device for p in self.amp.master_params()), None)
+        if device is not None:
+            self._module.to(device)  # where the masters are
+        self.amp.disable()
+        self._module.cpu()
+        self._module = None
+        self._params.clear()
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """The op policy."""
+        return contextlib.nullcontext() if self._module is None else self._enabled().autocast()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scales and counts."""
+        return {} if self.amp is None else self.amp.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes also the state of Lightning's own MixedPrecision."""
+        if state_dict:
+            self._enabled().load_state_dict(state_dict)
+
+    def _enabled(self) -> tritonamp.Amp:
+        if self.amp is None:
+            raise RuntimeError("MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or validate")
+        return self.amp
+
+    # a step
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """``model.backward`` of the scaled loss, for the optimizers that are not toggled off."""
+        feeds = [o for o in fed_by(tensor, self._params) if any(master.requires_grad for master in params_of(o))]
+        with self._toggled_off(), self._enabled().scale_loss(tensor, feeds) as scaled:
+            super().backward(scaled, model, optimizer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _toggled_off(self) -> Iterator[None]:
+        """``toggle_optimizer`` has switched masters off, which the graph does not see: those of the model whose
+        gradients it must not touch get them back."""
+        pairs = ((p, master) for o, own in self._params.items() for p, master in zip(own, params_of(o), strict=True))
+        grads = {p: p.grad for p, master in pairs if p.requires_grad and not master.requires_grad}
+        for p in grads:
+            p.grad = None
+        yield
+        for p, grad in grads.items():
+            p.grad = grad
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """The closure (forward and backward), the hooks, and one step or one skip."""
+        closure_result = closure()
+        if closure_result is None and model.automatic_optimization:
+            return None  # training_step returned None
+        if _is_watched(model):
+            self._unscale(optimizer)
+        self._after_closure(model, optimizer)
+        optimizer.step(**kwargs)
+        self._unscaled.discard(optimizer)
+        return closure_result
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips the true gradients: by norm inside the step, where there is one optimizer."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.NORM and len(self._params) == 1:
+            self._enabled().clip_grad_norm_(clip_val)
+        elif clip_val > 0:
+            self._unscale(optimizer)
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._unscaled:
+            self._enabled().unscale_(optimizer)
+            self._unscaled.add(optimizer)
+
+
+def _is_watched(model: LightningModule) -> bool:
+    """Whether anybody may look at the gradients before the step."""
+    hook, trainer = "on_before_optimizer_step", cast(Any, model.trainer)
+    return (
+        is_overridden("configure_gradient_clipping", model)
+        or is_overridden(hook, model)
+        or any(is_overridden(hook, callback, Callback) for callback in trainer.callbacks)
+    )
