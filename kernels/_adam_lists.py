@@ -44,6 +44,7 @@ class AdamLists:
         self.tensors, self.steps = TensorLists(), TensorLists()
         self.rules: list[AdamRule] = []
         self.groups: list[int] = []
+        self.prepared: list[Any] = []  # the launches whose kernels are known to compile
         self._sent: dict[torch.device, _Sent] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -239,7 +239,34 @@ def launch(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
-    key: list[Any] = [id(kernel), device, num_warps, maxnreg, constants]
+    compiled = _find(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
+    compiled[grid](*tensors, *sizes, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
+
+
+def prepare(kernel: Any, *args: Any) -> None:
+    """Compiles what ``launch`` of the same arguments runs, and runs nothing.
+
+    Raises:
+        KernelError: it could not be compiled or loaded.
+    """
+    tensors = args[1]
+    if INTERPRETED:
+        _check_compiler(kernel)
+    elif tensors[0].is_cuda and not is_traced(tensors[0]):
+        with torch.cuda.device(tensors[0].get_device()):
+            _find(kernel, *args)
+
+
+def _find(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[float, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    maxnreg: int | None = None,
+) -> Any:
+    key: list[Any] = [id(kernel), tensors[0].get_device(), num_warps, maxnreg, constants]
     pointers = 0
     for tensor in tensors:
         key.append(tensor.dtype)
@@ -250,14 +277,38 @@ def launch(
     if compiled is None:
         options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": True}
         compiled = _compiled[tuple(key)] = _compile(kernel, grid, (*tensors, *sizes, *constants), options)
-    compiled[grid](*tensors, *sizes, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
+    return compiled
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_compiler_works = True
+
+
+@contextlib.contextmanager
+def broken_compiler() -> Iterator[None]:
+    """Inside, no kernel can be compiled, nor run from an earlier compilation; afterwards all is as it was."""
+    global _compiler_works
+    known, failed = dict(_compiled), dict(failures)
+    _compiled.clear()
+    failures.clear()
+    _compiler_works = False
+    try:
+        yield
+    finally:
+        _compiler_works = True
+        failures.clear()
+        failures.update(failed)
+        _compiled.update(known)
+
+
+def _check_compiler(kernel: Any) -> None:
+    if not _compiler_works:
+        raise KernelError(f"{kernel.__name__} cannot be compiled: broken_compiler() is in force")
 
 
 def _interpret(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
     """Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in, and torch rounds."""
+    _check_compiler(kernel)
     stand_ins = [tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors]
     kernel[grid](*stand_ins, *rest)
     for tensor, stand_in in zip(tensors, stand_ins, strict=True):
@@ -266,6 +317,7 @@ def _interpret(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, .
 
 
 def _compile(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    _check_compiler(kernel)
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
         compiled.run  # noqa: B018  # loads it onto the device

@@ -6,13 +6,14 @@ order of operations of ``torch.optim.AdamW``.
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._adam_lists import AdamLists as AdamLists
 from tritonamp.kernels._adam_lists import AdamRule as AdamRule
-from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+from tritonamp.kernels._launch import Forms, Shipped, launch, prepare, tl, triton
 from tritonamp.kernels._multi_tensor import (
     NUM_WARPS,
     chunk_bounds,
@@ -177,29 +178,32 @@ def adamw_kernel(
 def adamw_triton(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     tensors = lists.tensors
     with lists.steps.launches(("steps",)) as step_tables, tensors.launches(_WRITTEN) as tables:
+        calls: list[tuple[Any, ...]] = []
         for on in step_tables:
             rules, groups = lists.numbers(on.device)
             rates, scale, skip = _on(lists, on.device, grad_scale, found_inf)
             arrays = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, _lost(lists, on.device)
             rows = len(on.number)
-            launch(adam_rates_kernel, (-(-rows // 32), 1, 1), arrays, (rows,), (lists.track_lost, RATES, 32), 1)
+            calls.append((adam_rates_kernel, (-(-rows // 32), 1, 1), arrays, (rows,), (lists.track_lost, RATES, 32), 1))
         for t in tables:
             rates, _, skip = _on(lists, t.device, grad_scale, found_inf)
             overflow = tensors.kept("overflow", (tensors.size,), torch.int32, t.device)
             types = t.type("params"), t.type("grads"), t.type("copies"), t.type("max_exp_avg_sqs") is not None
             vec = _VEC if t.aligned else 1
             lost = lists.track_lost and (types[2] or types[0]) != tl.float32
-            launch(
-                adamw_kernel,
-                (t.chunks, 1, 1),
-                (
-                    *(t.pointers[name] for name in _LISTS),
-                    *(t.numel, t.first, t.number, t.rows, rates, skip, overflow, _lost(lists, t.device)),
-                ),
-                (t.chunk,),
-                (*types, lost, RATES, vec, 32 * NUM_WARPS * vec),
-                NUM_WARPS,
+            operands = (
+                *(t.pointers[name] for name in _LISTS),
+                *(t.numel, t.first, t.number, t.rows, rates, skip, overflow, _lost(lists, t.device)),
             )
+            constants = (*types, lost, RATES, vec, 32 * NUM_WARPS * vec)
+            calls.append((adamw_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS))
+        kinds = [(kernel, arrays[0].device, constants) for kernel, _, arrays, _, constants, _ in calls]
+        if kinds != lists.prepared:  # all of them run, or, where one cannot be compiled, none
+            for call in calls:
+                prepare(*call)
+            lists.prepared = kinds
+        for call in calls:
+            launch(*call)
 
 
 _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
@@ -226,8 +230,11 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
     tensors = lists.tensors
     skip = None if found_inf is None else found_inf != 0
 
+    results: list[tuple[Tensor, Tensor]] = []
+
     def store(target: Tensor, value: Tensor) -> None:
-        target.copy_(value if skip is None else torch.where(skip.to(target.device), target, value.to(target.dtype)))
+        value = value.to(target.dtype)
+        results.append((target, value if skip is None else torch.where(skip.to(target.device), target, value)))
 
     rows = zip(*(map(_real, tensors[name]) for name in _LISTS), lists.steps["steps"], tensors.numbers, strict=True)
     for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, steps, number in rows:
@@ -267,10 +274,13 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
             store(_lost(lists, param.device)[number], torch.stack([lost.sum(), moves.sum()]))
         store(param, p)
         if copy is not param:
-            store(copy, p)
+            rounded = p.to(copy.dtype)
+            store(copy, rounded)
             overflow = tensors.kept("overflow", (tensors.size,), torch.int32, param.device)
-            beyond = (copy.isinf() & param.isfinite()).any()
-            overflow[number] |= beyond if skip is None else beyond & ~skip.to(beyond.device)
+            beyond = (rounded.isinf() & p.isfinite()).any()
+            store(overflow[number], overflow[number] | beyond)
+    for target, result in results:  # all of them, or none: nothing here takes memory
+        target.copy_(result)
 
 
 def _real(tensor: Tensor) -> Tensor:

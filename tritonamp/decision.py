@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.diagnostics import SkipLog
-from tritonamp.kernels.decide import CLEAN, decide
+from tritonamp.kernels.decide import CLEAN, DECIDE, decide
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.masters import MasterWeights
 from tritonamp.ranks import Evidence, Ranks
@@ -24,6 +24,7 @@ class Decision:
         feeds: the optimizers that have not stepped yet.
         blocks: how many ``with scale_loss`` blocks we are inside of.
         zeroed: those of them whose gradients the user has cleared since.
+        unmade: it was made for a step that then failed.
         reported: the policy's answer to it was given.
         made: whether found_inf, norm and grad_scale, the results of ``decide`` (0-d), are there.
     """
@@ -41,10 +42,11 @@ class Decision:
         self.feeds, self.automatic = list(feeds), automatic
         self.zeroed: set[MasterWeights] = set()
         self.blocks = 0
-        self.made = self.reported = False
+        self.made = self.unmade = self.reported = False
         self._verdict = scale.new_zeros(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
+        self._before: list[tuple[Tensor, Tensor]] = []
         self._backend = backend
 
     def unscale_early(self, weights: MasterWeights) -> None:
@@ -59,13 +61,26 @@ class Decision:
         self._found_earlier = verdict[0] if earlier is None else torch.maximum(earlier, verdict[0])
         weights.unscale_(verdict[2])
 
-    def make(self, log: SkipLog, batches: Sequence[Any], ranks: Ranks, max_norm: float | None = None) -> None:
+    def make(
+        self,
+        log: SkipLog,
+        batches: Sequence[Any],
+        ranks: Ranks,
+        max_norm: float | None = None,
+        undoable: bool = False,
+    ) -> None:
         """Judges the gradients of all optimizers that the loss feeds, and moves the scale.
 
         Args:
             log: hears of it, and that ``batches`` led to it.
             ranks: take part in it.
+            undoable: ``unmake`` may follow. In eager torch it always may; kernels are not followed by copies for it.
         """
+        if self.unmade and any(weights.scaled_by is not self for weights in self.feeds):
+            self._swap()  # some have been unscaled meanwhile: there is nothing left to judge, the answer stands
+            log.decided(self.scaler.rule, batches)
+            self.made = True
+            return
         amax, square_sum = self._stats(self.feeds)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
@@ -74,6 +89,9 @@ class Decision:
             mine = Evidence(amax, square_sum, flag, earlier)
             amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])
             flag.copy_(agreed)  # a scaler that the user drives has the same flag
+        if (undoable or not DECIDE.runs_triton(self._backend, self.scale.device)) and not ranks.several:
+            moves = [*self.scaler.scale_state, record.numbers, flag]
+            self._before = [(tensor, tensor.clone()) for tensor in moves]
         moves_in_two = self.automatic and self.scaler.backoff_on_fault  # the record hears of a fault
         state = self.scaler.scale_state if self.automatic and not moves_in_two else None
         rule = self.scaler.rule
@@ -88,6 +106,19 @@ class Decision:
         if not self.automatic:
             for weights in self.feeds:
                 self.scaler.record(weights.optimizer, self.found_inf, amax)
+
+    def unmake(self, log: SkipLog) -> None:
+        """What ``make`` moved goes back, where it noted how things were. ``make`` may follow again."""
+        self._swap()
+        if self.made and self._before:
+            log.take_back()
+            self.made, self.unmade = False, True
+
+    def _swap(self) -> None:
+        now = [(tensor, tensor.clone()) for tensor, _ in self._before]
+        for tensor, before in self._before:
+            tensor.copy_(before)
+        self._before = now
 
     def _stats(self, feeds: Iterable[MasterWeights]) -> tuple[Tensor, Tensor]:
         """Of all gradients that carry this decision's scale; magnitudes by parameter, 0 for the others."""

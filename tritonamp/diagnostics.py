@@ -129,6 +129,11 @@ class SkipLog:
         self.collect()
         self._mailbox.send(self._numbers, Enclosed(rule, batches))
 
+    def take_back(self) -> None:
+        """The last decision was unmade."""
+        if self._mailbox is not None:
+            self._mailbox.take_back()
+
     def collect(self, wait: bool = False) -> None:
         """Takes in what has arrived from the device, or, waiting for it, all that was sent for."""
         if self._mailbox is not None:

@@ -48,6 +48,11 @@ class Forwards:
         if self._gradients:
             snapshot.follow(output)
 
+    def failed(self, snapshot: Snapshot) -> None:
+        """The forward has raised: it led to nothing."""
+        if snapshot in self._snapshots:
+            self._snapshots.remove(snapshot)
+
     def take(self) -> list[Snapshot]:
         """The forwards of the decision that is being made."""
         taken = list(self._snapshots)

@@ -155,12 +155,17 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
         precision.ranks.look()
     forwards = precision.forwards
     snapshot = None if forwards is None or torch.compiler.is_compiling() else forwards.before(module, args, kwargs)
-    if module._tritonamp_fp32:
-        output = _fp32_forward(module, forward, bound, args, kwargs)
-    else:
-        if policy.cast_inputs:
-            args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
-        output = precision.run(forward, *bound, *args, **kwargs)
+    try:
+        if module._tritonamp_fp32:
+            output = _fp32_forward(module, forward, bound, args, kwargs)
+        else:
+            if policy.cast_inputs:
+                args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
+            output = precision.run(forward, *bound, *args, **kwargs)
+    except BaseException:
+        if snapshot is not None:
+            forwards.failed(snapshot)
+        raise
     output = output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
     if snapshot is not None:
         forwards.after(snapshot, output)

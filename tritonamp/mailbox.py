@@ -35,6 +35,11 @@ class Mailbox:
             envelope.fill(numbers)
             self._sent.append((envelope, enclosed))
 
+    def take_back(self) -> None:
+        """Destroys the last letter that was sent, if it has not been read."""
+        if self._sent:
+            self._free.append(self._sent.pop()[0])
+
     def arrived(self, wait: bool = False) -> Iterator[Letter]:
         """Those that have arrived, or all of them; the values are gone with the next letter."""
         while self._sent and self._sent[0][0].is_here(wait):

@@ -9,6 +9,7 @@ torch's CPU autocast has other ones: a CPU run then shows the dtypes, and the ov
 import functools
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -77,6 +78,9 @@ STORAGE_ON_CPU = """
     replication_pad2d replication_pad3d trace
 """.split()
 """On torch's CPU list for FP32, on no CUDA list: as STORAGE, because half kernels are missing here and there."""
+
+
+MARKS = 128  # changes between kinds of enabled forwards that a backward can look back on
 
 
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
@@ -171,6 +175,13 @@ def _table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
     return {**table, **functions}
 
 
+class _Kind(NamedTuple):
+    """Enabled forwards of one policy and backend, and the setting of autocast's cache in them."""
+
+    forward: Forward
+    cache: bool
+
+
 class _Active(threading.local):
     """The enabled forwards that this thread is in, innermost last, and the trace that each is part of.
 
@@ -179,10 +190,10 @@ class _Active(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Forward, TracingContext | None]] = []
+        self.stack: list[tuple[_Kind, TracingContext | None]] = []
         self.in_rule = False
 
-    def live(self) -> list[tuple[Forward, TracingContext | None]]:
+    def live(self) -> list[tuple[_Kind, TracingContext | None]]:
         """The stack, without what traces that were given up half-way have left on it."""
         if self.stack and self.stack[-1][1] is not None:
             trace = TracingContext.try_get()
@@ -192,14 +203,30 @@ class _Active(threading.local):
 
 
 class _Registration:
-    """The one piece of module state: the forwards that ``enter`` knows, and the libraries while they are registered."""
+    """The one piece of module state: the forwards that ``enter`` knows, and the libraries while they are registered.
+
+    Attributes:
+        marks: what kind of forward autograd's nodes come from, beginning with the node of that sequence number.
+    """
 
     def __init__(self) -> None:
         self.forwards: list[Forward] = []
-        self.latest: tuple[Forward, bool] | None = None
+        self.marks: deque[tuple[int, _Kind]] = deque(maxlen=MARKS)
         self.libraries: list[torch.library.Library] = []
         self.undivided: list[Callable[..., Any]] = []
         self.owners = 0
+
+    def mark(self, kind: _Kind) -> None:
+        """From here on forwards are of this kind."""
+        if not self.marks or self.marks[-1][1] != kind:
+            self.marks.append((torch._C._autograd._get_sequence_nr(), kind))
+
+    def origin(self, node: Any) -> _Kind | None:
+        """The kind of forward that a node of autograd was made in; the latest, of one from a backward's thread."""
+        if not self.marks:
+            return None
+        made = [] if node is None else [mark for mark in self.marks if mark[0] <= node._sequence_nr()]
+        return max(reversed(made), key=lambda mark: mark[0], default=self.marks[-1])[1]
 
 
 _active = _Active()
@@ -231,9 +258,9 @@ def enter(number: int, cache: bool = True) -> None:
 
     Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the rules chose.
     """
-    forward = _registration.forwards[number]
-    _registration.latest = forward, cache
-    _active.live().append((forward, TracingContext.try_get()))
+    kind = _Kind(_registration.forwards[number], cache)
+    _registration.mark(kind)
+    _active.live().append((kind, TracingContext.try_get()))
 
 
 @undivided
@@ -242,18 +269,21 @@ def leave() -> None:
     stack = _active.live()
     if stack:
         stack.pop()
+    if stack:
+        _registration.mark(stack[-1][0])
 
 
 def active() -> Forward | None:
     """What ops of this thread follow now, or None outside enabled forwards."""
     stack = _active.live()
     if stack:
-        return stack[-1][0]
+        return stack[-1][0].forward
     if torch._C._current_graph_task_id() != -1:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment: torch.utils.checkpoint
-        # restores autocast but cannot know of ``enter``. Its cache setting tells torch's own from the latest of ours
-        forward, cache = _registration.latest or (None, None)
-        return forward if torch.is_autocast_cache_enabled() == cache else None
+        # restores autocast but cannot know of ``enter``. The cache setting tells torch's own from ours
+        kind = _registration.origin(torch._C._current_autograd_node())
+        if kind is not None and torch.is_autocast_cache_enabled() == kind.cache:
+            return kind.forward
     return None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tritonamp.decision import Decision
 from tritonamp.diagnostics import SkipLog
@@ -70,8 +69,8 @@ class Stepper:
         self._had_backward = True
         weights = [self._weights[o] for o in feeds]
         self._drop_zeroed(weights)
-        joinable = (d for d in self._decisions if d.scaler is scaler and not d.made and set(d.feeds) & set(weights))
-        decision = next(joinable, None)
+        open_ones = (d for d in self._decisions if d.scaler is scaler and not d.made and not d.unmade)
+        decision = next((d for d in open_ones if set(d.feeds) & set(weights)), None)
         new = decision is None
         if decision is None:
             scale = scaler.scale_tensor(loss.device).clone()
@@ -193,54 +192,75 @@ class Stepper:
         """
         w = self._weights[optimizer]
         decisions = self._decisions_of(optimizer, automatic=not by_scaler)
-        w.refresh()
-        for decision in decisions:
-            self._make(decision)
         if not decisions:
             w.forget_lists()
             return
-        found_inf = decisions[0].found_inf
-        if len(decisions) > 1:
-            found_inf = torch.stack([d.found_inf for d in decisions]).amax()
-        if len(decisions) > 1 and not w.unscaled:
-            assert w.scaled_by is not None
-            w.unscale_(w.scaled_by.grad_scale)
-        grad_scale = None if w.unscaled else decisions[0].grad_scale
+        made = [d for d in decisions if not d.made]  # by this step, if it comes to it
+        step = self._fused_step if _takes_fused_step(optimizer) else self._own_step
         try:
-            if _takes_fused_step(optimizer):
-                self._fused_step(optimizer, w, grad_scale, found_inf)
-            elif not bool(found_inf):  # other optimizers cannot skip on the device: one host read
-                if grad_scale is not None:
-                    w.unscale_(grad_scale)
-                base_step(optimizer)
-                w.write_back(self._backend)
-        finally:
-            self._leave(w, decisions)
+            step(optimizer, w, decisions)
+        except BaseException:  # as if this call had never been: it can be repeated
+            if w in decisions[0].feeds:
+                w.forget_lists()
+                for decision in reversed(made):
+                    decision.unmake(self._log)
+            raise
         if self._policy.on_nonfinite != "skip":
             for decision in decisions:
                 if not decision.reported:
                     decision.reported = True
                     self._respond(bool(decision.found_inf))
 
-    def _fused_step(
-        self, optimizer: Optimizer, w: MasterWeights, grad_scale: Tensor | None, found_inf: Tensor
-    ) -> None:
+    def _fused_step(self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]) -> None:
         steps = self._adam.get(optimizer)
         if steps is None:
             steps = self._adam[optimizer] = AdamSteps(optimizer, self._backend, self._policy.track_lost_updates)
 
         @Optimizer.profile_hook_step
         def step(optimizer: Optimizer) -> None:
-            if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
-                w.forget_lists()  # hooks may have put other gradients there
+            grad_scale, found_inf = self._decide(w, decisions)  # also on what the user's hooks have left
             with torch.no_grad():
                 lists = w.lists()
                 if w.sparse:
                     refuse_sparse()
                 steps.take(lists, w.listed, grad_scale, found_inf)
                 w.written()  # before the user's hooks, which may write to masters
+            self._leave(w, decisions)
 
         step(optimizer)
+
+    def _own_step(self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]) -> None:
+        """The step of an optimizer that cannot skip on the device: one host read."""
+        grad_scale, found_inf = self._decide(w, decisions, undoable=True)
+        if bool(found_inf):
+            self._leave(w, decisions)
+            return
+        if grad_scale is not None:
+            w.unscale_(grad_scale)
+        before = _versions(optimizer)
+        try:
+            base_step(optimizer)
+        finally:
+            if _versions(optimizer) != before:  # what it has done, be it a part, stays as in torch
+                w.write_back(self._backend)
+                self._leave(w, decisions)
+        self._leave(w, decisions)  # there may have been no gradients
+
+    def _decide(
+        self, w: MasterWeights, decisions: list[Decision], undoable: bool = False
+    ) -> tuple[Tensor | None, Tensor]:
+        """What to multiply the gradients by (None: they are true ones), and whether to skip."""
+        w.refresh()
+        for decision in decisions:
+            self._make(decision, undoable=undoable)
+        if len(decisions) == 1:
+            found_inf = decisions[0].found_inf
+        else:
+            found_inf = torch.stack([d.found_inf for d in decisions]).amax()
+            if not w.unscaled:
+                assert w.scaled_by is not None
+                w.unscale_(w.scaled_by.grad_scale)
+        return None if w.unscaled else decisions[0].grad_scale, found_inf
 
     def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Refuses parameters that the optimizer has already (torch sees only their masters)."""
@@ -262,9 +282,9 @@ class Stepper:
         load_state(optimizer, load, state_dict, adam=_takes_fused_step(optimizer))
         self._weights[optimizer].take_masters()
 
-    def _make(self, decision: Decision, max_norm: float | None = None) -> None:
+    def _make(self, decision: Decision, max_norm: float | None = None, undoable: bool = False) -> None:
         if not decision.made:
-            decision.make(self._log, self._forwards.take(), self._ranks, max_norm)
+            decision.make(self._log, self._forwards.take(), self._ranks, max_norm, undoable)
 
     def _decisions_of(self, optimizer: Optimizer, automatic: bool = False) -> list[Decision]:
         """The pending decisions that feed ``optimizer``; one is opened for gradients that came another way."""
@@ -311,6 +331,10 @@ def _or_zero(norm: Tensor, found_inf: list[Tensor]) -> Tensor:
     for flag in found_inf:
         norm = torch.where(flag.to(norm.device) != 0, torch.zeros_like(norm), norm)
     return norm
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [param._version for group in optimizer.param_groups for param in group["params"]]
 
 
 def _no_backward(with_grad: int) -> str:

@@ -1,0 +1,140 @@
+"""Ten thousand steps in which everything goes wrong now and then: each decision is right, and leaves the right bits."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.testing import KINDS, Fault, FaultInjector, InjectedError
+
+STEPS = {("O1", "AdamW"): 1500, ("O1", "SGD"): 4500, ("O2", "AdamW"): 1200, ("O2", "SGD"): 2800}  # ten thousand
+LOWEST, HIGHEST, INTERVAL = 2.0**5, 2.0**14, 12  # of the loss scale
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+class Run:
+    """A small model in training; GELU lets no inf or NaN vanish."""
+
+    def __init__(self, device: torch.device, level: str, optimizer: str, growth_interval: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU(), nn.Linear(8, 2)).to(device)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        bounds = {"init_scale": 2.0**10, "min_scale": LOWEST, "max_scale": HIGHEST}
+        self.scaler = tritonamp.GradScaler(device.type, growth_interval=growth_interval, **bounds)
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, scaler=self.scaler)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.model(x) - x[:, :2]).square().mean()
+
+    def bits(self) -> list[Tensor]:
+        """Everything that a step may change, and the loss scale."""
+        groups = [p for g in self.optimizer.param_groups for p in g["params"]]
+        state = [v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)]
+        scale = torch.tensor([self.scaler.get_scale(), self.scaler._get_growth_tracker()])
+        return [t.detach().clone() for t in (*self.model.parameters(), *groups, *state, scale)]
+
+    def gradients(self) -> Tensor:
+        """All of them in one piece, a copy."""
+        return torch.cat([p.grad.flatten().float() for p in self.model.parameters() if p.grad is not None])
+
+
+class Decided(NamedTuple):
+    """What ``amp.history`` should say of a step."""
+
+    step: int
+    cause: str | None
+    scale: float
+
+
+class Expected:
+    """The rules of the loss scale and of the causes, in plain Python."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.clean = scale, 0
+        self.records: list[Decided] = []
+        self.largest = 0.0  # unscaled gradient of the last good step
+
+    def decide(self, fault: Fault | None, gradients: Tensor) -> str | None:
+        """The cause of a skip, or None, of one step; ``gradients`` are scaled."""
+        scale, largest, cause = self.scale, float(gradients.abs().max()), None
+        if fault is not None and fault.kind in ("batch", "loss", "overflow"):
+            cause = fault.causes[0]
+        elif not math.isfinite(largest):
+            cause = self._of_gradients(math.isnan(largest))
+            self.scale, self.clean = max(scale / 2, LOWEST), 0
+        else:
+            self.largest = largest / scale
+            self.clean += 1
+            if self.clean == INTERVAL:
+                self.scale, self.clean = min(scale * 2, HIGHEST), 0
+        self.records.append(Decided(len(self.records) + 1, cause, scale))
+        return cause
+
+    def _of_gradients(self, nan: bool) -> str:
+        if self.scale == LOWEST:
+            return "scale exhausted"
+        sudden = 0 < self.largest * self.scale * 256 < torch.finfo(torch.float16).max
+        return "backward fault" if nan and sudden else "scale overflow"
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(("level", "optimizer"), STEPS)
+def test_thousands_of_steps_with_faults_of_all_kinds(device: torch.device, level: str, optimizer: str) -> None:
+    run = Run(device, level, optimizer, INTERVAL)
+    clean = Run(device, level, optimizer, growth_interval=10**6)  # sees the good steps only, at the same scales
+    clean.scaler.scale_tensor(device)  # there is something to set from the beginning
+    injector = FaultInjector(run.model, run.optimizer, rate=0.25, seed=len(level + optimizer))
+    expected, raised = Expected(2.0**10), 0
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS[level, optimizer]):
+        x = torch.randn(3, 4, generator=generator).to(device)
+        scale, happened, gradients = expected.scale, len(injector.injected), None
+        try:
+            with injector.step() as due:
+                before = run.bits() if due is not None else []
+                run.amp.backward(injector.loss(run.loss(x)))
+                gradients = run.gradients()
+                run.optimizer.step()
+        except (InjectedError, torch.OutOfMemoryError):
+            gradients, raised = None, raised + 1
+        run.optimizer.zero_grad()
+        fault = injector.injected[-1] if len(injector.injected) > happened else None
+        cause = None if gradients is None else expected.decide(fault, gradients)
+        if gradients is None:
+            assert fault is not None and fault.raises
+            assert same(run.bits(), before), fault
+        elif cause is not None:
+            assert fault is not None and cause in fault.causes
+            assert same(run.bits()[:-1], before[:-1]), fault
+            assert run.bits()[-1].tolist() == [expected.scale, expected.clean]
+        else:
+            clean.scaler.update(scale)
+            clean.amp.backward(clean.loss(x))
+            if fault is not None and fault.kind == "missing gradient":
+                clean.model.get_parameter(fault.place).grad = None
+            clean.optimizer.step()
+            clean.optimizer.zero_grad()
+    history = [Decided(r.step, r.cause, r.scale) for r in run.amp.history]
+    assert history == expected.records[-len(history) :]
+    assert same(run.bits()[:-1], clean.bits()[:-1])
+    assert all(bool(t.isfinite().all()) for t in run.bits())
+    causes = [record.cause for record in expected.records]
+    of_scale = sum(cause in ("scale overflow", "backward fault", "scale exhausted") for cause in causes)
+    stats = run.amp.stats()
+    assert (stats["steps"], stats["scale_overflows"]) == (causes.count(None), of_scale)
+    assert stats["forward_faults"] == causes.count("data") + causes.count("forward fault")
+    assert raised + len(causes) == STEPS[level, optimizer]
+    assert {f.kind for f in injector.injected} == set(KINDS)
+    assert {"data", "forward fault", "scale overflow", "backward fault", "scale exhausted"} <= set(causes)
+    assert min(r.scale for r in expected.records) == LOWEST < max(r.scale for r in expected.records)
+    run.amp.disable()
+    clean.amp.disable()

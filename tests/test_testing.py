@@ -1,0 +1,193 @@
+"""The fault injector: each kind does what it says where it says, once, and leaves nothing behind."""
+
+import contextlib
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.kernels import _launch
+from tritonamp.kernels.softmax import softmax
+from tritonamp.testing import CAUSES, KINDS, Fault, FaultInjector, InjectedError, compile_failure
+
+INF, NAN = math.inf, math.nan
+
+
+class Run:
+    def __init__(self, device: torch.device, level: str = "O2") -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        scaler = tritonamp.GradScaler(device.type, init_scale=2.0**8)
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, scaler=scaler)
+        self.x = torch.randn(3, 4, device=device)
+
+    def step(self, injector: FaultInjector, fault: Fault | None = None) -> None:
+        self.optimizer.zero_grad()
+        with injector.step(fault):
+            self.amp.backward(injector.loss(self.model(self.x).square().mean()))
+            self.optimizer.step()
+
+    def hooks(self) -> int:
+        modules = [h for m in self.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+        tensors = [p._post_accumulate_grad_hooks or {} for p in self.model.parameters()]
+        return sum(map(len, [*modules, *tensors, self.optimizer._optimizer_step_pre_hooks]))
+
+
+@pytest.fixture
+def run(device: torch.device) -> Iterator[Run]:
+    run = Run(device)
+    yield run
+    run.amp.disable()
+
+
+PLACES = {"overflow": "0", "scale": "2", "gradient": "2.weight", "missing gradient": "0.bias"}
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind(run: Run, kind: str, value: float) -> None:
+    injector = FaultInjector(run.model, run.optimizer)
+    run.step(injector)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    fault = Fault(kind, PLACES.get(kind, "0" if "error in" in kind and "step" not in kind else ""), value)
+    if fault.raises:
+        error = torch.OutOfMemoryError if kind == "out of memory" else InjectedError
+        with pytest.raises(error, match=f"injected: {kind}"):
+            run.step(injector, fault)
+    else:
+        run.step(injector, fault)
+    unchanged = [torch.equal(p, q) for p, q in zip(before, run.model.parameters(), strict=True)]
+    assert unchanged == ([False, True, False, False] if kind == "missing gradient" else [True] * 4)
+    assert [(f.kind, f.step) for f in injector.injected] == [(kind, 2)]
+    assert run.hooks() == 0
+    run.step(injector)
+    causes = {record.step: record.cause for record in run.amp.history}
+    decided = 2 if fault.raises else 3
+    assert list(causes) == list(range(1, decided + 1))
+    assert causes[2] in (CAUSES[kind] or (None,))
+    assert causes[decided] is None
+
+
+def test_the_gradient_that_is_named(run: Run) -> None:
+    injector = FaultInjector(run.model)
+    run.step(injector, Fault("gradient", "2.bias", INF))
+    assert run.amp.history[-1].parameters == ("2.bias",)
+    assert run.amp.history[-1].cause == "scale overflow"
+
+
+def test_the_same_seed_gives_the_same_faults(device: torch.device) -> None:
+    def faults(seed: int) -> list[Fault]:
+        run = Run(device)
+        injector = FaultInjector(run.model, run.optimizer, rate=0.5, seed=seed)
+        for _ in range(40):
+            with contextlib.suppress(InjectedError, torch.OutOfMemoryError):
+                run.step(injector)
+        assert [r.step for r in run.amp.history if r.cause] == [f.step for f in injector.injected if f.causes]
+        run.amp.disable()
+        return injector.injected
+
+    drawn = faults(0)
+    assert repr(faults(0)) == repr(drawn) != repr(faults(1))  # NaN is not equal to itself
+    assert 8 < len(drawn) < 32  # of 40 with a probability of 1/2: 3.8 standard deviations
+
+
+def test_random_numbers_of_torch_are_left_alone(run: Run) -> None:
+    injector = FaultInjector(run.model, rate=1.0, kinds=["batch", "gradient"])
+    before = torch.get_rng_state()
+    run.step(injector)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_tritonamp(device: torch.device) -> None:
+    """For plain loops too; a half output overflows, an FP32 one holds what is too large for half."""
+    model = nn.Linear(2, 1, bias=False).to(device)
+    injector = FaultInjector(model)
+    x = torch.ones(1, 2, device=device)
+    with injector.step(Fault("scale", "")):
+        model(x).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[131009.0] * 2]
+    model.half().zero_grad()
+    with injector.step(Fault("scale", "")):
+        model(x.half()).sum().backward()
+    assert model.weight.grad.isinf().all()
+
+
+def test_structures_and_keywords(device: torch.device) -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, ids: Tensor, *, data: dict[str, Tensor]) -> dict[str, Any]:
+            return {"ids": ids, "out": (self.linear(data["x"]), None)}
+
+    model = Keywords().to(device)
+    injector = FaultInjector(model)
+    ids, x = torch.ones(3, dtype=torch.int64, device=device), torch.zeros(3, 2, device=device)
+    for fault in (Fault("batch", value=INF), Fault("overflow", "", INF)):
+        with injector.step(fault):
+            out = model(ids, data={"x": x})
+        assert torch.equal(out["ids"], ids)
+        assert not out["out"][0].isfinite().all()
+        assert x.eq(0).all()
+
+
+def test_what_cannot_happen_is_said(run: Run) -> None:
+    injector = FaultInjector(run.model)
+    with pytest.raises(RuntimeError, match="did not happen: nothing came by there in this step"):  # noqa: SIM117
+        with injector.step(Fault("overflow", "0", INF)):
+            pass
+    assert injector.injected == []
+    drawing = FaultInjector(run.model, rate=1.0, kinds=["loss"])
+    with drawing.step() as due:
+        assert due is not None and due.kind == "loss"
+    assert drawing.injected == []
+
+
+def test_a_graph_that_outlives_its_step(run: Run) -> None:
+    injector = FaultInjector(run.model)
+    with pytest.raises(RuntimeError, match="did not happen"), injector.step(Fault("error in backward", "0")):
+        loss = run.model(run.x).square().mean()
+    run.amp.backward(loss)
+    assert run.model[0].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: FaultInjector(model, rate=1.5), "rate: got 1.5, allowed is 0 to 1"),
+        (lambda model: FaultInjector(model, kinds=["lost"]), "got kind 'lost', allowed are 'batch', 'loss', 'overfl"),
+        (lambda model: FaultInjector(model, kinds=["out of memory"]), "needs the optimizer: FaultInjector.model, opt"),
+        (
+            lambda model: FaultInjector(model).step(Fault("gradient", "head")).__enter__(),
+            r"got place 'head', allowed for 'gradient' are \['0.weight', '0.bias', '2.weight', '2.bias'\]",
+        ),
+    ],
+)
+def test_misuse(run: Run, call: Callable[[nn.Module], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(run.model)
+
+
+def test_compile_failure_changes_nothing_outside(device: torch.device) -> None:
+    x = torch.randn(4, 8, device=device)
+    if not _launch.INTERPRETED and _launch.why_not_triton(device) is not None:
+        pytest.skip("kernels run neither on this device nor in the interpreter")
+    expected = softmax(x, 1, torch.float32, "triton")
+    with compile_failure(), pytest.raises(_launch.KernelError, match="cannot be compiled"):
+        softmax(x, 1, torch.float32, "triton")
+    assert torch.equal(softmax(x, 1, torch.float32, "triton"), expected)
+
+
+def test_imported_only_when_asked_for(tmp_path: Path) -> None:
+    code = "import sys, tritonamp; assert 'tritonamp.testing' not in sys.modules; import tritonamp.testing"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

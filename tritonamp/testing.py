@@ -1,0 +1,276 @@
+"""Faults on purpose, so that a test can see what a training loop makes of them: ``import tritonamp.testing``."""
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tritonamp.kernels import _launch
+
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    "batch": ("data",),
+    "loss": ("forward fault",),
+    "overflow": ("forward fault",),
+    "gradient": ("scale overflow", "backward fault", "scale exhausted"),
+    "scale": ("scale overflow", "backward fault", "scale exhausted"),
+    "missing gradient": (),
+    "error in forward": (),
+    "error in backward": (),
+    "error in step": (),
+    "out of memory": (),
+}
+"""The kinds of faults, and what ``amp.history`` may say of the step; (): it is taken, or the loop gets an exception."""
+
+KINDS = tuple(CAUSES)
+_IN_STEP = ("error in step", "out of memory")
+_TOO_LARGE = 2.0 * 65504  # for float16, not for FP32
+
+
+class InjectedError(RuntimeError):
+    """Raised on purpose by a ``FaultInjector``."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong in one step.
+
+    Attributes:
+        kind: one of ``KINDS``.
+
+            - "batch": a number of the first floating tensor that the model is given becomes ``value``;
+            - "loss": what ``FaultInjector.loss`` is given becomes ``value``;
+            - "overflow": a number of the output of module ``place`` becomes ``value``;
+            - "gradient": a number of the gradient of parameter ``place`` becomes ``value``; the loss is finite;
+            - "scale": in the backward, at the output of module ``place``, a number becomes too large for float16;
+            - "missing gradient": that of parameter ``place`` becomes None;
+            - "error in forward", "error in backward": module ``place`` raises ``InjectedError``;
+            - "error in step", "out of memory": ``optimizer.step`` raises it, or ``torch.OutOfMemoryError``.
+        place: a module's or a parameter's name.
+        value: inf or NaN.
+        step: the number that the step has in ``amp.history``; of one that raised: that of the next attempt.
+    """
+
+    kind: str
+    place: str = ""
+    value: float = math.nan
+    step: int = 0
+
+    @property
+    def raises(self) -> bool:
+        """Whether the loop gets an exception instead of a step or a skip."""
+        return self.kind.startswith("error") or self.kind == "out of memory"
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What ``amp.history`` may say of the step; (): nothing."""
+        return CAUSES[self.kind]
+
+
+class FaultInjector:
+    """Lets some steps of a training loop go wrong, and remembers which.
+
+    ::
+
+        injector = tritonamp.testing.FaultInjector(model, optimizer, rate=0.1, seed=0)
+        for x, y in loader:
+            try:
+                with injector.step():                          # from the forward to the optimizer's step
+                    loss = criterion(model(x), y)
+                    amp.backward(injector.loss(loss))
+                    optimizer.step()
+            except (tritonamp.testing.InjectedError, torch.OutOfMemoryError):
+                pass
+            optimizer.zero_grad()
+        skipped = [record.step for record in amp.history if record.cause]
+        assert skipped == [fault.step for fault in injector.injected if fault.causes]
+
+    Works by hooks, which are there inside of ``step`` only. The same seed gives the same faults; torch's random numbers
+    are left alone.
+
+    Args:
+        model: enabled or not.
+        optimizer: where ``KINDS`` that raise in its step are wanted.
+        rate: the probability of a fault in a step.
+        seed: of which, where and when.
+        kinds: to choose from; default all (without ``optimizer`` those that need none).
+
+    Attributes:
+        injected: what has happened, in order. What could not (a module that was not run, a batch of integers) is not
+            listed.
+
+    Raises:
+        ValueError: a rate that is none, unknown kinds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        rate: float = 0.0,
+        seed: int = 0,
+        kinds: Sequence[str] | None = None,
+    ) -> None:
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"rate: got {rate}, allowed is 0 to 1")
+        if kinds is None:
+            kinds = [kind for kind in KINDS if optimizer is not None or kind not in _IN_STEP]
+        self.injected: list[Fault] = []
+        self._model, self._optimizer = model, optimizer
+        self._rate, self._random, self._kinds = rate, random.Random(seed), tuple(kinds)
+        self._steps = 0
+        self._due: Fault | None = None
+        self._happened = False
+        for kind in kinds:
+            self._check(Fault(kind))
+
+    @contextlib.contextmanager
+    def step(self, fault: Fault | None = None) -> Iterator[Fault | None]:
+        """The block from the forward to the optimizer's step, in which ``fault``, or one that is drawn, happens.
+
+        Yields:
+            that fault; None: this step is left alone.
+
+        Raises:
+            ValueError: ``fault`` is of an unknown kind, or at a place that the model does not have.
+            RuntimeError: ``fault`` did not happen: nothing came by its place.
+        """
+        if fault is not None:
+            self._check(fault)
+        due = self._draw() if fault is None else fault
+        self._due = None if due is None else replace(due, step=self._steps + 1)
+        self._happened = False
+        handles = [] if self._due is None else self._hooks(self._due)
+        try:
+            yield self._due
+            self._steps += 1
+        finally:
+            for handle in handles:
+                handle.remove()
+            if self._due is not None and self._happened:
+                self.injected.append(self._due)
+            self._due = None
+        if fault is not None and not self._happened:
+            raise RuntimeError(f"{fault} did not happen: nothing came by there in this step")
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """``loss``; where "loss" is due inf or NaN in its place, with a backward."""
+        if self._due is None or self._due.kind != "loss":
+            return loss
+        self._happened = True
+        return loss + torch.full_like(loss, self._due.value)
+
+    def _check(self, fault: Fault) -> None:
+        if fault.kind not in CAUSES:
+            raise ValueError(f"got kind {fault.kind!r}, allowed are {', '.join(map(repr, KINDS))}")
+        if fault.kind in _IN_STEP and self._optimizer is None:
+            raise ValueError(f"{fault.kind!r} needs the optimizer: FaultInjector(model, optimizer)")
+        names = self._places(fault.kind)
+        if fault.place and fault.place not in names:
+            raise ValueError(f"got place {fault.place!r}, allowed for {fault.kind!r} are {names}")
+
+    def _places(self, kind: str) -> list[str]:
+        if kind in ("gradient", "missing gradient"):
+            return [name for name, param in self._model.named_parameters() if param.requires_grad]
+        if kind in ("overflow", "scale", "error in forward", "error in backward"):
+            return [name for name, _ in self._model.named_modules()]
+        return []
+
+    def _draw(self) -> Fault | None:
+        if self._random.random() >= self._rate:
+            return None
+        kind = self._random.choice(self._kinds)
+        place = self._random.choice(self._places(kind) or [""])
+        value = self._random.choice([math.inf, math.nan])
+        return Fault(kind, place, math.inf if kind == "overflow" else value)
+
+    def _hooks(self, fault: Fault) -> list[Any]:
+        """The hooks that let it happen."""
+        model, optimizer = self._model, self._optimizer
+        if fault.kind == "batch":
+            return [model.register_forward_pre_hook(self._spoil_inputs, with_kwargs=True)]
+        if fault.kind in _IN_STEP:
+            assert optimizer is not None
+            return [optimizer.register_step_pre_hook(lambda *_: self._fail())]
+        if fault.kind in ("gradient", "missing gradient"):
+            param = model.get_parameter(fault.place)
+            return [param.register_post_accumulate_grad_hook(self._spoil_gradient)]
+        if fault.kind == "loss":
+            return []
+        module = model.get_submodule(fault.place)
+        if fault.kind == "error in forward":
+            return [module.register_forward_pre_hook(lambda *_: self._fail())]
+        if fault.kind == "overflow":
+            return [module.register_forward_hook(lambda module, args, output: self._spoil(output))]
+        return [module.register_forward_hook(self._watch_backward)]
+
+    def _fail(self) -> NoReturn:
+        self._happened = True
+        assert self._due is not None
+        if self._due.kind == "out of memory":
+            raise torch.OutOfMemoryError("injected: out of memory")
+        raise InjectedError(f"injected: {self._due.kind} {self._due.place}".rstrip())
+
+    def _spoil_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._spoil((args, kwargs))
+
+    def _spoil(self, tree: Any) -> Any:
+        """``tree`` with one number of its first floating tensor replaced."""
+        assert self._due is not None
+        leaves, spec = tree_flatten(tree)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+                leaves[i] = leaf + self._at_one_place(leaf, self._due.value).to(leaf.dtype)
+                return tree_unflatten(leaves, spec)
+        return tree
+
+    def _spoil_gradient(self, param: Tensor) -> None:
+        assert self._due is not None and param.grad is not None
+        if self._due.kind == "missing gradient":
+            self._happened = True
+            param.grad = None
+        elif param.grad.numel():
+            param.grad += self._at_one_place(param.grad, self._due.value).to(param.grad.dtype)
+
+    def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        assert self._due is not None
+        hook: Callable[[Tensor], Any] = self._too_large
+        if self._due.kind == "error in backward":
+            hook = self._fail_with
+        for leaf in tree_flatten(output)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel():
+                leaf.register_hook(hook)  # goes with this step's graph
+                return
+
+    def _fail_with(self, grad: Tensor) -> None:
+        if self._due is not None:  # else a backward after the block
+            self._fail()
+
+    def _too_large(self, grad: Tensor) -> Tensor:
+        if self._due is None:
+            return grad
+        return (grad.float() + self._at_one_place(grad, _TOO_LARGE)).to(grad.dtype)
+
+    def _at_one_place(self, tensor: Tensor, value: float) -> Tensor:
+        """FP32 zeros of the shape of ``tensor``, and one ``value``."""
+        self._happened = True
+        spoiled = torch.zeros(tensor.numel(), device=tensor.device)
+        spoiled[self._random.randrange(tensor.numel())] = value
+        return spoiled.view(tensor.shape)
+
+
+def compile_failure() -> contextlib.AbstractContextManager[None]:
+    """Inside of this block no Triton kernel can be compiled, nor run from an earlier compilation.
+
+    Under ``backend="auto"`` each operation warns once, and runs in eager torch for the rest of the block;
+    ``amp.stats()["kernel_failures"]`` lists them. ``backend="triton"`` raises. Where kernels do not run (no NVIDIA GPU)
+    nothing changes.
+    """
+    return _launch.broken_compiler()
