@@ -3,8 +3,10 @@
 The ranks are this file run as a script, see two_ranks.py.
 """
 
+import importlib
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
@@ -43,14 +45,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "SGD": 0.1 / (1 - 0.5)}  # see test_ddp.py
 
 
-def sharded(level: str, mesh: str = "one", dtype: torch.dtype | None = None) -> nn.Module:
-    model = net()
+def sharded(
+    level: str, mesh: str = "one", dtype: torch.dtype | None = None, model: nn.Sequential | None = None, **options: Any
+) -> nn.Sequential:
+    model = net() if model is None else model
     half = torch.float16 if level == "O2" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype or half)
     shape = {"one": (RANKS,), "copies": (RANKS, 1), "shards": (1, RANKS)}[mesh]
     names = None if mesh == "one" else ("replicate", "shard")
     for part in (model[0], model):
-        fully_shard(part, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), mp_policy=policy)
+        fully_shard(part, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), mp_policy=policy, **options)
     return model
 
 
@@ -187,6 +191,83 @@ def test_scaler_alone(pair: Pair, fault: str, optimizer: str) -> None:
     assert all(math.isfinite(x) for p in first[1] for x in p)
 
 
+# Ways to train
+
+
+def prepared(way: str, level: str) -> nn.Module:
+    """The sharded model, set up for that way."""
+    if way not in ("checkpoint", "compiled block", "compiled"):
+        return sharded(level, **{"reshard_after_forward": False} if way == "no reshard" else {})
+    model = net()
+    if way == "checkpoint":
+        checkpoint_wrapper = importlib.import_module(
+            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        ).checkpoint_wrapper
+        model[0] = checkpoint_wrapper(model[0])
+    elif way == "compiled block":
+        model[0].compile(backend="aot_eager")
+    model = sharded(level, model=model)
+    if way == "compiled":
+        model.compile(backend="aot_eager")
+    return model
+
+
+@on_ranks
+def trained(way: str, level: str, fault: str | None) -> list[Any]:
+    """That way, and plainly: two micro-batches a step, with a fault in the first of the second step on rank 1."""
+    warnings.filterwarnings("ignore", "The .grad attribute")  # torch.compile's own, at graph breaks
+    rank, found = dist.get_rank(), []
+    for kind in (way, "plain"):
+        torch.compiler.reset()
+        model: Any = prepared(kind, level)
+        stepper = OPTIMIZERS["AdamW"](model.parameters())
+        amp = tritonamp.enable(model, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
+        for step, x in enumerate(batches()):
+            last = step % 2 == 1
+            if kind == "no sync":
+                model.set_requires_gradient_sync(last)
+            output = model(x.chunk(RANKS)[rank])
+            bad = step == 2 and rank == 1
+            if bad and fault == "gradient":
+                output.register_hook(lambda grad: grad * math.inf)
+            amp.backward((output - 1).square().mean() * (math.nan if bad and fault == "loss" else 0.5))
+            if last:
+                amp.clip_grad_norm_(0.5)
+                stepper.step()
+                stepper.zero_grad()
+        stats = amp.stats()
+        values = [whole(p.detach()) for p in amp.master_params()]
+        found.append([values, [stats[key] for key in ("scale", "steps", "skipped", "forward_faults")]])
+        amp.disable()
+    return found
+
+
+WAYS = [
+    *[("no sync", level, fault) for level in ("O1", "O2") for fault in (None, "loss", "gradient")],
+    *[(way, "O2", "loss") for way in ("no reshard", "checkpoint", "compiled block", "compiled")],
+    ("checkpoint", "O1", "gradient"),
+]
+
+
+@pytest.mark.parametrize(("way", "level", "fault"), WAYS)
+def test_other_ways_lead_to_the_same(pair: Pair, way: str, level: str, fault: str | None) -> None:
+    (found, plain), second = trained(pair, way=way, level=level, fault=fault)
+    assert [found, plain] == second
+    assert found[1] == plain[1]
+    assert plain[1] == [
+        2.0**9 if fault == "gradient" else 2.0**10,
+        STEPS // 2 - bool(fault),
+        bool(fault),
+        fault == "loss",
+    ]
+    # without a reduction of each micro-batch their sum is rounded elsewhere, 3 times; all else is the same arithmetic
+    bound = STEPS * STEP_SIZES["AdamW"] * 0.5 * 2 * 3 * 2.0**-11 if way == "no sync" and level == "O2" else 0.0
+    if way == "no sync" and level == "O1":
+        bound = STEPS * STEP_SIZES["AdamW"] * 0.5 * 2 * 3 * 2.0**-24
+    pairs = zip(found[0], plain[0], strict=True)
+    assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
+
+
 # What is refused
 
 
@@ -205,6 +286,9 @@ def refused(what: str) -> str:
         options = {"level": "O1"}
     elif what == "too late":
         options = {"level": "O1"}
+    elif what == "offloaded":
+        model = sharded("O2", offload_policy=CPUOffloadPolicy(pin_memory=False))
+        next(model.parameters()).device_mesh._device_type = "cuda"  # where it would run with a GPU
     elif what == "O3":
         model, options = sharded("O2"), {"level": "O3"}
     elif what == "heal":
@@ -229,6 +313,7 @@ REFUSED = {
     "no half": "ValueError: model: got no half param_dtype in its MixedPrecisionPolicy, this level needs fully_shard(",
     "other half": "ValueError: model: got torch.bfloat16 in its MixedPrecisionPolicy, this level needs fully_shard(",
     "in part": "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), others are",
+    "offloaded": "ValueError: model: its parameters are on cpu (CPUOffloadPolicy), its forwards run on cuda: allowed",
     "O3": "ValueError: level: under FSDP2 the sharded FP32 parameters are the masters, so O3 is not there: use O2",
     "heal": "ValueError: on_nonfinite='heal': running a batch again takes all ranks",
     "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16",
