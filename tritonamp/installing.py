@@ -19,6 +19,7 @@ from tritonamp.casting import cast_tree, from_half, to_half
 from tritonamp.interrupts import Uninterrupted
 from tritonamp.masters import PreciseValues
 from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.scaler import is_watched
 
 
 class Precision:
@@ -186,6 +187,7 @@ class EnabledOptimizer(_Enabled):
     """An optimizer that steps on unscaled gradients and FP32 masters, or skips. A copy of it is a plain optimizer."""
 
     _stepper: Any  # of the Amp that enabled it
+    _stepped = False  # by a GradScaler, which is about to call ``step`` where somebody wants to see that
     _step_supports_amp_scaling = True  # so that torch's GradScaler shows itself, see ``step``
     _set_aside = ("step", "_tritonamp_step")
 
@@ -195,6 +197,8 @@ class EnabledOptimizer(_Enabled):
         Raises:
             RuntimeError: a closure was passed, or there was no ``amp.backward(loss)``.
         """
+        if self._stepped:
+            return
         if closure is not None:
             raise RuntimeError(
                 "optimizer.step(closure): a skipped step cannot run the closure again. Compute the loss first, "
@@ -211,12 +215,12 @@ class EnabledOptimizer(_Enabled):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._stepper.zeroed(self, set_to_none)
+        self._stepper.zeroed(_original(self), set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._stepper.check_group(self, param_group)
+        self._stepper.check_group(_original(self), param_group)
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._stepper.adopt(self, self.param_groups[-1])  # type: ignore[attr-defined]
+        self._stepper.adopt(_original(self), self.param_groups[-1])  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._stepper.load_state(self, super().load_state_dict, state_dict)  # type: ignore[misc]
@@ -231,7 +235,13 @@ class EnabledOptimizer(_Enabled):
         self._stepper.check_scaler(scaler)
         self._opt_called = True
         with Uninterrupted():
-            self._stepper.step(self, by_scaler=True)
+            found_inf = self._stepper.step(self, by_scaler=True)
+        if is_watched(self) and (found_inf is None or not bool(found_inf)):
+            self._stepped = True
+            try:
+                self.step()  # for whoever watches
+            finally:
+                self._stepped = False
 
 
 class EnabledWrapper(_Enabled):
@@ -314,6 +324,11 @@ def uninstall(instance: Any, *attributes: str) -> None:
         own.pop(attribute, None)
     if aside in own:
         own[name] = own.pop(aside)
+
+
+def _original(optimizer: Any) -> Any:
+    """Of a wrapper whose class imitates that of the optimizer inside it, as Lightning's does, that optimizer."""
+    return optimizer if "_stepper" in vars(optimizer) else optimizer.optimizer
 
 
 def _named_tensors(module: Any) -> list[tuple[str, Tensor]]:

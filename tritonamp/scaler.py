@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonamp.kernels._multi_tensor import TensorLists
@@ -245,6 +246,13 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             kwargs.pop("closure", None)
             args = args[1:]
+            if is_watched(optimizer) and getattr(optimizer, "_step_supports_amp_scaling", False):
+                state = self._per_optimizer_states[id(optimizer)]
+                if state["stage"] is OptState.READY:
+                    self._check_inf_per_device(optimizer)
+                if any(map(bool, state["found_inf_per_device"].values())):  # such an optimizer would skip by itself
+                    state["stage"] = OptState.STEPPED
+                    return None
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -312,6 +320,13 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
         if self._ceiling is not None:
             self._ceiling.fill_(self._init_ceiling)
+
+
+def is_watched(optimizer: Any) -> bool:
+    """Whether a ``step`` was put on the instance to see if it is called, as Accelerate does: to tell it of a skip costs
+    one host read a step. LR schedulers put one there, too, and want to know nothing."""
+    step = vars(optimizer).get("step")
+    return not (step is None or hasattr(step, "_wrapped_by_lr_sched") or getattr(step, "__self__", None) is optimizer)
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

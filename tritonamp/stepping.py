@@ -180,11 +180,14 @@ class Stepper:
 
     # the step
 
-    def step(self, optimizer: Optimizer, by_scaler: bool = False) -> None:
+    def step(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
         """Makes the decisions that concern ``optimizer``, then steps or skips.
 
         Args:
             by_scaler: called by ``GradScaler.step``, so that an ``update`` will follow.
+
+        Returns:
+            0-d, not 0 where it was a skip; None where there was nothing to decide.
 
         Raises:
             RuntimeError: there was no backward of a scaled loss.
@@ -194,7 +197,7 @@ class Stepper:
         decisions = self._decisions_of(optimizer, automatic=not by_scaler)
         if not decisions:
             w.forget_lists()
-            return
+            return None
         made = [d for d in decisions if not d.made]  # by this step, if it comes to it
         step = self._fused_step if _takes_fused_step(optimizer) else self._own_step
         try:
@@ -210,6 +213,7 @@ class Stepper:
                 if not decision.reported:
                     decision.reported = True
                     self._respond(bool(decision.found_inf))
+        return decisions[0].found_inf if len(decisions) == 1 else torch.stack([d.found_inf for d in decisions]).amax()
 
     def _fused_step(self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]) -> None:
         steps = self._adam.get(optimizer)

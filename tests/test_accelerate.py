@@ -1,0 +1,259 @@
+"""A loop written for Accelerate walks the steps of one written for tritonamp, bit for bit."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.integrations.accelerate import enable
+
+BATCHES = 8
+RUNS = [("O0", "AdamW"), ("O1", "SGD"), ("O1", "AdamW"), ("O2", "SGD"), ("O2", "AdamW"), ("O2", "optim.AdamW"),
+        ("O3", "AdamW"), ("O5", "AdamW")]  # fmt: skip
+LOSS = nn.functional.mse_loss
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_state() -> Iterator[None]:
+    """Accelerate keeps one state for the process."""
+    yield
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make_optimizer(model: nn.Module, kind: str = "AdamW") -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+    return (torch.optim.AdamW if kind == "AdamW" else tritonamp.optim.AdamW)(model.parameters(), lr=0.05)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def batches(bad: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Number ``bad`` has an inf."""
+    generator = torch.Generator().manual_seed(1)
+    made = [(torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(BATCHES)]
+    if bad is not None:
+        made[bad][0][0, 0] = torch.inf
+    return made
+
+
+class Run:
+    """A training under Accelerate."""
+
+    def __init__(self, kind: str = "AdamW", accumulate: int = 1, **settings: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        enable(self.accelerator, **settings)
+        model = net()
+        optimizer = make_optimizer(model, kind)
+        scheduler = make_scheduler(optimizer)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.skips: list[bool] = []
+        self.norms: list[float] = []
+
+    @property
+    def amp(self) -> tritonamp.Amp:
+        return self.accelerator.amp  # type: ignore[attr-defined]
+
+    def train(self, data: list[tuple[Tensor, Tensor]], norm: float = 0.0, value: float = 0.0) -> dict[str, Tensor]:
+        for x, y in data:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(LOSS(self.model(x), y))
+                if self.accelerator.sync_gradients and norm:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), norm)))
+                if self.accelerator.sync_gradients and value:
+                    self.accelerator.clip_grad_value_(self.model.parameters(), value)
+                self.optimizer.step()
+                if self.accelerator.sync_gradients:
+                    self.skips.append(self.accelerator.optimizer_step_was_skipped)
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def by_hand(
+    data: list[tuple[Tensor, Tensor]], kind: str = "AdamW", accumulate: int = 1, norm: float = 0.0, value: float = 0.0,
+    **settings: Any,
+) -> tuple[dict[str, Tensor], list[bool], list[float]]:  # fmt: skip
+    """The same in a loop of our own: parameters, which steps were skipped, norms."""
+    model = net()
+    optimizer = make_optimizer(model, kind)
+    scheduler, norms = make_scheduler(optimizer), []
+    amp = tritonamp.enable(model, optimizer, **settings)
+    for i, (x, y) in enumerate(data):
+        amp.backward(LOSS(model(x), y) / accumulate)
+        if (i + 1) % accumulate:
+            continue
+        if norm:
+            norms.append(float(amp.clip_grad_norm_(norm)))
+        if value:
+            amp.unscale_()
+            nn.utils.clip_grad_value_(list(amp.master_params()), value)
+        optimizer.step()
+        optimizer.zero_grad()
+        if amp.history[-1].cause is None:
+            scheduler.step()
+    state, skips = model.state_dict(), [record.cause is not None for record in amp.history]
+    amp.disable()
+    return state, skips, norms
+
+
+def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize(("level", "kind"), RUNS)
+def test_the_loop_walks_our_steps(level: str, kind: str) -> None:
+    run, data = Run(kind, level=level), batches(bad=3)
+    state = run.train(data)
+    expected, skips, _ = by_hand(data, kind, level=level)
+    assert_same(state, expected)
+    assert run.skips == skips
+    assert skips[3]
+    assert run.scheduler.get_last_lr() == [0.05 * 0.5 ** (skips.count(False) // 2)]
+    run.accelerator.free_memory()
+    assert_same(run.model.state_dict(), expected)  # put back
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "how",
+    [{"norm": 0.1}, {"value": 0.01}, {"accumulate": 2}, {"accumulate": 2, "norm": 0.1}, {"norm": float("inf")}],
+    ids=str,
+)
+def test_clipping_and_accumulation(level: str, how: dict[str, Any]) -> None:
+    data = batches(bad=5)
+    clip = {name: value for name, value in how.items() if name != "accumulate"}
+    run = Run(accumulate=how.get("accumulate", 1), level=level)
+    state = run.train(data, **clip)
+    expected, skips, norms = by_hand(data, level=level, **how)
+    assert_same(state, expected)
+    assert run.skips == skips
+    assert str(run.norms) == str(norms)  # NaN is itself there
+    run.accelerator.free_memory()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_norms_of_a_part_and_of_another_kind(level: str) -> None:
+    run, (x, y) = Run(level=level), batches()[0]
+    plain = net()
+    LOSS(plain(x), y).backward()
+    for parameters, norm_type in [(lambda m: m[0].parameters(), 2), (lambda m: m.parameters(), 1)]:
+        run.optimizer.zero_grad()
+        run.accelerator.backward(LOSS(run.model(x), y))
+        norm = run.accelerator.clip_grad_norm_(parameters(run.model), 0.1, norm_type=norm_type)
+        expected = nn.utils.get_total_norm([p.grad for p in parameters(plain)], norm_type)
+        torch.testing.assert_close(norm, expected, rtol=2.0**-6, atol=0)  # some roundings to half
+        clipped = nn.utils.get_total_norm([p.grad for p in parameters(run.model)], norm_type)
+        torch.testing.assert_close(clipped, torch.tensor(0.1), rtol=1e-4, atol=0)  # torch divides by norm + 1e-6
+    run.accelerator.free_memory()
+
+
+@pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
+def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None:
+    data = batches(bad=2)
+    run = Run(kind, level=level)
+    run.train(data[:3])
+    run.accelerator.save_state(str(tmp_path))
+    whole = run.train(data[3:])
+    steps = run.amp.stats()["steps"]
+    run.accelerator.free_memory()
+    resumed = Run(kind, level=level)
+    resumed.accelerator.load_state(str(tmp_path))
+    assert_same(resumed.train(data[3:]), whole)
+    assert resumed.amp.stats()["steps"] == steps
+    assert resumed.accelerator.scaler.get_scale() == resumed.amp.scaler.get_scale()
+    resumed.accelerator.free_memory()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "optim.AdamW", "enabled"])
+def test_our_scaler_in_a_plain_accelerator(kind: str) -> None:
+    accelerator, model = Accelerator(cpu=True), net()
+    optimizer = make_optimizer(model, kind if kind != "enabled" else "AdamW")
+    accelerator.scaler = tritonamp.GradScaler("cpu", init_scale=2.0**8)
+    amp = tritonamp.enable(model, optimizer, level="O2", scaler=accelerator.scaler) if kind == "enabled" else None
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    skips = []
+    for x, y in batches(bad=3):
+        accelerator.backward(LOSS(model(x), y))
+        optimizer.step()
+        skips.append(accelerator.optimizer_step_was_skipped)
+        scheduler.step()
+        optimizer.zero_grad()
+    assert skips == [i == 3 for i in range(BATCHES)]
+    assert scheduler.get_last_lr() == [0.05 * 0.5 ** ((BATCHES - 1) // 2)]
+    if amp is not None:
+        amp.disable()
+
+
+def test_two_optimizers_are_told_apart() -> None:
+    first, second = net(), net()
+    accelerator = Accelerator(cpu=True)
+    enable(accelerator, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))  # overflows nowhere
+    models = first, second
+    *_, one, two = accelerator.prepare(*models, *map(make_optimizer, models))
+    for (x, y), bad in zip(batches() * 2, [None, 0, 1, None] * 4, strict=True):
+        skipped = []
+        for i, (model, optimizer) in enumerate(zip(models, (one, two), strict=True)):
+            optimizer.zero_grad()
+            accelerator.backward(LOSS(model(x), y) * (torch.inf if i == bad else 1.0))
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+        assert skipped == [bad == 0, bad == 1]
+        assert [one.step_was_skipped, two.step_was_skipped] == skipped
+    accelerator.free_memory()
+
+
+def test_autocast_is_the_op_policy() -> None:
+    run = Run(level="O1")
+    x = torch.randn(3, 70000)
+    with run.accelerator.autocast():
+        assert run.model[0](torch.ones(2, 6)).dtype is torch.float16
+        assert torch.var(x.half() * 300).isfinite()  # stock autocast: inf
+    assert run.model[0](torch.ones(2, 6)).dtype is torch.float32
+    run.accelerator.free_memory()
+
+
+def test_trained_again_and_pickled() -> None:
+    run, data = Run(level="O2"), batches()
+    run.train(data)
+    copy = pickle.loads(pickle.dumps(run.optimizer))
+    assert not copy.step_was_skipped
+    run.accelerator.free_memory()
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    run.model, run.optimizer = run.accelerator.prepare(run.model, run.optimizer)
+    run.train(data)
+    assert run.amp.stats()["steps"] > 0
+    run.accelerator.free_memory()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="mixed_precision='bf16', allowed is 'no'"):
+        enable(Accelerator(cpu=True, mixed_precision="bf16"), level="O2")
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    enable(accelerator, level="O2")
+    model = net()
+    with pytest.raises(RuntimeError, match="prepare all models and optimizers in one call"):
+        accelerator.prepare(make_optimizer(model))
+    late = Accelerator(cpu=True)
+    late.prepare(model, make_optimizer(model))
+    with pytest.raises(ValueError, match=r"call enable before accelerator\.prepare"):
+        enable(late, level="O2")

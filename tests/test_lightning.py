@@ -1,0 +1,399 @@
+"""Lightning's Trainer with our plugin walks the steps of a loop written by hand, bit for bit; its own plugin takes our
+GradScaler and AdamW.
+
+The two ranks are this file run as a script, see two_ranks.py.
+"""
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from two_ranks import Pair, on_ranks, serve
+
+import tritonamp
+from tritonamp.integrations.lightning import MixedPrecision
+
+pytestmark = [
+    # Lightning's advice: more workers in the loader, a validation loop
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning 2.6 with torch 2.15
+]
+
+BATCHES = 8
+RUNS = [("O0", "AdamW"), ("O1", "SGD"), ("O1", "AdamW"), ("O2", "SGD"), ("O2", "AdamW"), ("O2", "optim.AdamW"),
+        ("O3", "AdamW"), ("O5", "AdamW")]  # fmt: skip
+QUIET: dict[str, Any] = dict(
+    accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    enable_checkpointing=False, max_epochs=1,
+)  # fmt: skip
+
+
+def data(bad: int | None = None) -> TensorDataset:
+    """Batches of 4; number ``bad`` has an inf."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4 * BATCHES, 6, generator=generator), torch.randn(4 * BATCHES, 3, generator=generator)
+    if bad is not None:
+        x[4 * bad, 0] = torch.inf
+    return TensorDataset(x, y)
+
+
+def loader(bad: int | None = None) -> DataLoader[Any]:
+    return DataLoader(data(bad), batch_size=4)
+
+
+class Model(LightningModule):
+    def __init__(self, optimizer: str = "AdamW", direct: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+        self.optimizer, self.direct = optimizer, direct
+        self.lrs: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        x, y = batch
+        out = self.net(x) if self.direct else self(x)
+        return nn.functional.mse_loss(out, y)
+
+    def validation_step(self, batch: list[Tensor], _: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer, scheduler = make_optimizer(self, self.optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def make_optimizer(model: nn.Module, kind: str) -> Any:
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "AdamW": torch.optim.AdamW,
+        "optim.AdamW": tritonamp.optim.AdamW,
+        "SGD": torch.optim.SGD,
+    }
+    optimizer = kinds[kind](model.parameters(), lr=0.05)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def by_hand(
+    level: str, kind: str = "AdamW", norm: float = 0.0, value: float = 0.0, accumulate: int = 1, bad: int | None = None,
+    **fields: Any,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+    """The same run in a loop of our own."""
+    model = Model()
+    optimizer, scheduler = make_optimizer(model, kind)
+    amp = tritonamp.enable(model, optimizer, level=level, **fields)
+    for i, (x, y) in enumerate(loader(bad)):
+        amp.backward(nn.functional.mse_loss(model(x), y) / accumulate)
+        if (i + 1) % accumulate:
+            continue
+        if norm:
+            amp.clip_grad_norm_(norm)
+        if value:
+            amp.unscale_()
+            nn.utils.clip_grad_value_(list(amp.master_params()), value)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    state, stats = model.state_dict(), amp.stats()
+    amp.disable()
+    return {name: value.clone() for name, value in state.items()}, stats
+
+
+def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def fit(model: Model, plugin: Any, bad: int | None = None, ckpt_path: Any = None, **settings: Any) -> Trainer:
+    trainer = Trainer(plugins=[plugin], **{**QUIET, **settings})
+    trainer.fit(model, loader(bad), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize(("level", "kind"), RUNS)
+def test_the_trainer_walks_our_steps(level: str, kind: str) -> None:
+    model, plugin = Model(kind), MixedPrecision(level=level)
+    fit(model, plugin, bad=3)
+    expected, stats = by_hand(level, kind, bad=3)
+    assert_same(model.state_dict(), expected)
+    assert plugin.amp is not None
+    assert plugin.amp.stats() == stats
+    assert stats["skipped"] > 0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # put back
+
+
+@pytest.mark.parametrize(
+    ("settings", "hand"),
+    [
+        ({"gradient_clip_val": 0.1}, {"norm": 0.1}),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"value": 0.01}),
+        ({"accumulate_grad_batches": 2}, {"accumulate": 2}),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"accumulate": 2, "norm": 0.1}),
+    ],
+    ids=["norm", "value", "accumulate", "accumulate and norm"],
+)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_and_accumulation(level: str, settings: dict[str, Any], hand: dict[str, Any]) -> None:
+    model = Model()
+    fit(model, MixedPrecision(level=level), bad=5, **settings)
+    expected, _ = by_hand(level, bad=5, **hand)
+    assert_same(model.state_dict(), expected)
+    unclipped, _ = by_hand(level, bad=5)
+    assert any(not torch.equal(unclipped[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_steps_that_call_submodules(level: str) -> None:
+    """``self.net(x)`` in place of ``self(x)`` goes around the enabled forward."""
+    model = Model(direct=True)
+    fit(model, MixedPrecision(level=level))
+    assert not torch.equal(model.net[0].weight, Model().net[0].weight)
+    expected, _ = by_hand(level)
+    for name, value in model.state_dict().items():
+        # outputs are half here, so the loss's gradient is: 8 AdamW steps of lr 0.05 may each turn their sign by it
+        assert (value - expected[name]).abs().max() <= 0.05
+
+
+def test_a_scheduler_made_before_moves_the_rate() -> None:
+    model = Model()
+    fit(model, MixedPrecision(level="O2"))
+    assert model.lrs == [0.05 * 0.5 ** ((i + 1) // 2) for i in range(BATCHES)]
+
+
+class NormLogger(Callback):
+    """Lightning's own recipe for gradient norms."""
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        self.norms.append(grad_norm(module, 2)["grad_2.0_norm_total"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_see_true_gradients(level: str) -> None:
+    clip, norms, plain = 0.1, NormLogger(), NormLogger()
+    model = Model()
+    fit(model, MixedPrecision(level=level), callbacks=[norms], gradient_clip_val=clip)
+    fit(Model(), MixedPrecision(level="O0"), callbacks=[plain], gradient_clip_val=clip)
+    taken = [(a, b) for a, b in zip(norms.norms, plain.norms, strict=True) if a.isfinite()]
+    assert len(taken) >= BATCHES - 2
+    for found, expected in taken[:1]:  # later ones are of other weights
+        # half activations and gradients: some roundings of 2^-11 each
+        torch.testing.assert_close(found, expected, rtol=2.0**-6, atol=0)
+    expected_state, _ = by_hand(level, norm=clip)
+    for name, value in model.state_dict().items():
+        # the unscaled gradients take the clip coefficient in a rounding of their own
+        torch.testing.assert_close(value, expected_state[name], rtol=2.0**-11 if level == "O2" else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
+def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None:
+    last = BATCHES - 1  # the epoch ends with a skip; in the middle of one Lightning would begin it anew
+    whole = Model(kind)
+    fit(whole, MixedPrecision(level=level), bad=last, max_epochs=2)
+    plugin = MixedPrecision(level=level)
+    trainer = fit(Model(kind), plugin, bad=last)
+    assert plugin.amp is not None and plugin.amp.history[-1].cause is not None
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    second, resumed = Model(kind), MixedPrecision(level=level)
+    fit(second, resumed, bad=last, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert_same(second.state_dict(), whole.state_dict())
+    assert resumed.amp is not None and resumed.amp.stats()["steps"] > plugin.amp.stats()["steps"]
+
+
+def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
+    stock = StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**7))
+    fit(Model(), stock, max_steps=2).save_checkpoint(tmp_path / "run.ckpt")
+    plugin = MixedPrecision(level="O2")
+    fit(Model(), plugin, ckpt_path=tmp_path / "run.ckpt")
+    assert plugin.amp is not None and plugin.amp.scaler.get_scale() == 2.0**7
+
+
+def test_validation_predictions_and_a_second_fit() -> None:
+    plugin = MixedPrecision(level="O2")
+    trainer = Trainer(plugins=[plugin], **QUIET)
+    model = Model()
+    trainer.validate(model, loader(), verbose=False)
+    half = trainer.callback_metrics["val_loss"]
+    with torch.no_grad():
+        exact = nn.functional.mse_loss(model(data().tensors[0]), data().tensors[1])
+    assert half != exact
+    torch.testing.assert_close(half, exact, rtol=2.0**-8, atol=0)
+    trainer.fit(model, loader(), loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader(), loader())
+    assert trainer.global_step == 2 * BATCHES
+
+
+class NoLoss(Model):
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor | None:  # type: ignore[override]
+        return None if number % 2 else super().training_step(batch, number)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_training_step_without_a_loss() -> None:
+    model, plugin = NoLoss(), MixedPrecision(level="O2")
+    fit(model, plugin, gradient_clip_val=0.5, callbacks=[NormLogger()])
+    assert plugin.amp is not None
+    assert plugin.amp.stats()["steps"] + plugin.amp.stats()["skipped"] == BATCHES // 2
+
+
+class Two(LightningModule):
+    """Two networks, the second trained against the first, in Lightning's three ways of manual optimization."""
+
+    def __init__(self, way: str, clip: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.way, self.clip = way, clip
+
+    def losses(self, batch: list[Tensor]) -> Iterator[Tensor]:
+        x, y = batch
+        yield nn.functional.mse_loss(self.second(self.first(x)), y)
+        yield nn.functional.mse_loss(self.second(self.first(x).detach()), -y)
+
+    def training_step(self, batch: list[Tensor], _: int) -> None:
+        for optimizer, loss in zip(self.optimizers(), self.losses(batch), strict=True):
+            if self.way == "toggled":  # after the loss: gradients of what is toggled off are computed all the same
+                self.toggle_optimizer(optimizer)
+            else:
+                optimizer.zero_grad()
+            if self.way == "closure":
+                optimizer.step(lambda loss=loss: self.manual_backward(loss))
+                continue
+            self.manual_backward(loss)
+            if self.clip:
+                self.clip_gradients(optimizer, self.clip, "norm")
+            optimizer.step()
+            if self.way == "toggled":  # nobody clears what the loss leaves in the other network
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.first.parameters(), lr=0.05), torch.optim.SGD(self.second.parameters(), lr=0.1)]
+
+
+def two_by_hand(level: str, clip: float, toggled: bool) -> dict[str, Tensor]:
+    model = Two("")
+    optimizers = model.configure_optimizers()
+    amp = tritonamp.enable(model, optimizers, level=level)
+    with amp.autocast():
+        for batch in loader():
+            for optimizer, loss in zip(optimizers, model.losses(batch), strict=True):
+                optimizer.zero_grad()
+                amp.backward(loss, optimizer if toggled or optimizer is optimizers[1] else None)
+                if clip:
+                    amp.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+                optimizer.step()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.disable()
+    return state
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("way", "clip"), [("plain", 0.0), ("closure", 0.0), ("plain", 0.05), ("toggled", 0.0)])
+def test_manual_optimization(level: str, way: str, clip: float) -> None:
+    model = Two(way, clip)
+    fit(model, MixedPrecision(level=level))
+    assert_same(model.state_dict(), two_by_hand(level, clip, way == "toggled"))
+
+
+# Lightning's own plugin
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "optim.AdamW", "SGD"])
+def test_our_scaler_in_lightnings_plugin(kind: str) -> None:
+    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    model = Model(kind)
+    fit(model, StockMixedPrecision("16-mixed", "cpu", scaler), bad=3)
+    assert scaler.get_scale() == 2.0**10  # the loss was inf, which is no matter of the scale
+    plain = Model(kind)
+    fit(plain, StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)), bad=3)
+    for name, value in model.state_dict().items():
+        assert not torch.equal(value, Model().state_dict()[name]) or "net.1" in name
+        # of our AdamW and torch's, roundings of eight updates; and the halved scale only moves powers of two
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+# Two ranks
+
+
+def rank_loader(bad: int | None) -> DataLoader[Any]:
+    """Every other batch; number ``bad`` of all has an inf, so that one rank alone sees it."""
+    rank = torch.distributed.get_rank()
+    chosen = [i for i in range(4 * BATCHES) if i // 4 % 2 == rank]
+    return DataLoader(torch.utils.data.Subset(data(bad), chosen), batch_size=4)
+
+
+@on_ranks
+def ddp(level: str, accumulate: int) -> dict[str, Any]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    model, plugin = Model(), MixedPrecision(level=level)
+    settings = {**QUIET, "devices": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    strategy = DDPStrategy(process_group_backend="gloo")
+    trainer = Trainer(plugins=[plugin], strategy=strategy, use_distributed_sampler=False, **settings)
+    trainer.fit(model, rank_loader(bad=2))
+    assert plugin.amp is not None and "forward" not in vars(model)
+
+    hand = Model()
+    optimizer, scheduler = make_optimizer(hand, "AdamW")
+    wrapped = nn.parallel.DistributedDataParallel(hand)
+    amp = tritonamp.enable(wrapped, optimizer, level=level)
+    for i, (x, y) in enumerate(rank_loader(bad=2)):
+        boundary = (i + 1) % accumulate == 0
+        with contextlib.nullcontext() if boundary else wrapped.no_sync():
+            amp.backward(nn.functional.mse_loss(wrapped(x), y) / accumulate)
+        if boundary:
+            amp.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert_same(model.state_dict(), hand.state_dict())
+    assert plugin.amp.stats() == amp.stats()
+    result = {name: value.tolist() for name, value in model.state_dict().items()}
+    skipped = amp.stats()["skipped"]
+    amp.disable()
+    return {"state": result, "skipped": skipped}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
+    yield pair
+    pair.stop()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize(("level", "accumulate"), [("O1", 2), ("O2", 1)])
+def test_two_ranks(pair: Pair, level: str, accumulate: int) -> None:
+    first, second = ddp(pair, level=level, accumulate=accumulate)
+    assert first == second
+    assert first["skipped"] > 0
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
