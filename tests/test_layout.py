@@ -26,6 +26,10 @@ PARTS = {  # packages of the core, and what they may know beside themselves
     "replay": ["tritonamp.kernels", "tritonamp.policy"],
     "forecast": ["tritonamp"],  # runs models as a user does, on FP32 values
 }
+PIECES = {  # files of one concept, and what they may know beside kernels and policy
+    "optim": ["tritonamp.masters", "tritonamp.optim_states"],
+    "overrides": ["tritonamp.op_table"],
+}
 PART_FILES = sorted(path for part in PARTS for path in (PACKAGE / part).glob("*.py"))
 CORE_FILES = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in {"__init__", *COMMANDS})
 RUNTIME = """
@@ -123,8 +127,7 @@ def test_policy_imports_nothing_of_ours() -> None:
 @each_middle_file
 def test_middle_imports_kernels_and_policy_only(path: Path) -> None:
     allowed = ["tritonamp.kernels", "tritonamp.policy"]
-    if path.stem == "optim":
-        allowed += ["tritonamp.masters", "tritonamp.optim_states"]  # parts of one concept
+    allowed += PIECES.get(path.stem, [])
     wrong = [name for name in our_imports(path) if not is_in(name, *allowed)]
     assert not wrong, "what two of these files share is passed as arguments by runtime.py"
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp import functional, overrides
+from tritonamp import functional, op_table, overrides
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = (FP16, BF16)
@@ -39,9 +39,9 @@ def listed(key: str) -> list[str]:
 
 
 CUDA_LIST, CPU_LIST = listed("AutocastCUDA"), listed("AutocastCPU")
-TABLE = overrides._table("cpu", functional.RULES)
+TABLE = op_table.op_table("cpu", functional.RULES)
 # where we differ from torch on CUDA
-OURS = [op for op in overrides._table("cuda", functional.RULES) if not _named(op)]
+OURS = [op for op in op_table.op_table("cuda", functional.RULES) if not _named(op)]
 
 # on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d, lstm, lstm_cell, ...
 CUDA_KERNELS_ONLY = {
@@ -285,7 +285,7 @@ def test_the_last_disable_puts_the_dispatch_tables_back() -> None:
 # dtypes
 
 COMPARED = {*CUDA_LIST, *OURS} - {*CUDA_KERNELS_ONLY, "binary_cross_entropy"}
-STORAGE_ON_CPU = sorted(overrides._overloads(overrides.STORAGE_ON_CPU))
+STORAGE_ON_CPU = sorted(op_table.overloads(op_table.STORAGE_ON_CPU))
 
 
 def test_every_op_of_the_cuda_list_has_a_sample(samples: dict[str, list[Call]]) -> None:
@@ -417,7 +417,7 @@ def leaves(call: Call, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
     return tree_map(leaf, call), found
 
 
-ROUNDED_ONCE = sorted({*COMPARED, *STORAGE_ON_CPU} & {*TABLE} - {*overrides._overloads(overrides.PROMOTE)})
+ROUNDED_ONCE = sorted({*COMPARED, *STORAGE_ON_CPU} & {*TABLE} - {*op_table.overloads(op_table.PROMOTE)})
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

@@ -137,7 +137,7 @@ def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args
     return operation(input, *args)
 
 
-# the rules of overrides.py: what these ops do inside an enabled forward
+# more rules of the op table: what these ops do inside an enabled forward
 
 
 def _softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
