@@ -493,3 +493,36 @@ def test_amp_refuses_what_is_not_its_own(enabled: Callable[..., Run], given: Any
     with pytest.raises(ValueError, match=text):
         run[2].load_state_dict(state)
     assert same(states(run), before)
+
+
+def test_a_step_of_the_users_own_in_a_group_stays(device: torch.device) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "step": 7}])
+    amp = tritonamp.enable(model, optimizer, level="O0")
+    for _ in range(3):
+        amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    amp.disable()
+    assert steps == [3.0, 3.0] and optimizer.param_groups[0]["step"] == 7
+
+
+class Restored(torch.optim.SGD):
+    """An optimizer with a format of its own."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"mine": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mine = state_dict["mine"]
+
+
+def test_an_optimizer_with_a_format_of_its_own(device: torch.device) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = Restored(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    optimizer.load_state_dict(optimizer.state_dict())
+    amp.disable()
+    assert optimizer.mine == 1

@@ -289,3 +289,18 @@ def test_without_an_optimizer_no_batch_is_held(device: torch.device) -> None:
     del x
     assert ref() is None
     amp.disable()
+
+
+def test_gradients_that_another_loss_has_joined_are_named(device: torch.device) -> None:
+    """The first loss's were unscaled, with their inf, before the second loss's came on top."""
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    x = torch.ones(2, 4, device=device)
+    amp.backward(model(x).square().mean() * 1e8, loss_id=0)
+    amp.backward(model(x).square().mean(), loss_id=1)
+    optimizer.step()
+    first = amp.history[0]
+    amp.disable()
+    assert (first.cause, first.parameters) == ("scale overflow", ("weight", "bias"))
+    assert "2 parameter(s) were not: weight (inf), bias (inf)." in first.detail

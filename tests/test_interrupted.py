@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 from tritonamp.kernels import _launch
+from tritonamp.optim import AdamSteps
 from tritonamp.testing import compile_failure
 
 OPTIMIZERS = {
@@ -48,7 +49,7 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         scaler = tritonamp.GradScaler(device.type, init_scale=2.0**10, growth_interval=4, max_scale=2.0**12)
         settings = {"scaler": scaler} if level in ("O1", "O2") else {}
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **settings, **fields)
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **{**settings, **fields})
         self.device = device
 
     def loss(self, i: int) -> Tensor:
@@ -218,6 +219,71 @@ def test_a_step_that_failed_can_be_repeated(
             one.optimizer.zero_grad()
     assert same(run.bits(), undisturbed.bits())
     assert run.numbers() == undisturbed.numbers()
+
+
+def failing(optimizer: torch.optim.Optimizer) -> None:
+    """A step that a hook ends before it has done anything."""
+    handle = optimizer.register_step_pre_hook(raises(torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    handle.remove()
+
+
+def test_a_step_that_failed_twice_counts_once(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time before there was a decision: what the first had moved is back already."""
+    run = start("O2", "AdamW", scaler=tritonamp.GradScaler("cpu", init_scale=4.0, growth_interval=1))
+    run.amp.backward(run.loss(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamSteps, "take", raises(torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            run.optimizer.step()
+    failing(run.optimizer)
+    run.optimizer.step()
+    assert (run.amp.stats()["scale"], run.amp.stats()["steps"]) == (8.0, 1)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_other_decisions_between_a_failed_step_and_its_repetition(device: torch.device, overflow: bool) -> None:
+    models = [nn.Linear(4, 4, device=device) for _ in range(2)]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    scaler = tritonamp.GradScaler(device.type, init_scale=2.0**10)
+    amp = tritonamp.enable(models, [first, second], level="O2", scaler=scaler)
+    x = torch.ones(2, 4, device=device)
+    amp.backward(models[0](x).square().mean(), first)
+    failing(first)
+    for i in range(3):
+        amp.backward(models[1](x).square().mean() * (1e8 if overflow and i == 1 else 1.0), second)
+        second.step()
+        second.zero_grad()
+    first.step()
+    stats = amp.stats()
+    amp.disable()
+    assert (stats["steps"], stats["skipped"]) == (4 - overflow, overflow)
+    assert (stats["scale"], stats["growth_tracker"]) == (2.0**9 if overflow else 2.0**10, 2 if overflow else 4)
+
+
+class WritesToData(torch.optim.Optimizer):
+    """As older code does; the versions of the parameters stay."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad.data, alpha=-self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_that_writes_to_data_moves_half_weights(device: torch.device) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = WritesToData(model.parameters(), 0.5)
+    amp = tritonamp.enable(model, optimizer, level="O2", loss_scale=2.0**8)
+    before = model.weight.detach().clone()
+    amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
+    optimizer.step()
+    masters = [p.half() for p in amp.master_params()]
+    halves = [p.detach().clone() for p in model.parameters()]
+    amp.disable()
+    assert same(masters, halves) and not torch.equal(halves[0], before)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -380,6 +380,34 @@ def ddp(level: str, accumulate: int) -> dict[str, Any]:
     return {"state": result, "skipped": skipped}
 
 
+class Discarding(Model):
+    """Throws its first batch away after it has clipped."""
+
+    def __init__(self) -> None:
+        super().__init__("SGD")
+        self.automatic_optimization = False
+        self.moves: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, index))
+        self.clip_gradients(optimizer, 1e-3, "value")
+        masters = list(self.trainer.precision_plugin.amp.master_params())
+        before = [p.detach().clone() for p in masters]
+        if index > 0:
+            optimizer.step()
+            self.moves.append(max(float((p.detach() - q).abs().max()) for p, q in zip(masters, before, strict=True)))
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_were_clipped_and_dropped(level: str) -> None:
+    model = Discarding()
+    fit(model, MixedPrecision(level=level, loss_scale=2.0**8))
+    # the largest gradient is at the limit: one step is the limit times the learning rate, rounded at weights below 2
+    assert model.moves == pytest.approx([0.05 * 1e-3] * (BATCHES - 1), abs=2.0**-24)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)

@@ -94,7 +94,8 @@ def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor,
     names = tuple(name for name, a in skip.amax.items() if not skip.is_good(a))
     text = f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
     shown = [f"{name} ({'NaN' if math.isnan(skip.amax[name]) else 'inf'})" for name in names]
-    text += f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else f"{skip.ranks} were not. "
+    others = f"{skip.ranks or 'some parameters'} were not. "
+    text += f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else others
     cause = _of_overflow(skip, names)
     found = _in_parameters(skip, parameters) if cause != SCALE else None
     hint = _REPLAY if cause != SCALE else ""

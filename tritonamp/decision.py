@@ -46,6 +46,7 @@ class Decision:
         self._verdict = scale.new_zeros(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
+        self._judged: dict[MasterWeights, tuple[Tensor, Tensor]] = {}  # statistics of what was unscaled since
         self._before: list[tuple[Tensor, Tensor]] = []
         self._backend = backend
 
@@ -56,7 +57,9 @@ class Decision:
             return
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
-        decide(*self._stats([weights]), flag, flag, self.scale, None, None, rule, None, verdict, self._backend)
+        stats = self._stats_of(weights)
+        decide(*stats, flag, flag, self.scale, None, None, rule, None, verdict, self._backend)
+        self._remember([weights], [stats])
         earlier = self._found_earlier
         self._found_earlier = verdict[0] if earlier is None else torch.maximum(earlier, verdict[0])
         weights.unscale_(verdict[2])
@@ -76,12 +79,8 @@ class Decision:
             ranks: take part in it.
             undoable: ``unmake`` may follow. In eager torch it always may; kernels are not followed by copies for it.
         """
-        if self.unmade and any(weights.scaled_by is not self for weights in self.feeds):
-            self._swap()  # some have been unscaled meanwhile: there is nothing left to judge, the answer stands
-            log.decided(self.scaler.rule, batches)
-            self.made = True
-            return
-        amax, square_sum = self._stats(self.feeds)
+        stats = [self._stats_of(weights) for weights in self.feeds]
+        amax, square_sum = self._joined(stats)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
         record = log.record([weights.parameters() for weights in self.feeds], self.scale.device, ranks.members)
@@ -90,8 +89,8 @@ class Decision:
             amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])
             flag.copy_(agreed)  # a scaler that the user drives has the same flag
         if (undoable or not DECIDE.runs_triton(self._backend, self.scale.device)) and not ranks.several:
-            moves = [*self.scaler.scale_state, record.numbers, flag]
-            self._before = [(tensor, tensor.clone()) for tensor in moves]
+            self._before = [(tensor, tensor.clone()) for tensor in (*self.scaler.scale_state, record.numbers)]
+            self._remember(self.feeds, stats)
         moves_in_two = self.automatic and self.scaler.backoff_on_fault  # the record hears of a fault
         state = self.scaler.scale_state if self.automatic and not moves_in_two else None
         rule = self.scaler.rule
@@ -109,29 +108,30 @@ class Decision:
 
     def unmake(self, log: SkipLog) -> None:
         """What ``make`` moved goes back, where it noted how things were. ``make`` may follow again."""
-        self._swap()
-        if self.made and self._before:
+        before, self._before = self._before, []
+        for tensor, value in before:
+            tensor.copy_(value)
+        if self.made and before:
             log.take_back()
             self.made, self.unmade = False, True
 
-    def _swap(self) -> None:
-        now = [(tensor, tensor.clone()) for tensor, _ in self._before]
-        for tensor, before in self._before:
-            tensor.copy_(before)
-        self._before = now
+    def _remember(self, feeds: Iterable[MasterWeights], stats: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """The kernels write the next ones to the same memory."""
+        for weights, (amax, square_sum) in zip(feeds, stats, strict=True):
+            self._judged[weights] = amax.clone(), square_sum.clone()
 
-    def _stats(self, feeds: Iterable[MasterWeights]) -> tuple[Tensor, Tensor]:
-        """Of all gradients that carry this decision's scale; magnitudes by parameter, 0 for the others."""
-        device = self.scale.device
-        stats = [self._stats_of(weights) for weights in feeds] or [(torch.zeros(0, device=device),) * 2]
+    def _joined(self, stats: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if len(stats) == 1:
             return stats[0]
-        return torch.cat([amax for amax, _ in stats]), torch.cat([square_sum for _, square_sum in stats])
+        empty = torch.zeros(0, device=self.scale.device)
+        return torch.cat([empty, *(amax for amax, _ in stats)]), torch.cat([empty, *(squares for _, squares in stats)])
 
     def _stats_of(self, weights: MasterWeights) -> tuple[Tensor, Tensor]:
+        """Of the gradients that carry or carried this decision's scale: magnitudes by parameter, sums of squares."""
         device = self.scale.device
         if weights.scaled_by is not self:
-            return torch.zeros(len(weights.parameters()), device=device), torch.zeros(0, device=device)
+            none = torch.zeros(len(weights.parameters()), device=device), torch.zeros(0, device=device)
+            return self._judged.get(weights, none)
         amax, square_sum = grad_stats(weights.lists(), device, self._backend)
         if not weights.sparse:
             return amax, square_sum

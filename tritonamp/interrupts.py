@@ -33,6 +33,7 @@ class Uninterrupted:
 
     def __exit__(self, *exception: Any) -> None:
         if self._handler is not None:
-            _signal.signal(_SIGINT, self._handler)
+            if _signal.getsignal(_SIGINT) == self._keep:  # else somebody has put another one there since
+                _signal.signal(_SIGINT, self._handler)
             if self._arrived is not None:
                 self._handler(_SIGINT, self._arrived)

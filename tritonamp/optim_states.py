@@ -1,6 +1,6 @@
 """Loading the state of an optimizer: what torch would round, what apex counts by group, and what does not fit."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ def load_state(
     Raises:
         ValueError: it is no state of such an optimizer over such parameters; nothing was changed then.
     """
+    if not isinstance(state_dict, Mapping):
+        check_state(optimizer, state_dict, adam)
     taken: list[dict[str, Any]] = []  # what the user's own hooks make of it
 
     def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +35,8 @@ def load_state(
         load(state_dict)
     finally:
         handle.remove()
-    keep_fp32_state(optimizer, taken[0])
+    if taken:  # else the optimizer has a way of its own
+        keep_fp32_state(optimizer, taken[0])
 
 
 def check_state(optimizer: Optimizer, state_dict: Any, adam: bool) -> None:
@@ -53,9 +56,10 @@ def check_state(optimizer: Optimizer, state_dict: Any, adam: bool) -> None:
     problems = [f"the parameter groups have no {', '.join(missing)}"] * bool(missing)
     problems += ["bias_correction=False, which is FusedAdam's"] * (not corrected)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    for (number, stepped), param in zip(_numbered(groups), params, strict=True):
-        state = state_dict["state"].get(number, {})
-        problems += _problems(state, stepped, param, f"state {number}: ")
+    states = state_dict["state"]
+    numbered = [(number, _counts_steps(group, states)) for group in groups for number in group["params"]]
+    for (number, stepped), param in zip(numbered, params, strict=True):
+        problems += _problems(states.get(number, {}), stepped, param, f"state {number}: ")
     if problems:
         more = f" and {len(problems) - 5} more" * (len(problems) > 5)
         raise ValueError(
@@ -64,9 +68,9 @@ def check_state(optimizer: Optimizer, state_dict: Any, adam: bool) -> None:
         )
 
 
-def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[tuple[int, bool]]:
-    """The saved number of each parameter, and whether its steps are counted by group, as apex's FusedAdam does."""
-    return [(number, "step" in group) for group in groups for number in group["params"]]
+def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether the steps are counted by group, as apex's FusedAdam does."""
+    return "step" in group and not any("step" in states.get(number, {}) for number in group["params"])
 
 
 def _problems(state: Mapping[str, Any], stepped: bool, param: Tensor, where: str) -> Iterator[str]:
@@ -82,11 +86,11 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
     """``state_dict`` with the step counts of apex's FusedAdam, which has one for each group, at the parameters."""
     state, groups = dict(state_dict["state"]), []
     for group in state_dict["param_groups"]:
-        for number in group["params"] if "step" in group else ():
-            if number in state:
-                step = torch.as_tensor(group["step"], dtype=torch.float32).reshape(()).clone()
-                state[number] = {**state[number], "step": step}
-        groups.append({key: value for key, value in group.items() if key != "step"})
+        if _counts_steps(group, state_dict["state"]):
+            step = torch.as_tensor(group["step"], dtype=torch.float32).reshape(())
+            state |= {number: {**state[number], "step": step.clone()} for number in group["params"] if number in state}
+            group = {key: value for key, value in group.items() if key != "step"}
+        groups.append(group)
     return {**state_dict, "state": state, "param_groups": groups}
 
 

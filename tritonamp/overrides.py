@@ -54,6 +54,7 @@ class _Registration:
 
     Attributes:
         marks: what kind of forward autograd's nodes come from, beginning with the node of that sequence number.
+            They count the nodes of one thread: two that train under different policies must not checkpoint at once.
     """
 
     def __init__(self) -> None:
@@ -70,10 +71,12 @@ class _Registration:
 
     def origin(self, node: Any) -> _Kind | None:
         """The kind of forward that a node of autograd was made in; the latest, of one from a backward's thread."""
-        if not self.marks:
+        marks = list(self.marks)  # another thread may add to it
+        if not marks:
             return None
-        made = [] if node is None else [mark for mark in self.marks if mark[0] <= node._sequence_nr()]
-        return max(reversed(made), key=lambda mark: mark[0], default=self.marks[-1])[1]
+        number = -1 if node is None else node._sequence_nr()
+        made = [mark for mark in marks if mark[0] <= number]
+        return max(reversed(made), key=lambda mark: mark[0], default=marks[-1])[1]
 
 
 _active = _Active()

@@ -48,7 +48,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: the ranks that train one model together, as for ``DistributedDataParallel``; they agree on what
             each has seen by one all-reduce of two numbers for each optimizer. None: where there are several processes,
             skips and scale follow the gradients alone, which DDP has reduced, and the losses, which differ from rank to
-            rank, are not looked at. Has no effect under ``tritonamp.enable``, which knows the ranks.
+            rank, are not looked at. Has no effect under ``tritonamp.enable``, which knows the ranks. Pickles and deep
+            copies are without it.
 
     Raises:
         ValueError: bounds that contradict one another.

@@ -244,11 +244,13 @@ class Stepper:
         before = _versions(optimizer)
         try:
             base_step(optimizer)
-        finally:
-            if _versions(optimizer) != before:  # what it has done, be it a part, stays as in torch
+        except BaseException:
+            if _versions(optimizer) != before:  # the part that it has done stays, as in torch
                 w.write_back(self._backend)
                 self._leave(w, decisions)
-        self._leave(w, decisions)  # there may have been no gradients
+            raise
+        w.write_back(self._backend)
+        self._leave(w, decisions)
 
     def _decide(
         self, w: MasterWeights, decisions: list[Decision], undoable: bool = False

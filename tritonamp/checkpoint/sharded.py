@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+import torch
+
 from tritonamp.checkpoint import durable, restoring
 from tritonamp.checkpoint.agreement import gather, on_all_ranks
 from tritonamp.checkpoint.content import collect, find_tensors, key_of, with_lists
@@ -76,9 +78,9 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
         tensors = {key_of(path): tensor for path, tensor in find_tensors(states).items()}
         distributed.read(found.files, found.metadata, tensors, call)
         with on_all_ranks(call):
-            for name, value in objects.items():
-                if value is not None:
-                    value.load_state_dict(states[name])
+            given = [(name, value) for name, value in objects.items() if value is not None]
+            for name, value in sorted(given, key=lambda item: not isinstance(item[1], torch.nn.Module)):
+                value.load_state_dict(states[name])  # models first: optimizers look at their parameters
     finally:
         found.files.close()
     return {name: state for name, state in states.items() if name not in objects}

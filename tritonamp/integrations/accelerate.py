@@ -148,4 +148,6 @@ class _SavedWithScaler:
         self._scaler = amp.scaler
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_scaler":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._scaler, name)

@@ -16,11 +16,13 @@ def fed_by(loss: Tensor, params: Mapping[Optimizer, Sequence[Tensor]]) -> list[O
     say, as under FSDP2. One optimizer costs nothing, several a walk over the graph on the host."""
     if len(params) == 1:
         return list(params)
-    leaves, seen, todo = set(), set(), [loss.grad_fn]
+    leaves, seen, todo = set[object](), set[object](), [loss.grad_fn]
     while todo:
         function = todo.pop()
         if function is not None and function not in seen:
             seen.add(function)
             leaves.add(getattr(function, "variable", None))
             todo += [following for following, _ in function.next_functions]
+    if any(type(function).__name__ == "CheckpointFunctionBackward" for function in seen):  # reentrant: hides its part
+        return list(params)
     return [o for o, own in params.items() if not leaves.isdisjoint(own)] or list(params)

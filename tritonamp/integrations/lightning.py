@@ -40,7 +40,7 @@ class MixedPrecision(Precision):
         self._settings = settings
         self._module: nn.Module | None = None  # while it is enabled
         self._params: dict[Optimizer, list[Tensor]] = {}  # the model's, in the order of the masters
-        self._unscaled: set[Optimizer] = set()  # between backward and step
+        self._unscaled: set[Optimizer] = set()  # since the last backward
 
     # the run
 
@@ -95,6 +95,7 @@ class MixedPrecision(Precision):
     ) -> None:
         """``model.backward`` of the scaled loss, for the optimizers that are not toggled off."""
         feeds = [o for o in fed_by(tensor, self._params) if any(master.requires_grad for master in params_of(o))]
+        self._unscaled.difference_update(feeds)
         with self._toggled_off(), self._enabled().scale_loss(tensor, feeds) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
@@ -106,9 +107,11 @@ class MixedPrecision(Precision):
         grads = {p: p.grad for p, master in pairs if p.requires_grad and not master.requires_grad}
         for p in grads:
             p.grad = None
-        yield
-        for p, grad in grads.items():
-            p.grad = grad
+        try:
+            yield
+        finally:
+            for p, grad in grads.items():
+                p.grad = grad
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -121,7 +124,6 @@ class MixedPrecision(Precision):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)
         optimizer.step(**kwargs)
-        self._unscaled.discard(optimizer)
         return closure_result
 
     def clip_gradients(
