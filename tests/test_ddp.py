@@ -261,7 +261,9 @@ def heals(order: str) -> dict[str, Any]:
         amp.backward(loss_of(model(x)))
         stepper.step()
         stepper.zero_grad()
-    found = {**outcome(net, stepper, amp), "healed": amp.stats()["healed"]}
+        if step == 2:  # one fault seen, by rank 1
+            counted = amp.state_dict()["faults"]
+    found = {**outcome(net, stepper, amp), "healed": amp.stats()["healed"], "counted": counted}
     found["dtype"] = str(net.first.weight.dtype)
     amp.unheal("")
     amp.disable()
@@ -273,6 +275,7 @@ def test_all_ranks_heal_what_one_has_found(pair: Pair, order: str) -> None:
     first, second = heals(pair, order=order)
     assert first == second
     assert (first["skipped"], first["healed"], first["dtype"]) == (2, [""], "torch.float32")
+    assert sum(first["counted"]["by_module"].values()) == first["counted"]["seen"] == 1
 
 
 # Wrapping and unwrapping

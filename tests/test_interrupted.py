@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
+from tritonamp import overrides
 from tritonamp.kernels import _launch
 from tritonamp.optim import AdamSteps
 from tritonamp.testing import compile_failure
@@ -262,6 +263,23 @@ def test_other_decisions_between_a_failed_step_and_its_repetition(device: torch.
     assert (stats["scale"], stats["growth_tracker"]) == (2.0**9 if overflow else 2.0**10, 2 if overflow else 4)
 
 
+@pytest.mark.parametrize(
+    ("level", "kind"), [("O2", torch.optim.SGD), ("O2", torch.optim.Adagrad), ("O3", torch.optim.SGD)]
+)
+def test_fused_steps_of_torch_are_seen(device: torch.device, level: str, kind: Any) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = kind(model.parameters(), lr=0.5, fused=True)
+    amp = tritonamp.enable(model, optimizer, level=level, loss_scale=2.0**8 if level == "O2" else 1.0)
+    before = model.weight.detach().clone()
+    amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
+    optimizer.step()
+    halves = [p.detach().clone() for p in model.parameters()]
+    stored = list(model.state_dict().values())
+    amp.disable()
+    assert not torch.equal(halves[0], before)
+    assert same([value.half() for value in stored], halves)
+
+
 class WritesToData(torch.optim.Optimizer):
     """As older code does; the versions of the parameters stay."""
 
@@ -431,6 +449,7 @@ def interrupt(*args):
 
 run, undisturbed = make(*sys.argv[1:]), make(*sys.argv[1:])
 signal.signal(signal.SIGALRM, interrupt)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 step(*run, 0); step(*undisturbed, 0)
 draw, done, interrupted = random.Random(0), 1, 0
 while interrupted < 40:
@@ -461,6 +480,40 @@ def test_ctrl_c_at_any_time(level: str, optimizer: str, tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.startswith("interrupted 40 ")
+
+
+@pytest.mark.parametrize("where", ["enter", "leave"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_ctrl_c_while_autocast_is_entered_or_left(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, where: str, outer: bool
+) -> None:
+    run = start("O1", "AdamW")
+    kind = run.device.type
+
+    def now() -> list[Any]:
+        dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, overrides.active()]
+
+    real = torch.autocast
+
+    class Interrupted(real):  # type: ignore[misc, valid-type]
+        def __enter__(self) -> Any:
+            super().__enter__()
+            if where == "enter":
+                raise KeyboardInterrupt
+
+        def __exit__(self, *exception: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with torch.autocast(kind, dtype=torch.bfloat16, enabled=outer):
+        before = now()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "autocast", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run.loss(0)
+        assert now() == before
 
 
 def test_the_handler_of_ctrl_c_is_left_as_it_was(start: Callable[..., Run]) -> None:

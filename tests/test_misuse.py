@@ -282,3 +282,22 @@ def test_moved_after_enable(run: Any) -> None:
     with pytest.raises(RuntimeError, match=r"is on cuda:0, its FP32 master on cpu: move the model .* before"):
         optimizer.step()
     model.cpu()
+
+
+def test_a_loop_of_torchs_goes_on_after_it_caught_the_error(device: torch.device) -> None:
+    model = nn.Linear(4, 3).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level="O1", on_nonfinite="raise")
+    errors = 0
+    for i in range(4):
+        loss = model(torch.ones(2, 4, device=device)).mean() * (float("nan") if i == 1 else 1.0)
+        optimizer.zero_grad()
+        amp.scaler.scale(loss).backward()
+        try:
+            amp.scaler.step(optimizer)
+            amp.scaler.update()
+        except tritonamp.NonFiniteError:
+            errors += 1
+    stats = amp.stats()
+    amp.disable()
+    assert (errors, stats["steps"], stats["skipped"]) == (1, 3, 1)

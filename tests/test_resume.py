@@ -389,3 +389,44 @@ def test_a_loss_before_loading_does_not_count_after(device: torch.device) -> Non
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(param, torch.full_like(param, 0.5))
+
+
+@pytest.mark.parametrize("fields", [{"level": "O3"}, {"level": "O2", "keep_norms_fp32": False, "op_policy": False}])
+def test_running_statistics_in_half(device: torch.device, fields: dict[str, Any]) -> None:
+    """batch_norm writes to them without telling anybody."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).to(device)
+    amp = tritonamp.enable(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
+    model(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)).to(device))
+    running = [model[1].running_mean.clone(), model[1].running_var.clone()]
+    state = model.state_dict()
+    amp.disable()
+    after = [model[1].running_mean, model[1].running_var]
+    assert running[0].dtype is torch.float16 and running[0].any()
+    for half, stored, put_back in zip(running, [state["1.running_mean"], state["1.running_var"]], after, strict=True):
+        assert torch.equal(half.float(), stored) and torch.equal(stored, put_back)
+
+
+def test_the_gradients_of_the_last_good_step_are_remembered(device: torch.device) -> None:
+    """A NaN far above them is a backward fault, where a first step would let the scale find its level."""
+    causes: list[str | None] = []
+    state: dict[str, Any] = {}
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        amp = tritonamp.enable(model, optimizer, scaler=tritonamp.GradScaler(device.type, init_scale=2.0))
+        if resumed:
+            amp.load_state_dict(state)
+        else:
+            amp.backward(model(torch.ones(2, 4, device=device)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            state = amp.state_dict()
+            assert amp.stats()["grad_norm"] > 0
+        assert amp.state_dict() == state
+        amp.backward(model(torch.ones(2, 4, device=device)).mean())
+        model.weight.grad.fill_(torch.nan)
+        optimizer.step()
+        causes.append(amp.history[-1].cause)
+        amp.disable()
+    assert causes == ["backward fault"] * 2

@@ -18,6 +18,7 @@ from tritonamp.replay import BatchGoneError, Snapshot
 logger = logging.getLogger("tritonamp")
 
 HISTORY = 1000  # steps
+_KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
 _LONG_RUN = 8  # skips in a row that are worth a warning
 
 
@@ -74,7 +75,7 @@ class SkipLog:
         self._names = dict(names())
         self._ranks: Sequence[int] = ()  # whose magnitudes come before those by name
         self._limit, self._speaks = torch.finfo(dtype).max, speaks
-        self._loaded = [0.0, 0.0, 0.0]
+        self._loaded = [0.0] * _KEPT
         self._numbers: Tensor | None = None  # see kernels.decide.Record
         self._places: dict[tuple[int, ...], Tensor] = {}  # by the ids of a decision's lists of parameters
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
@@ -187,7 +188,7 @@ class SkipLog:
         return find_cause(skip, list(_data(enclosed.batches)), self._ask_tensors())
 
     def _values(self) -> list[float]:
-        return [*self._loaded, *[0.0] * (RECORD - 3)] if self._numbers is None else self._numbers.tolist()
+        return [*self._loaded, *[0.0] * (RECORD - _KEPT)] if self._numbers is None else self._numbers.tolist()
 
     def counts(self) -> tuple[int, int, int]:
         """Decisions that were clean, scale overflows, forward faults. Reads the device."""
@@ -206,14 +207,19 @@ class SkipLog:
             "grad_norm": values[NORM],
         }
 
-    def load_counts(self, counts: tuple[int, int, int]) -> None:
-        """Continues counting from a checkpoint."""
+    def last_good(self) -> tuple[float, float]:
+        """Norm and largest magnitude of the gradients of the last step that was not skipped. Reads the device."""
+        values = self._values()
+        return values[NORM], values[AMAX]
+
+    def load_counts(self, counts: tuple[int, int, int], last_good: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Continues from a checkpoint."""
         self.collect(wait=True)
-        self._loaded = [float(n) for n in counts]
-        self._known = list(self._loaded)
+        self._loaded = [float(n) for n in (*counts, *last_good)]
+        self._known = self._loaded[:3]
         self._run.clear()
         if self._numbers is not None:
-            self._numbers[:3] = torch.tensor(self._loaded, dtype=torch.float64)
+            self._numbers[:_KEPT] = torch.tensor(self._loaded, dtype=torch.float64)
 
     def finding(self) -> Finding | None:
         """The cause of the last skip; None: no step was skipped. Reads the device."""

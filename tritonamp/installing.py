@@ -154,8 +154,9 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
         precision.precise.push()
     if precision.ranks is not None:
         precision.ranks.look()
-    forwards = precision.forwards
-    snapshot = None if forwards is None or torch.compiler.is_compiling() else forwards.before(module, args, kwargs)
+    forwards, compiling = precision.forwards, torch.compiler.is_compiling()
+    snapshot = None if forwards is None or compiling else forwards.before(module, args, kwargs)
+    around = None if compiling or not precision.autocast else overrides.Surroundings.now(precision.device_type)
     try:
         if module._tritonamp_fp32:
             output = _fp32_forward(module, forward, bound, args, kwargs)
@@ -166,6 +167,8 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
     except BaseException:
         if snapshot is not None:
             forwards.failed(snapshot)
+        if around is not None:
+            around.restore()
         raise
     output = output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
     if snapshot is not None:

@@ -123,6 +123,35 @@ def leave() -> None:
         _registration.mark(stack[-1][0])
 
 
+class Surroundings(NamedTuple):
+    """What a forward changes in its thread while it runs: the stack of ``enter``, and torch's autocast."""
+
+    depth: int
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+    nesting: int
+
+    @classmethod
+    def now(cls, device_type: str) -> "Surroundings":
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return cls(len(_active.stack), device_type, enabled, dtype, torch.is_autocast_cache_enabled(), nesting)
+
+    def restore(self) -> None:
+        """After a Ctrl-C, which may have come while they were being changed."""
+        del _active.stack[self.depth :]
+        torch.set_autocast_enabled(self.device_type, self.enabled)
+        torch.set_autocast_dtype(self.device_type, self.dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        for _ in range(Surroundings.now(self.device_type).nesting - self.nesting):
+            torch.autocast_decrement_nesting()
+        if self.nesting == 0:
+            torch.clear_autocast_cache()
+
+
 def active() -> Forward | None:
     """What ops of this thread follow now, or None outside enabled forwards."""
     stack = _active.live()

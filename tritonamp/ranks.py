@@ -176,11 +176,11 @@ class Ranks:
         earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
         return Evidence(torch.cat([mine.amax, silent.expand(len(self.members))]), mine.square_sum, silent, earlier)
 
-    def union(self, names: Sequence[str]) -> list[str]:
-        """What the ranks name, each once, in one order on all of them. Waits for all ranks."""
-        lists: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(lists, list(names), group=self._group)
-        return list(dict.fromkeys(name for several in lists for name in several))
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has given, in one order on all of them. Waits for all ranks."""
+        values: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
         """DDP gave all ranks the parameters of one; that one's FP32 values must follow."""

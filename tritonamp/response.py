@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,14 @@ class Response:
         """The reverse; of an empty one, a new beginning."""
         self._in_a_row, self._seen = state.get("in_a_row", 0), state.get("seen", 0)
         self._faults = Counter(state.get("by_module", {}))
+
+    def share(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes over what any rank has counted; ``states`` are those of all, this one's among them."""
+        by_module = Counter[str]()
+        for state in states:
+            by_module |= Counter(state["by_module"])
+        largest = {name: max(state[name] for state in states) for name in ("in_a_row", "seen")}
+        self.load_state({**largest, "by_module": by_module})
 
     def _answer(self) -> None:
         finding = self._log.finding()

@@ -354,7 +354,7 @@ class Amp:
     def state_dict(self) -> dict[str, Any]:
         """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a resume needs."""
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
-        faults = self._response.state()
+        faults = {**self._response.state(), "last_good": list(self._log.last_good())}
         return AmpState(scalers, self._log.counts(), self.policy.loss_scale, self._healing.names, faults).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -373,7 +373,7 @@ class Amp:
             self._scalers = kept | {i: self.scaler.clone() for i in state.scalers.keys() - kept.keys()}
             for loss_id, scaler_state in state.scalers.items():
                 self._scalers[loss_id].load_state_dict(scaler_state)
-        self._log.load_counts(state.counts)
+        self._log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._response.load_state(state.faults)
 
     def steps_state(self) -> Any:
@@ -425,11 +425,14 @@ class Amp:
 
 
 def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
-    """What ``Stepper`` does about a decision; what one rank heals, all do."""
+    """What ``Stepper`` does about a decision; what one rank counts or heals, all do."""
     before = list(healing.names)
     response(skipped)
-    if skipped and healing.policy.on_nonfinite == "heal" and ranks.several:
-        healing.load(ranks.union(healing.names))
+    if skipped and healing.policy.on_nonfinite in ("explain", "heal") and ranks.several:
+        found = ranks.gather((healing.names, response.state()))
+        healing.load(list(dict.fromkeys(name for names, _ in found for name in names)))
+        healers = [state for names, state in found if names != before]
+        response.share(healers or [state for _, state in found])
     if healing.names != before:
         ranks.rebuild()
 

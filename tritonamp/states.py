@@ -20,7 +20,7 @@ class AmpState(NamedTuple):
         counts: decisions by outcome.
         loss_scale: of the policy.
         healed: names of modules.
-        faults: what ``Response`` counts.
+        faults: what ``Response`` counts, and the gradients of the last good step, which faults are told by.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -70,7 +70,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpS
     if _OWN <= keys <= _OWN | _SINCE and all(map(_is_scaler, state_dict["loss_scalers"].values())):
         scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
         clean, overflow, fault = state_dict["counts"]
-        healed, faults = list(state_dict.get("healed", [])), state_dict.get("faults", {})
+        healed, faults = list(state_dict.get("healed") or []), dict(state_dict.get("faults") or {})
         return AmpState(scalers, (clean, overflow, fault), state_dict["loss_scale"], healed, faults)
     if _is_scaler(state_dict):
         scalers = {0: state_dict}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.decision import Decision
-from tritonamp.diagnostics import SkipLog
+from tritonamp.diagnostics import NonFiniteError, SkipLog
 from tritonamp.forwards import Forwards
 from tritonamp.installing import base_class, base_step
 from tritonamp.masters import MasterWeights
@@ -212,8 +212,16 @@ class Stepper:
             for decision in decisions:
                 if not decision.reported:
                     decision.reported = True
-                    self._respond(bool(decision.found_inf))
+                    self._answer(decision, by_scaler)
         return decisions[0].found_inf if len(decisions) == 1 else torch.stack([d.found_inf for d in decisions]).amax()
+
+    def _answer(self, decision: Decision, by_scaler: bool) -> None:
+        try:
+            self._respond(bool(decision.found_inf))
+        except NonFiniteError:
+            if by_scaler:  # whose ``update`` the error keeps from being called
+                decision.scaler.update()
+            raise
 
     def _fused_step(self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]) -> None:
         steps = self._adam.get(optimizer)
@@ -249,6 +257,8 @@ class Stepper:
                 w.write_back(self._backend)
                 self._leave(w, decisions)
             raise
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)  # torch's fused steps and writes to ``.data`` do not
         w.write_back(self._backend)
         self._leave(w, decisions)
 

@@ -27,7 +27,13 @@ def gather(value: Any) -> list[Any]:
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    try:
+        dist.all_gather_object(values, value)
+    except RuntimeError as error:  # also where this met a collective of another kind
+        raise RuntimeError(
+            "the other ranks did not answer: save, save_sharded and load_sharded are called on every rank, not under "
+            f"`if rank == 0` ({error})"
+        ) from error
     return values
 
 

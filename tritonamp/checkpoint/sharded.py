@@ -62,7 +62,8 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
     one on all ranks, with a RuntimeWarning naming both.
     Raises, before anything is changed, FileNotFoundError (neither exists), RuntimeError saying what is wrong with each
     (neither is usable), NotADirectoryError (a file), ValueError listing names or keys that are only on one side, or
-    other shapes. An error on one rank is raised there, and on the others as a RuntimeError with its text.
+    other shapes; what an object's own `load_state_dict` raises comes after models have been read. An error on one rank
+    is raised there, and on the others as a RuntimeError with its text.
     """
     from tritonamp.checkpoint import distributed, manifest  # import a second's worth of torch
 
