@@ -88,8 +88,8 @@ class FaultInjector:
             except (tritonamp.testing.InjectedError, torch.OutOfMemoryError):
                 pass
             optimizer.zero_grad()
-        skipped = [record.step for record in amp.history if record.cause]
-        assert skipped == [fault.step for fault in injector.injected if fault.causes]
+        skipped = {record.step for record in amp.history if record.cause}
+        assert {fault.step for fault in injector.injected if fault.causes} <= skipped  # the scale may skip, too
 
     Works by hooks, which are there inside of ``step`` only. The same seed gives the same faults; torch's random numbers
     are left alone.
