@@ -267,6 +267,11 @@ def test_other_decisions_between_a_failed_step_and_its_repetition(device: torch.
     ("level", "kind"), [("O2", torch.optim.SGD), ("O2", torch.optim.Adagrad), ("O3", torch.optim.SGD)]
 )
 def test_fused_steps_of_torch_are_seen(device: torch.device, level: str, kind: Any) -> None:
+    alone = nn.Parameter(torch.ones(4, 4, device=device).half())
+    alone.grad = torch.ones_like(alone)
+    torch.optim.SGD([alone], lr=0.5, fused=True).step()
+    if level == "O3" and (alone == 1).all():
+        pytest.skip("on the CPU, torch 2.11's fused SGD leaves half parameters as they are")
     model = nn.Linear(4, 4, device=device)
     optimizer = kind(model.parameters(), lr=0.5, fused=True)
     amp = tritonamp.enable(model, optimizer, level=level, loss_scale=2.0**8 if level == "O2" else 1.0)

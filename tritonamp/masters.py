@@ -53,8 +53,11 @@ class PreciseValues:
         """The FP32 value, brought up to date in place."""
         i = self._places[half]
         known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
-        if not known or not isinstance(half, torch.nn.Parameter):  # batch_norm writes to buffers unseen
+        if not known:
             self._update(i)
+        elif not isinstance(half, torch.nn.Parameter):  # batch_norm writes to buffers unseen
+            self._update(i)
+            self._value_versions[i] = self._values[i]._version  # it is the half one that was written to
         return self._values[i]
 
     def refresh(self) -> None:

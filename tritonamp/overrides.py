@@ -134,12 +134,14 @@ class Surroundings(NamedTuple):
     nesting: int
 
     @classmethod
+    @undivided
     def now(cls, device_type: str) -> "Surroundings":
         nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(len(_active.stack), device_type, enabled, dtype, torch.is_autocast_cache_enabled(), nesting)
 
+    @undivided
     def restore(self) -> None:
         """After a Ctrl-C, which may have come while they were being changed."""
         del _active.stack[self.depth :]
