@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import shutil
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -633,7 +634,8 @@ def calls(tmp_path: Path, before: int) -> list[str]:
 
 def in_place(log: list[str], at: int, before: int) -> bool:
     """Whether the new one has its name: DCP renames its metadata, then come ours."""
-    return log[: at - 1].count("rename") >= 1 + {0: 1, 1: 3, 2: 3}[before]
+    by_dcp = sys.version_info >= (3, 11)  # older pathlib took hold of os.rename when it was imported
+    return log[: at - 1].count("rename") >= by_dcp + {0: 1, 1: 3, 2: 3}[before]
 
 
 def test_content_is_on_the_disk_before_it_gets_the_name_and_the_name_before_save_returns(tmp_path: Path) -> None:
