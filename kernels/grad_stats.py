@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
-from tritonamp.kernels._multi_tensor import TensorLists, chunk_bounds, element_pointer, shipped_lists
+from tritonamp.kernels._multi_tensor import (
+    TensorLists,
+    chunk_bounds,
+    element_pointer,
+    shipped_lists,
+)
 
 _WARPS = 4
 _VECTORS = 4  # of 16 bytes that a thread waits for

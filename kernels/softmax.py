@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
-from tritonamp.kernels._lines import MAX_VECTOR, Tiling, column_offsets, line_offsets, power_of_two, tiling
+from tritonamp.kernels._lines import (
+    MAX_VECTOR,
+    Tiling,
+    column_offsets,
+    line_offsets,
+    power_of_two,
+    tiling,
+)
 
 PER_THREAD = 32  # elements that a thread holds
 MAX_REGISTERS = 64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter; triton.jit asks for it where a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tritonamp import overrides
+from tritonamp.casts import dispatch
 from tritonamp.kernels import _launch
 
 if _launch.INTERPRETED and _launch.triton_version() < "3.7":
@@ -36,10 +36,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _seeds_and_leaks() -> Iterator[None]:
-    registered_before = overrides.is_registered()
+    registered_before = dispatch.is_registered()
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
-    if overrides.is_registered() and not registered_before:  # only the test that leaked fails, not all after it
+    if dispatch.is_registered() and not registered_before:  # only the test that leaked fails, not all after it
         gc.collect()  # an enabled model in a reference cycle is not a leak
-        assert not overrides.is_registered(), "this test left an enabled model behind: call amp.disable()"
+        assert not dispatch.is_registered(), "this test left an enabled model behind: call amp.disable()"

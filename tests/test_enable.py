@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp import overrides
+from tritonamp.casts import dispatch
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 
@@ -136,8 +136,8 @@ def test_copies_and_pickles_behave_like_the_original(handles: Any, device: torch
     copy_alone = copies["deepcopy"]
     assert copy_alone(x).dtype == torch.float32  # a copy outlives the original
     # nobody owns the table that the copy brought back
-    overrides.acquire({})
-    overrides.release()
+    dispatch.acquire({})
+    dispatch.release()
 
 
 def test_schedulers_made_before_and_after(handles: Any, device: torch.device) -> None:
@@ -388,7 +388,7 @@ def test_dropped_without_disable(device: torch.device) -> None:
     model, optimizer, x = make(device)
     tritonamp.enable(model, optimizer, level="O2")  # the handle is not kept
     assert model(x).dtype == torch.float32
-    assert overrides.is_registered()
+    assert dispatch.is_registered()
     del model, optimizer
     gc.collect()
     assert dispatch_tables() == tables
@@ -419,7 +419,7 @@ def test_forward_in_another_thread(handles: Any, device: torch.device) -> None:
     thread.start()
     thread.join()
     assert torch.equal(results[0], expected)
-    assert overrides.active_policy() is None
+    assert dispatch.active_policy() is None
 
 
 def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.device) -> None:
@@ -427,7 +427,7 @@ def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.
     handles(model, level="O1")
     with pytest.raises(RuntimeError):
         model(x[:, :, :2])
-    assert overrides.active_policy() is None
+    assert dispatch.active_policy() is None
     assert not torch.is_autocast_enabled(device.type)
 
 
@@ -538,7 +538,7 @@ def test_compiled_model(handles: Any, device: torch.device) -> None:
         expected = model(x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
-        assert overrides.active_policy() is None
+        assert dispatch.active_policy() is None
 
 
 def test_enabling_a_compiled_wrapper_enables_the_original(handles: Any, device: torch.device) -> None:

@@ -20,24 +20,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "tests", "bench"}
 
-COMMANDS = {"__main__", "demo", "doctor"}
-PARTS = {  # packages of the core, and what they may know beside themselves
-    "checkpoint": [],
-    "replay": ["tritonamp.kernels", "tritonamp.policy"],
-    "forecast": ["tritonamp"],  # runs models as a user does, on FP32 values
-}
-PIECES = {  # files of one concept, and what they may know beside kernels and policy
-    "optim": ["tritonamp.masters", "tritonamp.optim_states"],
-    "overrides": ["tritonamp.op_table"],
-}
-PART_FILES = sorted(path for part in PARTS for path in (PACKAGE / part).glob("*.py"))
-CORE_FILES = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in {"__init__", *COMMANDS})
-RUNTIME = """
-    checks user_functions diagnostics forwards sharding installing ranks decision stepping healing response states
-    runtime
-""".split()  # one job in parts, in import order
-MIDDLE_FILES = [path for path in CORE_FILES if path.stem not in {"policy", *RUNTIME}]
-ENTRY_FILES = sorted({*PACKAGE.rglob("*.py")} - {*CORE_FILES, *PART_FILES, PACKAGE / "__init__.py"})
+# A room is a package or a file directly in tritonamp/, and kernels/. Each knows only rooms of earlier tiers.
+TIERS = [
+    "kernels policy",
+    "functional readback scaler",
+    "casts checkpoint diagnosis distributed step",
+    "amp_state checks optim",
+    "runtime",
+    "forecast",
+    "__init__",
+    "apex commands demo integrations testing",
+    "__main__",
+]
+TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms.split()}
+SIDEWAYS = {  # arrows within a tier that are still there
+    ("casts", "step"), ("diagnosis", "casts"), ("distributed", "casts"), ("distributed", "step"),
+    ("step", "casts"), ("step", "diagnosis"), ("step", "distributed"), ("step", "optim"),
+    ("demo", "commands"), ("commands", "demo"),
+}  # fmt: skip
+PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"}
+FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
 OP_FILES = [path for path in KERNEL_FILES if not path.name.startswith("_")]
 
@@ -48,10 +50,20 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_core_file = pytest.mark.parametrize("path", [*CORE_FILES, *PART_FILES], ids=shown)
-each_part_file = pytest.mark.parametrize("path", PART_FILES, ids=shown)
-each_middle_file = pytest.mark.parametrize("path", MIDDLE_FILES, ids=shown)
-each_entry_file = pytest.mark.parametrize("path", ENTRY_FILES, ids=shown)
+def room(name: str) -> str:
+    """The room of a module, given its dotted name."""
+    parts = [*name.split("."), "__init__"]
+    return parts[1] if parts[1] in TIER else "__init__"
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=shown)
+each_core_file = pytest.mark.parametrize(
+    "path", [p for p in FILES if room(f"tritonamp.{p.relative_to(PACKAGE).parts[0].removesuffix('.py')}") not in
+             PUBLIC_ONLY], ids=shown
+)
+each_entry_file = pytest.mark.parametrize(
+    "path", [p for p in FILES if p.relative_to(PACKAGE).parts[0].removesuffix(".py") in PUBLIC_ONLY], ids=shown
+)
 each_kernel_file = pytest.mark.parametrize("path", KERNEL_FILES, ids=shown)
 each_op_file = pytest.mark.parametrize("path", OP_FILES, ids=shown)
 
@@ -120,43 +132,31 @@ def test_core_needs_only_torch(path: Path) -> None:
     assert foreign_roots(path) <= {"torch"}, "Triton and every hardware question belong in kernels/"
 
 
-def test_policy_imports_nothing_of_ours() -> None:
-    assert not list(our_imports(PACKAGE / "policy.py"))
+def test_every_room_has_a_tier() -> None:
+    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} | {"kernels"}
+    assert rooms == set(TIER)
+    assert len(rooms) < 30
 
 
-@each_middle_file
-def test_middle_imports_kernels_and_policy_only(path: Path) -> None:
-    allowed = ["tritonamp.kernels", "tritonamp.policy"]
-    allowed += PIECES.get(path.stem, [])
-    wrong = [name for name in our_imports(path) if not is_in(name, *allowed)]
-    assert not wrong, "what two of these files share is passed as arguments by runtime.py"
-
-
-@pytest.mark.parametrize("name", RUNTIME)
-def test_runtime_knows_the_middle_and_never_the_reverse(name: str) -> None:
-    earlier = [f"tritonamp.{part}" for part in ["policy", "kernels", *RUNTIME[: RUNTIME.index(name)]]]
-    allowed = [*earlier, *(module_name(path) for path in MIDDLE_FILES), "tritonamp.replay"]
-    assert not [imported for imported in our_imports(PACKAGE / f"{name}.py") if not is_in(imported, *allowed)]
-
-
-@each_part_file
-def test_parts_know_what_is_below_them(path: Path) -> None:
-    part = path.parent.name
-    assert not [name for name in our_imports(path) if not is_in(name, f"tritonamp.{part}", *PARTS[part])]
-    assert not [name for name in our_imports(path) if is_in(name, "tritonamp.apex", "tritonamp.demo")]
+@each_file
+def test_rooms_know_earlier_tiers_only(path: Path) -> None:
+    own = room(module_name(path))
+    known = {room(name) for name in our_imports(path)} - {own}
+    assert not {r for r in known if TIER[r] >= TIER[own] and (own, r) not in SIDEWAYS}
 
 
 @each_entry_file
 def test_entry_points_use_public_names(path: Path) -> None:
     """The commands and the drop-in show that the public names are enough."""
-    group = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    neighbours = COMMANDS if group in COMMANDS else {group}
+    neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {room(module_name(path))}
     allowed = ["tritonamp.kernels._launch", *(f"tritonamp.{name}" for name in neighbours)]
     wrong = [name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)]
     attributes = {
         node.attr
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tritonamp"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "tritonamp"
     }
     assert not wrong
     assert attributes <= {*tritonamp.__all__, "kernels", "__doc__", "__version__"}

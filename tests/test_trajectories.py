@@ -449,7 +449,7 @@ def test_compiled(device: torch.device, level: str, mode: str) -> None:
 # CUDA graphs
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU; see also test_step_in_use.py")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU; see also test_in_use.py")
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_captured_training_step(level: str, max_norm: float | None) -> None:

@@ -57,9 +57,9 @@ class Pair:
 
     def _start(self) -> None:
         self._starts += 1
-        root = str(Path(tritonamp.__file__).parent.parent)
+        paths = [str(Path(tritonamp.__file__).parent.parent), str(Path(__file__).parent)]
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-        environment = {**os.environ, **on_cpu, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        environment = {**os.environ, **on_cpu, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
         for rank in range(RANKS):
             command = [sys.executable, "-W", "error", self._file, str(self._folder / f"store{self._starts}"), str(rank)]
             pipe = subprocess.PIPE

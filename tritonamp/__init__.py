@@ -2,12 +2,19 @@
 
 from tritonamp import functional as functional
 from tritonamp import optim as optim
+from tritonamp.casts.user_functions import disable_casts as disable_casts
+from tritonamp.casts.user_functions import float_function as float_function
+from tritonamp.casts.user_functions import half_function as half_function
+from tritonamp.casts.user_functions import promote_function as promote_function
+from tritonamp.casts.user_functions import register_float_function as register_float_function
+from tritonamp.casts.user_functions import register_half_function as register_half_function
+from tritonamp.casts.user_functions import register_promote_function as register_promote_function
 from tritonamp.checkpoint import RNGState as RNGState
 from tritonamp.checkpoint import load as load
 from tritonamp.checkpoint import load_sharded as load_sharded
 from tritonamp.checkpoint import save as save
 from tritonamp.checkpoint import save_sharded as save_sharded
-from tritonamp.diagnostics import NonFiniteError as NonFiniteError
+from tritonamp.diagnosis.log import NonFiniteError as NonFiniteError
 from tritonamp.forecast import Forecast as Forecast
 from tritonamp.forecast import check as check
 from tritonamp.kernels._launch import UnsupportedDeviceError as UnsupportedDeviceError
@@ -19,13 +26,6 @@ from tritonamp.policy import Policy as Policy
 from tritonamp.runtime import Amp as Amp
 from tritonamp.runtime import enable as enable
 from tritonamp.scaler import GradScaler as GradScaler
-from tritonamp.user_functions import disable_casts as disable_casts
-from tritonamp.user_functions import float_function as float_function
-from tritonamp.user_functions import half_function as half_function
-from tritonamp.user_functions import promote_function as promote_function
-from tritonamp.user_functions import register_float_function as register_float_function
-from tritonamp.user_functions import register_half_function as register_half_function
-from tritonamp.user_functions import register_promote_function as register_promote_function
 
 __version__ = "0.1.0"
 

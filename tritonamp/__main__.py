@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import tritonamp
-from tritonamp import demo, doctor
+from tritonamp import demo
+from tritonamp.commands import doctor
 
 RETURNS = "(model, optimizer, batch), (model, optimizer, batch, loss_fn), or (model, batch); batch is a tuple of inputs"
 
@@ -73,7 +74,7 @@ def _check(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     if args.policy is not None:
         args.policy.write_text(forecast.policy.to_json() + "\n")
     if args.picture is not None:
-        from tritonamp.demo.ranges import save_picture  # here, because matplotlib is an extra
+        from tritonamp.commands.ranges import save_picture  # here, because matplotlib is an extra
 
         save_picture(forecast, args.picture)
     return 1 if forecast.problems else 0

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.adamw import AdamLists, AdamRule, adamw
-from tritonamp.masters import PreciseValues
-from tritonamp.optim_states import load_state
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.step.masters import PreciseValues
+from tritonamp.step.state_loading import load_state
 
 __all__ = ["Adam", "AdamW"]
 

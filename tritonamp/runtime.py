@@ -13,23 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp import functional, installing, overrides, user_functions
-from tritonamp.casting import cast_model, flatten_rnns, fp32_modules, set_data
+from tritonamp import functional
+from tritonamp.amp_state import AmpState, parse_state
+from tritonamp.casts import dispatch, enabled_module, user_functions
+from tritonamp.casts.enabled_module import EnabledModule, EnabledOptimizer, Fp32Module, Precision
+from tritonamp.casts.healing import Healing
+from tritonamp.casts.model import cast_model, flatten_rnns, fp32_modules, set_data
 from tritonamp.checks import check_models, check_optimizers, check_scaler
-from tritonamp.diagnostics import SkipLog, StepRecord
-from tritonamp.forwards import Forwards
-from tritonamp.healing import Healing
-from tritonamp.installing import EnabledModule, EnabledOptimizer, Fp32Module, Precision
+from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.log import SkipLog, StepRecord
+from tritonamp.diagnosis.response import Response
+from tritonamp.distributed.fsdp import check_sharding, local
+from tritonamp.distributed.ranks import Ranks
 from tritonamp.kernels import _launch
-from tritonamp.masters import MasterWeights, PreciseValues
-from tritonamp.optim_states import settle_state
 from tritonamp.policy import Policy, resolve
-from tritonamp.ranks import Ranks
-from tritonamp.response import Response
 from tritonamp.scaler import GradScaler
-from tritonamp.sharding import check_sharding, local
-from tritonamp.states import AmpState, parse_state
-from tritonamp.stepping import Stepper
+from tritonamp.step.masters import MasterWeights, PreciseValues
+from tritonamp.step.state_loading import settle_state
+from tritonamp.step.stepper import Stepper
 
 logger = logging.getLogger("tritonamp")
 T = TypeVar("T")
@@ -150,8 +151,8 @@ class Amp:
             functools.partial(_respond, self._response, self._healing, self._ranks), around_step,
         )
         for optimizer in optimizers:
-            installing.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
-        overrides.acquire(functional.RULES)
+            enabled_module.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
+        dispatch.acquire(functional.RULES)
         user_functions.acquire()
         # at disable(), or when the last enabled model is gone without it
         self._release = weakref.finalize(self._precision, _release)
@@ -398,7 +399,7 @@ class Amp:
             weights.refresh()
             if self.policy.scales_loss and not weights.unscaled:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
-            installing.uninstall(optimizer, "_stepper")
+            enabled_module.uninstall(optimizer, "_stepper")
             weights.give_back()
             settle_state(optimizer)
         self._ranks.part()
@@ -451,17 +452,17 @@ def _tensors(models: list[nn.Module]) -> dict[Tensor, str]:
 
 
 def _release() -> None:
-    overrides.release()
+    dispatch.release()
     user_functions.release()
 
 
 def _install_model(model: nn.Module, precision: Precision) -> None:
     for inner in fp32_modules(model, precision.policy):
-        installing.install(inner, Fp32Module, _tritonamp=precision)
-    installing.install(model, EnabledModule, _tritonamp=precision)
+        enabled_module.install(inner, Fp32Module, _tritonamp=precision)
+    enabled_module.install(model, EnabledModule, _tritonamp=precision)
 
 
 def _uninstall_model(model: nn.Module) -> None:
     for module in model.modules():
-        if installing.is_installed(module):
-            installing.uninstall(module, "_tritonamp")
+        if enabled_module.is_installed(module):
+            enabled_module.uninstall(module, "_tritonamp")

@@ -10,7 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.conftest import assert_within, backward_and_error, softmax_and_error, sum_and_error, ulp
+from tests.kernels.conftest import (
+    assert_within,
+    backward_and_error,
+    softmax_and_error,
+    sum_and_error,
+    ulp,
+)
 from tritonamp.kernels.reduce import sum
 from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
 

@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Trains, prints the table, saves the picture, or tells a story; exits with a message when it cannot."""
     _require_extras()
-    from tritonamp.demo import compare, stories  # here, because they import the packages just looked for
+    from tritonamp.demo import (  # here, because they import the packages just looked for
+        compare,
+        stories,
+    )
 
     if args.story is None:
         compare.compare(args)

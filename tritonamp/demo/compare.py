@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data, memory
 from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
-from tritonamp.demo.table import table
 from tritonamp.demo.train import Run, Task, criterion, train
 
 WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs

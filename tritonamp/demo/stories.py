@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tritonamp.commands.table import table
 from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.sides import Setting, Story, power_of_two
-from tritonamp.demo.table import table
 from tritonamp.demo.too_large import attention, bad_batches, masked
 from tritonamp.demo.too_small import lost_updates, vanishing
 

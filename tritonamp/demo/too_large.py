@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.demo import data
-from tritonamp.demo.sides import Experiment, Outcome, Setting, Story, power_of_two, train_torch, train_tritonamp
+from tritonamp.demo.sides import (
+    Experiment,
+    Outcome,
+    Setting,
+    Story,
+    power_of_two,
+    train_torch,
+    train_tritonamp,
+)
 
 PIXEL_MAX = 255.0
 BAD_BATCHES = 40  # every second one, until there were so many

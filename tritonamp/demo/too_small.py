@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tritonamp.demo import data
-from tritonamp.demo.sides import Experiment, Outcome, Setting, Story, power_of_two, train_torch, train_tritonamp
+from tritonamp.demo.sides import (
+    Experiment,
+    Outcome,
+    Setting,
+    Story,
+    power_of_two,
+    train_torch,
+    train_tritonamp,
+)
 
 Train = Callable[[Experiment, Setting], Outcome]
 Rows = dict[str, dict[str, float]]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp import optim
-from tritonamp.casting import NORMS, fp32_modules
+from tritonamp.casts.model import NORMS, fp32_modules
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf, rounds_to_zero
 from tritonamp.policy import HALF_DTYPES, Policy

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from tritonamp.casting import cast_tree, from_half
+from tritonamp.casts.model import cast_tree, from_half
+from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Note, Place, Record, Recorder, record_of
 from tritonamp.forecast.unrounded import Unrounded, magnitudes, values_of
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.runtime import enable
-from tritonamp.user_functions import disable_casts
 
 _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 

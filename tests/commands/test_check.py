@@ -1,0 +1,148 @@
+"""``python -m tritonamp check``: what it prints, writes and returns."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+
+import tritonamp
+from tritonamp.__main__ import main
+
+FACTORIES = textwrap.dedent(
+    """
+    import torch
+    from torch import nn
+
+    class Square(nn.Module):
+        def forward(self, x):
+            return x * x
+
+    def clean():
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+        return model, torch.optim.AdamW(model.parameters()), (torch.ones(4, 16),)
+
+    def faulty():
+        model = nn.Sequential(nn.Linear(16, 16), Square(), nn.LayerNorm(16), nn.Linear(16, 8))
+        return model, torch.optim.AdamW(model.parameters()), (3e3 * torch.ones(4, 16),), lambda y: y.square().sum()
+
+    def without_optimizer():
+        return nn.Linear(16, 8), (torch.ones(4, 16),)
+
+    def fails():
+        return nn.Linear(16, 8), (torch.ones(4, 5),)
+
+    def raises():
+        raise KeyError("weights.pt")
+
+    def number():
+        return 3
+
+    def swapped():
+        return (torch.ones(4, 16),), nn.Linear(16, 8)
+
+    constant = 3
+    """
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def factories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("factories")
+    (folder / "check_factories.py").write_text(FACTORIES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # where a user runs the command
+        yield folder
+
+
+def run(capsys, *arguments):
+    status = main(["check", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "status"), [("clean", 0), ("without_optimizer", 0), ("faulty", 1)])
+def test_text_and_status(capsys, name, status):
+    got, text = run(capsys, f"check_factories:{name}")
+    assert got == status
+    assert text.startswith("nothing found: ") == (status == 0)
+    assert ("1 (check_factories.py:7), overflow: mul gives" in text) == (status == 1)
+
+
+def test_level_and_dtype(capsys):
+    assert run(capsys, "check_factories:faulty", "--dtype", "bfloat16")[0] == 0
+    status, text = run(capsys, "check_factories:faulty", "--level", "O0")
+    assert (status, text) == (0, "nothing found: Sequential in FP32 throughout\n")
+
+
+def test_json(capsys):
+    status, text = run(capsys, "check_factories:faulty", "--json")
+    plain = json.loads(text)
+    assert status == 1
+    assert plain["findings"][0]["where"] == "1"
+    assert plain["policy"]["fp32_modules"] == ["1"]
+
+
+def test_the_policy_can_be_read_and_used(capsys, tmp_path):
+    run(capsys, "check_factories:faulty", "--policy", tmp_path / "policy.json")
+    policy = tritonamp.Policy.from_json((tmp_path / "policy.json").read_text())
+    assert policy.fp32_modules == ("1",)
+    import check_factories
+
+    model, optimizer, (x,), loss_fn = check_factories.faulty()
+    amp = tritonamp.enable(model, optimizer, policy=policy, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**6))
+    amp.backward(loss_fn(model(x)))
+    optimizer.step()
+    assert amp.stats()["steps"] == 1
+    amp.disable()
+
+
+@pytest.mark.parametrize("name", ["clean", "faulty"])
+def test_picture(capsys, tmp_path, name):
+    run(capsys, f"check_factories:{name}", "--picture", tmp_path / "range.png")
+    assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_bars_of_the_picture():
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from tritonamp.commands import ranges
+
+    shares = ranges._exponents([{-30: 1, 0: 2}, {0: 1, 17: 4}])
+    assert shares == {-30: 12.5, 0: 37.5, 17: 50.0}
+    axes: Axes = Figure().subplots()
+    ranges._draw(axes, "values", shares, ranges.VALUES, [-25, -14, 16])
+    assert [bar.get_height() for bar in axes.patches[-3:]] == [12.5, 37.5, 50.0]
+    assert axes.get_title(loc="right") == "become zero 12.5 %   lose bits 0 %   overflow 50.0 %"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check_factories"], "got 'check_factories', allowed is module:factory"),
+        (["no_such_module:make"], "cannot import 'no_such_module': ModuleNotFoundError"),
+        (["check_factories:nothing"], "has no function 'nothing'; it has Square, clean, faulty"),
+        (["check_factories:constant"], "has no function 'constant'"),
+        (["check_factories:raises"], "check_factories:raises raised KeyError: 'weights.pt'"),
+        (["check_factories:number"], r"returned int, allowed is (model, optimizer, batch)"),
+        (["check_factories:swapped"], "returned a tuple of tuple, Linear"),
+        (["check_factories:fails"], "failed in the dry run, in FP32"),
+        (["check_factories:clean", "--picture", "range.jpg"], "needs a name that ends in .png"),
+        (["check_factories:clean", "--policy", "nowhere/policy.json"], "there is no folder nowhere"),
+        (["check_factories:clean", "--level", "O9"], "invalid choice: 'O9'"),
+    ],
+)
+def test_usage(capsys, arguments, message):
+    with pytest.raises(SystemExit) as raised:
+        main(["check", *arguments])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_is_left_on_the_path():
+    import sys
+
+    before = list(sys.path)
+    main(["check", "check_factories:clean"])
+    assert sys.path == before
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,79 @@
+import platform
+
+import pytest
+import torch
+
+import tritonamp
+from tritonamp.__main__ import main
+from tritonamp.commands import doctor
+from tritonamp.kernels import _launch
+
+
+@pytest.fixture
+def report(capsys):
+    """The lines that ``python -m tritonamp doctor`` prints."""
+    assert main(["doctor"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def _rows(report, first_word):
+    return [line for line in report if line.split()[:1] == [first_word]]
+
+
+@pytest.mark.parametrize(
+    ("what", "version"),
+    [
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("triton", _launch.triton_version() or "cannot be imported"),
+        ("CUDA", torch.version.cuda or "none"),
+    ],
+)
+def test_versions(report, what, version):
+    (row,) = _rows(report, what)
+    assert row.split(maxsplit=1)[1].startswith(version)
+
+
+@pytest.mark.parametrize("operation", doctor.OPERATIONS)
+def test_every_operation_has_a_backend_and_a_reason(report, operation):
+    rows = _rows(report, operation)
+    assert len(rows) == len(doctor._devices())
+    for row, device in zip(rows, doctor._devices(), strict=True):
+        assert row.split(maxsplit=2) == list(doctor._operation(operation, device))
+
+
+def test_cpu_is_eager_because_it_is_no_gpu():
+    expected = ("softmax", "eager", "cpu is not an NVIDIA GPU")
+    assert doctor._operation("softmax", torch.device("cpu")) == expected
+
+
+def test_operation_without_a_kernel_is_eager_where_triton_runs(monkeypatch):
+    backend = _launch.Backend("triton", "it can", "auto")
+    monkeypatch.setattr(_launch, "choose_backend", lambda requested, device: backend)
+    monkeypatch.setattr(_launch, "TRITON_OPS", frozenset({"softmax"}))
+    device = torch.device("cuda")
+    assert doctor._operation("softmax", device) == ("softmax", "triton", "it can")
+    assert doctor._operation("adamw", device) == ("adamw", "eager", "no Triton kernel in this version")
+
+
+@pytest.mark.parametrize(("level", "dtype"), doctor.TRIALS)
+def test_every_level_works_on_cpu(level, dtype):
+    works = doctor._trial(level, dtype, torch.device("cpu"))[2]
+    scaled = dtype is torch.float16 and level in ("O1", "O2")
+    assert works == f"works, loss scale {65536 if scaled else 1}"
+
+
+def test_a_level_that_does_not_work_gives_the_reason(monkeypatch):
+    def check_dtype(dtype, device):
+        raise tritonamp.UnsupportedDeviceError("dtype=torch.bfloat16 needs compute capability 8.0")
+
+    monkeypatch.setattr(tritonamp, "enable", lambda *args, dtype, **kwargs: check_dtype(dtype, None))
+    trial = doctor._trial("O1", torch.bfloat16, torch.device("cpu"))
+    assert trial == ("O1", "bfloat16", "no: dtype=torch.bfloat16 needs compute capability 8.0")
+
+
+def test_no_command_prints_the_commands(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "demo" in printed
+    assert "doctor" in printed

@@ -1,0 +1,143 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tritonamp.__main__ import main
+from tritonamp.commands.table import table
+from tritonamp.demo import LEVELS, data, memory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads():
+    """The demo trains in one thread; the tests after these get theirs back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """(table rows as lists of words, picture) of a run too short to learn anything."""
+    picture = tmp_path_factory.mktemp("demo") / "curves.png"
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda *values: printed.append(" ".join(map(str, values))))
+        assert main(["demo", "--steps", "5", "--device", "cpu", "--quiet", "--output", str(picture)]) == 0
+    rows = [line.split() for line in "\n".join(printed).splitlines()]
+    assert any(str(picture) in row for row in rows)
+    return [row for row in rows if row[:1] in (["digits"], ["chars"]) and row[1] in LEVELS], picture
+
+
+def test_table_has_every_model_at_every_level(short_run):
+    rows, _ = short_run
+    assert [row[:2] for row in rows] == [[model, level] for model in ("digits", "chars") for level in LEVELS]
+
+
+def test_steps_taken_and_skipped_are_the_steps_asked_for(short_run):
+    for row in short_run[0]:
+        steps, skipped, scale, backend = row[-4:]
+        assert int(steps) + int(skipped) == 5
+        assert float(scale) >= 1
+        assert backend == "eager"
+
+
+def test_picture_is_a_png(short_run):
+    assert short_run[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_o1_and_o2_follow_o0(short_run):
+    scores = {tuple(row[:2]): float(row[3] if row[0] == "digits" else row[4]) for row in short_run[0]}
+    for level in ("O1", "O2"):
+        assert scores["chars", level] == pytest.approx(scores["chars", "O0"], rel=0.01)
+
+
+def test_one_level_in_bfloat16(tmp_path, capsys):
+    picture = tmp_path / "one.png"
+    options = ["--level", "O2", "--dtype", "bfloat16", "--steps", "1", "--seed", "3", "--device", "cpu"]
+    assert main(["demo", *options, "--output", str(picture)]) == 0
+    printed = capsys.readouterr()
+    rows = [line.split()[:2] for line in printed.out.splitlines() if " O" in line]
+    assert rows == [["digits", "O2"], ["chars", "O2"]]
+    assert "chars O2" in printed.err  # the progress bar
+    assert picture.exists()
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit, match=r'the demo needs scikit-learn: pip install "tritonamp\[demo\]"'):
+        main(["demo"])
+
+
+def test_missing_corpus_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(SystemExit, match=r"reads the text of pydoc_data\.topics"):
+        data.python_documentation()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu"])
+def test_device_that_is_not_there(device):
+    with pytest.raises(SystemExit, match=rf"--device {device}: allowed on this machine are cpu"):
+        main(["demo", "--device", device])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", "0", "got 0, allowed are 1 and more"),
+        ("--output", "curves.xyz", "got curves.xyz, allowed is a .png file in a folder that exists"),
+        ("--output", "no/such/folder/a.png", "got no/such/folder/a.png, allowed is a .png file"),
+        ("--level", "O9", "invalid choice: 'O9'"),
+    ],
+)
+def test_bad_option(option, value, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", option, value])
+    assert message in capsys.readouterr().err
+
+
+def test_import_does_not_load_the_demo():
+    code = "import sys, tritonamp; sys.exit(any(name.startswith('tritonamp.demo') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_digits_are_split_in_halves_once():
+    split = data.digits()
+    assert split.x.shape == (899, 1, 8, 8)
+    assert split.test_x.shape == (898, 1, 8, 8)
+    assert torch.equal(split.x, data.digits().x)
+
+
+def test_characters_predict_the_next():
+    split, vocabulary = data.characters()
+    for x, y in ((split.x, split.y), (split.test_x, split.test_y)):
+        assert torch.equal(x[0, 1:], y[0, :-1])
+        assert x.max() < vocabulary
+
+
+def test_batches_repeat_with_the_seed():
+    split = data.digits()
+    first, again, other = (
+        [y.tolist() for _, y in data.batches(split, 8, 3, seed, torch.device("cpu"))] for seed in (0, 0, 1)
+    )
+    assert len(first) == 3
+    assert first == again != other
+
+
+def test_cpu_memory_counts_every_kind_once():
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parameter = gradient = moment = 4 * 4 * 4
+    step, saved_input = 4, 2 * 4 * 4
+    counted = memory.peak(torch.device("cpu"), model, optimizer, lambda: model(x).sum().backward())
+    assert counted == parameter + gradient + 2 * moment + step + saved_input
+
+
+def test_table_aligns_columns():
+    assert table(("a", "bb"), [("long", "1"), ("x", "")]).splitlines() == ["a     bb", "--------", "long  1", "x"]

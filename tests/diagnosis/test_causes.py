@@ -1,0 +1,306 @@
+"""Each skipped step gets its cause, with names; clean steps cost nothing; a healthy run raises no alarm."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.diagnosis.causes import CAUSES
+from tritonamp.diagnosis.log import SkipLog
+from tritonamp.kernels.decide import RECORD
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Run:
+    def __init__(self, device: torch.device, **fields: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.amp = tritonamp.enable(self.model, self.optimizer, **{"level": "O2", **fields})
+        self.x = torch.randn(6, 8, device=device)
+
+    def step(self, x: Tensor | None = None, factor: float = 1.0, spoil: Callable[[Net], Any] | None = None) -> None:
+        loss = self.model(self.x if x is None else x).square().mean() * factor
+        self.amp.backward(loss)
+        if spoil is not None:
+            spoil(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def start(device: torch.device) -> Iterator[Callable[..., Run]]:
+    runs = []
+
+    def make(**fields: Any) -> Run:
+        runs.append(Run(device, **fields))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        if run.amp._enabled:
+            run.amp.disable()
+
+
+def fill(value: float) -> Callable[[Net], Any]:
+    return lambda model: model.body[0].weight.grad.fill_(value)
+
+
+def test_data(start: Callable[..., Run]) -> None:
+    run = start()
+    x = run.x.clone()
+    x[4, 1] = INF
+    x[2, 0] = NAN
+    run.step()
+    run.step(x)
+    run.step()
+    one, two, three = run.amp.history
+    assert (one.cause, two.cause, three.cause) == (None, "data", None)
+    assert "input 0: inf or NaN in sample(s) 2, 4 of shape (6, 8)" in two.detail
+    assert run.amp.stats()["scale"] == 2.0**16
+
+
+def test_a_batch_that_was_written_to_since_is_not_blamed(start: Callable[..., Run]) -> None:
+    run = start()
+    x = run.x.clone()
+    run.amp.backward(run.model(x).sum() * INF)
+    x.fill_(NAN)  # a loader that reuses its buffer
+    run.optimizer.step()
+    assert run.amp.history[-1].cause == "forward fault"
+    assert "Look in the batch, the model" in run.amp.explain()
+
+
+def test_forward_fault(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step(factor=NAN)
+    assert run.amp.history[-1].cause == "forward fault"
+    assert "and the input batch was not" in run.amp.explain()
+
+
+def test_bad_parameters_since_when(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step()
+    with torch.no_grad():
+        run.model.head.bias[1] = NAN
+    for _ in range(3):
+        run.step()
+    causes = [(record.step, record.cause, record.parameters) for record in run.amp.history]
+    assert causes == [(1, None, ()), *((i, "bad parameters", ("head.bias",)) for i in (2, 3, 4))]
+    assert "1 parameter(s) of the model were inf or NaN already, seen since step 2: head.bias" in run.amp.explain()
+
+
+def test_scale_overflow_and_what_it_leaves(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step(spoil=fill(INF))
+    assert run.amp.history[-1] == run.amp.history[-1]._replace(
+        step=1, cause="scale overflow", scale=2.0**16, grad_norm=None, parameters=("body.0.weight",)
+    )
+    run.step()
+    assert run.amp.history[-1].scale == 2.0**15
+    assert run.amp.history[-1].grad_norm == run.amp.stats()["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "value", "cause"),
+    [
+        ({"loss_scale": 1.0}, INF, "backward fault"),
+        ({"dtype": torch.bfloat16}, NAN, "backward fault"),
+        ({"loss_scale": 4.0}, INF, "scale exhausted"),
+        ({"scaler": tritonamp.GradScaler("cpu", init_scale=2.0, min_scale=2.0)}, NAN, "scale exhausted"),
+        ({"scaler": tritonamp.GradScaler("cpu", init_scale=0.5, min_scale=0.25)}, INF, "backward fault"),
+        ({"scaler": tritonamp.GradScaler("cpu", init_scale=2.0)}, NAN, "scale overflow"),
+    ],
+    ids=str,
+)
+def test_gradients_that_no_scale_helps(
+    start: Callable[..., Run], device: torch.device, fields: dict[str, Any], value: float, cause: str
+) -> None:
+    run = start(**fields)
+    run.step(spoil=fill(value))
+    assert run.amp.history[-1].cause == cause
+    assert "body.0.weight" in run.amp.explain()
+
+
+@pytest.mark.parametrize(("value", "cause"), [(NAN, "backward fault"), (INF, "scale overflow")])
+def test_a_nan_out_of_nothing_is_no_matter_of_the_scale(start: Callable[..., Run], value: float, cause: str) -> None:
+    """The gradients of the steps before are far from what the format holds."""
+    run = start(scaler=tritonamp.GradScaler("cpu", init_scale=16.0))
+    run.step()
+    run.step(spoil=fill(value))
+    assert run.amp.history[-1].cause == cause
+
+
+def test_all_causes_are_reached_above() -> None:
+    reached = {"data", "forward fault", "bad parameters", "scale overflow", "backward fault", "scale exhausted"}
+    assert set(CAUSES) == reached
+
+
+def test_calibration_is_quiet_and_a_long_run_is_said_once(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for i in range(12):
+            run.step(spoil=fill(INF) if i else None)
+        run.step()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "8 of 9 steps skipped, the last 8 of them in a row. The last skipped step was a scale ov" in warnings[0]
+    assert len([m for m in caplog.messages if "scale overflow" in m]) == 11
+
+
+def test_no_false_alarm_in_a_thousand_steps(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    run = start(scaler=tritonamp.GradScaler("cpu", init_scale=2.0**24, growth_interval=40))
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        for _ in range(1000):
+            run.step()
+    assert caplog.messages == []
+    causes = {record.cause for record in run.amp.history}
+    assert causes == {None, "scale overflow"}, "the scale grows until it overflows, again and again"
+    assert run.amp.stats()["last_skip_reason"] == "scale overflow"
+
+
+def test_history_is_bounded(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    assert run.amp.history == []
+    assert run.amp._log.history.maxlen == 1000
+    run.amp._log.history = type(run.amp._log.history)(maxlen=3)
+    for _ in range(5):
+        run.step()
+    assert [record.step for record in run.amp.history] == [3, 4, 5]
+
+
+def test_micro_batches_are_looked_at_too(start: Callable[..., Run]) -> None:
+    run = start()
+    bad = run.x.clone()
+    bad[5, 7] = NAN
+    for x in (run.x, bad, run.x):
+        run.amp.backward(run.model(x).square().mean())
+    run.optimizer.step()
+    assert run.amp.history[-1].cause == "data"
+    assert "sample(s) 5" in run.amp.explain()
+
+
+def test_the_batch_is_let_go_when_its_decision_is_known(start: Callable[..., Run], device: torch.device) -> None:
+    run = start()
+    batches = [torch.randn(2, 8, device=device) for _ in range(3)]
+    refs = [weakref.ref(x) for x in batches]
+    for x in batches:
+        run.step(x)
+    run.step()
+    run.amp.stats()
+    del batches, x
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_the_rank_is_named(start: Callable[..., Run], caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    run = start()
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        run.step(factor=NAN)
+        run.step()
+    assert caplog.messages[0].startswith("rank 3: 1 of 1 steps skipped. ")
+
+
+def test_what_was_noted_stays_with_its_names_and_ranks(device: torch.device) -> None:
+    first, second = nn.Linear(2, 1, device=device), nn.Linear(3, 1, device=device)
+    known = {first.weight: "first.weight", first.bias: "first.bias"}
+    log = SkipLog(lambda: known, dict, torch.float16)
+    params = [first.weight, first.bias]
+    alone = log.record([params], device)
+    alone.numbers[RECORD:] = torch.tensor([1.0, 2.0])
+    paired = log.record([params], device, [4, 6])
+    assert paired.numbers[RECORD:].tolist() == [0.0, 0.0, 1.0, 2.0]
+    assert paired.places.tolist() == [2, 3, 0, 1]  # of the two ranks, behind the two parameters
+    paired.numbers[RECORD:] = torch.tensor([5.0, 6.0, 1.0, 2.0])
+    known[second.weight] = "second.weight"
+    grown = log.record([[*params, second.weight]], device, [4, 6])
+    assert grown.numbers[RECORD:].tolist() == [5.0, 6.0, 1.0, 2.0, 0.0]
+    assert grown.places.tolist() == [3, 4, 0, 1, 2]
+
+
+def test_running_statistics_that_a_bad_batch_left_behind(device: torch.device) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    for bad in (True, False):
+        x = torch.randn(8, 4, device=device)
+        x[3, 1] = INF if bad else 0.0
+        amp.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [record.cause for record in amp.history] == ["data", None], "statistics of its own serve a training forward"
+    assert "Running statistics are inf or NaN, too, and stay so until reset_running_stats()" in amp.explain()
+    assert "0.running_mean, 0.running_var" in amp.explain()
+    amp.disable()
+
+
+def test_parameters_that_come_later_do_not_disturb_a_skip_on_its_way(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step(factor=NAN)  # its numbers are still on their way
+    run.model.extra = nn.Linear(16, 4).to(run.x.device)
+    run.optimizer.add_param_group({"params": run.model.extra.parameters()})
+    run.step()
+    assert [record.cause for record in run.amp.history] == ["forward fault", None]
+
+
+def test_calibration_does_not_count_as_bad_parameters(start: Callable[..., Run]) -> None:
+    run = start()
+    for _ in range(3):
+        run.step(spoil=fill(INF))
+    with torch.no_grad():
+        run.model.head.bias[1] = NAN
+    for _ in range(2):
+        run.step()
+    assert "seen since step 4: head.bias" in run.amp.explain()
+
+
+def test_a_mask_in_a_buffer_is_no_fault(start: Callable[..., Run]) -> None:
+    run = start()
+    run.model.register_buffer("mask", torch.full((2, 2), -INF, device=run.x.device))
+    run.step(factor=NAN)
+    assert run.amp.history[-1].cause == "forward fault"
+    assert "mask" not in run.amp.explain().replace("masked", "")
+
+
+def test_without_an_optimizer_no_batch_is_held(device: torch.device) -> None:
+    model = nn.Linear(4, 2).to(device)
+    amp = tritonamp.enable(model, level="O1")
+    x = torch.ones(1, 4, device=device)
+    ref = weakref.ref(x)
+    model(x)
+    del x
+    assert ref() is None
+    amp.disable()
+
+
+def test_gradients_that_another_loss_has_joined_are_named(device: torch.device) -> None:
+    """The first loss's were unscaled, with their inf, before the second loss's came on top."""
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    x = torch.ones(2, 4, device=device)
+    amp.backward(model(x).square().mean() * 1e8, loss_id=0)
+    amp.backward(model(x).square().mean(), loss_id=1)
+    optimizer.step()
+    first = amp.history[0]
+    amp.disable()
+    assert (first.cause, first.parameters) == ("scale overflow", ("weight", "bias"))
+    assert "2 parameter(s) were not: weight (inf), bias (inf)." in first.detail

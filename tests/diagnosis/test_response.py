@@ -1,0 +1,304 @@
+"""What follows a skip: the operation is named, the module healed, the error raised; and nothing else changes."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2)
+        return scores.softmax(-1) @ self.v(x)
+
+
+class Net(nn.Module):
+    """Its scores leave float16 on inputs of a few hundred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x).mean(1))
+
+
+class Flat(nn.Module):
+    """The same, all in the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2)
+        return self.head((scores.softmax(-1) @ self.v(x)).mean(1))
+
+
+class Run:
+    def __init__(self, device: torch.device, model: type[nn.Module] = Net, **fields: Any) -> None:
+        torch.manual_seed(0)
+        self.model = model().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        fields = {"scaler": tritonamp.GradScaler(device.type, init_scale=16.0), **fields}
+        self.amp = tritonamp.enable(self.model, self.optimizer, **fields)
+        self.device = device
+
+    def loss(self, i: int, size: float = 600.0) -> Tensor:
+        torch.manual_seed(i)
+        x, y = torch.randn(8, 5, 16, device=self.device) * size, torch.randint(0, 4, (8,), device=self.device)
+        return nn.functional.cross_entropy(self.model(x), y)
+
+    def step(self, i: int, size: float = 600.0) -> float:
+        loss = self.loss(i, size)
+        self.amp.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+@pytest.fixture
+def start(device: torch.device) -> Iterator[Callable[..., Run]]:
+    runs = []
+
+    def make(**fields: Any) -> Run:
+        runs.append(Run(device, **fields))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        if run.amp._enabled:
+            run.amp.disable()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_explain_names_the_operation(start: Callable[..., Run], caplog: Any, level: str) -> None:
+    run = start(level=level, on_nonfinite="explain")
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        run.step(0)
+    (text,) = caplog.messages
+    assert text.startswith("The last skipped step was a forward fault")
+    assert "matmul overflow, forward: attention, op matmul at " in text and "test_response.py" in text
+    assert "scores = self.q(x) @ self.k(x).transpose(-1, -2)" in text
+    assert run.amp.explain() == text
+    run.step(1, size=1.0)
+    assert run.amp.explain() == text
+    assert run.amp.stats()["healed"] == []
+
+
+def test_the_replay_disturbs_nothing(start: Callable[..., Run]) -> None:
+    """With and without it a run ends in the same bits."""
+    ends = []
+    for mode in ("skip", "explain"):
+        run = start(level="O2", on_nonfinite=mode)
+        for i in range(6):
+            run.step(i, size=600.0 if i == 2 else 1.0)
+        ends.append([p.clone() for p in run.amp.master_params()] + [torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_replay_on_request(start: Callable[..., Run]) -> None:
+    run = start(level="O2")
+    assert run.amp.explain(replay=True) == "No step was skipped."
+    run.step(0)
+    assert "op matmul" not in run.amp.explain()
+    assert "matmul overflow, forward: attention, op matmul" in run.amp.explain(replay=True)
+    text = run.amp.explain(replay=lambda: run.loss(0))
+    assert "matmul overflow, forward: attention, op matmul" in text and "the loss is NaN" in text
+    assert "not reproduced" in run.amp.explain(replay=lambda: run.loss(0, size=1.0))
+    assert "The replay failed: KeyError: 'gone'" in run.amp.explain(replay=lambda: {}["gone"])
+
+
+def test_a_fault_of_the_loss_is_not_blamed_on_the_model(start: Callable[..., Run], caplog: Any) -> None:
+    run = start(level="O2", on_nonfinite="explain")
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        run.amp.backward(run.loss(0, size=1.0) * float("inf"))
+        run.optimizer.step()
+    (text,) = caplog.messages
+    assert "overflow, forward" not in text
+    assert "look in the loss, which is computed from it outside of the model" in text
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("model", [Net, Flat])
+def test_heal_trains_on(start: Callable[..., Run], caplog: Any, level: str, model: type[nn.Module]) -> None:
+    """Two skips, then FP32 where it is needed, and losses close to those of FP32 training."""
+    name = "attention" if model is Net else ""
+    plain = start(level="O0", model=model, scaler=None, loss_scale=1.0)
+    run = start(level=level, model=model, on_nonfinite="heal")
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        for i in range(2):
+            run.step(i)
+    assert run.amp.stats()["healed"] == [name]
+    assert run.amp.policy.fp32_modules == ((name,) if name else ())
+    assert sum("Healed: " in text for text in caplog.messages) == 1
+    for i in range(2, 32):
+        expected, loss = plain.step(i), run.step(i)
+        if run.amp.history[-1].cause is None and i < 8:
+            assert loss == pytest.approx(expected, rel=0.05)
+    assert run.amp.stats()["skipped"] <= 2 + 12, "what remains is the scale finding its level"
+    healed = run.model.attention if name else run.model
+    assert {p.dtype for p in healed.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_healing_is_undone_kept_and_resumed(start: Callable[..., Run], level: str) -> None:
+    run = start(level=level)
+    run.step(0, size=1.0)
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    dtypes = [p.dtype for p in run.model.parameters()]
+    run.amp.heal("attention")
+    assert {p.dtype for p in run.model.attention.parameters()} == {torch.float32}
+    assert all(torch.equal(state[name], value) for name, value in run.model.state_dict().items())
+    for i in range(1, 4):
+        run.step(i, size=1.0)
+    saved, weights = run.amp.state_dict(), run.model.state_dict()
+    assert saved["healed"] == ["attention"]
+
+    other = start(level=level)
+    other.amp.load_state_dict(saved)
+    other.model.load_state_dict(weights)
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    for i in range(4, 8):
+        assert run.step(i, size=1.0) == other.step(i, size=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(run.amp.master_params(), other.amp.master_params(), strict=True))
+
+    run.amp.unheal("attention")
+    assert [p.dtype for p in run.model.parameters()] == dtypes
+    run.step(9, size=1.0)
+    assert all(torch.equal(c, p.to(c.dtype)) for c, p in zip(run.model.parameters(), run.amp.master_params(), strict=True))  # noqa: E501
+    run.amp.disable()
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    other.amp.disable()
+    assert type(other.model) is Net and type(other.model.attention) is Attention
+
+
+def test_names_that_nothing_has(start: Callable[..., Run]) -> None:
+    run = start(level="O2")
+    with pytest.raises(ValueError, match=r"got the module name 'atention'; the model's modules are '', 'attention'"):
+        run.amp.heal("atention")
+    with pytest.raises(ValueError, match=r"got 'attention', healed are \[\]"):
+        run.amp.unheal("attention")
+
+
+def test_raise_after_some_in_a_row(start: Callable[..., Run]) -> None:
+    run = start(level="O2", on_nonfinite="raise", raise_after=3)
+    for i in range(2):
+        run.step(i)
+    run.step(2, size=1.0)  # a clean one between
+    for i in range(2):
+        run.step(i)
+    with pytest.raises(tritonamp.NonFiniteError, match=r"(?s)forward fault.*matmul overflow, forward: attention"):
+        run.step(0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+def test_raise_after_what(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"raise_after=.*allowed is a whole number from 1"):
+        tritonamp.Policy(raise_after=value)
+
+
+def test_two_optimizers_hear_of_one_fault_once(device: torch.device, caplog: Any) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to(device)
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in model]
+    amp = tritonamp.enable(list(model), optimizers, level="O2", on_nonfinite="explain")
+    x = torch.ones(1, 2, device=device)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        amp.backward(model[1](model[0](x)).sum() * float("nan"))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(caplog.messages) == 1
+    amp.disable()
+
+
+def test_a_bundle_of_the_failing_batch(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(level="O2")
+    run.step(0, size=1.0)
+    with pytest.raises(RuntimeError, match="got no failing batch"):
+        run.amp.write_bundle(tmp_path / "a")
+    run.step(1)
+    folder = run.amp.write_bundle(tmp_path / "b")
+    assert "matmul overflow, forward: attention" in (folder / "report.txt").read_text()
+    model = Net().to(run.device)
+    model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    amp = tritonamp.enable(model, policy=tritonamp.Policy.from_json((folder / "policy.json").read_text()))
+    fault = tritonamp.diagnosis.replay.find_fault(model, tritonamp.diagnosis.replay.load_bundle(folder, model).run)
+    assert fault is not None
+    assert (fault.kind, fault.module) == ("matmul_overflow", "attention")
+    amp.disable()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x) * 1000
+        q = h * h
+        return q / (q + 1)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_what_one_model_makes_is_not_the_data_of_the_next(device: torch.device, detached: bool) -> None:
+    torch.manual_seed(0)
+    encoder, decoder = Encoder().to(device), nn.Linear(8, 2).to(device)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])
+    amp = tritonamp.enable([encoder, decoder], optimizer, level="O2", on_nonfinite="heal")
+    for _ in range(4):
+        h = encoder(torch.randn(4, 8, device=device))
+        amp.backward(decoder(h.detach() if detached else h).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [record.cause for record in amp.history][:2] == ["forward fault"] * 2
+    assert amp.stats()["healed"] == ["0"]
+    assert "data" not in {record.cause for record in amp.history}
+    amp.disable()
+
+
+class Both(nn.Module):
+    """First a logarithm of negative numbers, then an overflow in ``s``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = Encoder()
+        self.mode = "log"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (-x.abs() - 1).log() if self.mode == "log" else self.s(x)
+
+
+def test_many_faults_of_another_kind_do_not_end_healing(device: torch.device) -> None:
+    model = Both().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level="O2", on_nonfinite="heal")
+    for i in range(40):
+        model.mode = "log" if i < 10 else "square"
+        amp.backward(model(torch.randn(4, 8, device=device)).square().mean() + model.s.l.bias.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.stats()["healed"] == ["s"]
+    assert "domain error" not in amp.explain(), "the last fault is another one"
+    amp.disable()
+
+
+def test_bad_batches_do_not_use_up_the_replays(start: Callable[..., Run]) -> None:
+    run = start(level="O2", on_nonfinite="heal")
+    for i in range(10):
+        run.step(i, size=float("inf"))
+    assert run.amp.history[-1].cause == "data"
+    for i in range(2):
+        run.step(i)
+    assert run.amp.stats()["healed"] == ["attention"]

@@ -1,0 +1,217 @@
+"""A forward that is recorded runs again with the same bits, and a replay leaves no trace; bundles carry both."""
+
+import json
+import random
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
+from tritonamp.diagnosis.replay.search import NOT_REPRODUCED, find_fault
+from tritonamp.diagnosis.replay.snapshots import BatchGoneError, Snapshot
+
+
+class Restless(nn.Module):
+    """Draws random numbers, writes to buffers and parameters, replaces a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(4, 8))
+        self.gain = nn.Parameter(torch.ones(8))
+        self.power = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        with torch.no_grad():
+            self.gain[1:].mul_(0.9)
+        y = self.inner(x) * self.gain * random.random() * 1e3
+        self.last = y.detach().float()
+        return y * y if self.power == 2 else y
+
+
+@pytest.fixture
+def model(device: torch.device) -> Restless:
+    return Restless().to(device)
+
+
+def batch(device: torch.device) -> Tensor:
+    return torch.randn(4, 8, device=device)
+
+
+def bits(model: nn.Module, device: torch.device) -> list[Any]:
+    """Everything that a replay could change, as comparable values."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    generators = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return [
+        [(id(t), t._version, t.dtype, t.detach().float().nan_to_num(-7).tolist()) for t in tensors],
+        [g.tolist() for g in generators],
+        random.getstate(),
+        [module.training for module in model.modules()],
+        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        (torch.is_autocast_cache_enabled(), torch.is_grad_enabled()),
+    ]
+
+
+def crash(output: Tensor) -> Tensor:
+    raise KeyError("in the user's code")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("loss", [torch.mean, torch.Tensor.detach, crash])
+def test_no_trace(
+    model: Restless, level: str, power: int, loss: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    amp = tritonamp.enable(model, level=level)
+    model.power, model.inner[1].training, x = power, False, batch(device)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = bits(model, device)
+
+    def run() -> Tensor:
+        model.train()
+        torch.set_autocast_enabled("cpu", True)
+        output = model(x)
+        assert model.steps == 1
+        return loss(output)
+
+    if loss is crash:
+        with pytest.raises(KeyError, match="in the user's code"):
+            find_fault(model, run)
+    else:
+        find_fault(model, run, scale=16.0)
+    assert bits(model, device) == before
+    amp.disable()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_runs_again_bit_for_bit(level: str, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)).to(device)
+    amp, x = tritonamp.enable(model, level=level), batch(device)
+    snapshot = Snapshot(model, (x,), {})
+    first = snapshot.follow(model(x))
+    model.eval()
+    assert torch.equal(snapshot.run(), first)
+    assert not model.training
+    assert torch.equal(snapshot.outputs[0], first)
+    assert snapshot.grad_outputs is None
+    (first.sum() * 4).backward()
+    assert torch.equal(snapshot.grad_outputs[0], torch.full_like(first, 4))
+    del first
+    assert snapshot.outputs is None
+    amp.disable()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_exactness_is_stated(same: bool, device: torch.device) -> None:
+    model, x = nn.Linear(8, 8).to(device), batch(device) * 1e6
+    amp = tritonamp.enable(model, level="O2")
+    snapshot = Snapshot(model, (x,), {})
+    output = model(x)
+    fault = find_fault(model, snapshot.run, expected=[output if same else torch.zeros_like(output)])
+    assert fault is not None
+    assert fault.replayed.startswith("bit-identical" if same else "not bit-identical")
+    assert f"forward output {fault.replayed}" in str(fault)
+    amp.disable()
+
+
+def test_backward_from_the_gradients_that_arrived(device: torch.device) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device), batch(device)
+    amp = tritonamp.enable(model, level="O1")
+    snapshot = Snapshot(model, (x,), {})
+    output = snapshot.follow(model(x))
+    (output.square().mean() * 2.0**24).backward()
+    fault = find_fault(model, snapshot.run, grad_outputs=snapshot.grad_outputs, scale=2.0**24)
+    assert fault is not None
+    assert (fault.kind, fault.module) == ("scale_too_high", "1")
+    fits = [g * (fault.fits / 2.0**24) for g in snapshot.grad_outputs]
+    assert find_fault(model, snapshot.run, grad_outputs=fits, scale=fault.fits) is None
+    amp.disable()
+
+
+def test_a_batch_that_is_gone(model: Restless, device: torch.device) -> None:
+    x = batch(device)
+    snapshot = Snapshot(model, (x,), {}, weak=True)
+    snapshot.run()
+    del x
+    with pytest.raises(BatchGoneError, match="keep a reference to it"):
+        snapshot.run()
+
+
+def test_a_batch_that_was_changed(model: Restless, device: torch.device) -> None:
+    x = batch(device)
+    snapshot = Snapshot(model, (x,), {})
+    x.add_(1)
+    with pytest.raises(BatchGoneError, match="changed in place"):
+        snapshot.run()
+
+
+def test_masters_that_the_user_wrote_to(device: torch.device) -> None:
+    """They reach the half weights as at any forward, and stay what they are."""
+    model = nn.Linear(8, 8).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    masters = list(amp.master_params())
+    with torch.no_grad():
+        masters[0].fill_(1 / 3)
+    x = batch(device)
+    assert find_fault(model, lambda: model(x).mean()) is None
+    assert torch.equal(masters[0], torch.full_like(masters[0], 1 / 3))
+    assert torch.equal(model.weight, masters[0].half())
+    amp.disable()
+
+
+# Bundles
+
+
+def bundle(folder: Path, model: nn.Module, args: tuple[Any, ...], level: str = "O2") -> tuple[Any, Tensor]:
+    amp = tritonamp.enable(model, level=level)
+    snapshot = Snapshot(model, args, {})
+    output = model(*args)
+    fault = find_fault(model, snapshot.run)
+    write_bundle(folder, fault, snapshot, amp.policy)
+    amp.disable()
+    return fault, output
+
+
+def test_bundle(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)).to(device)
+
+    fault, output = bundle(tmp_path, make(), (batch(device) * 1e6,))
+    assert (tmp_path / "report.txt").read_text() == f"{fault}\n"
+    assert json.loads((tmp_path / "fault.json").read_text())["kind"] == "cast_overflow"
+    model = make()
+    model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    amp = tritonamp.enable(model, level="O2")
+    assert torch.equal(load_bundle(tmp_path, model).run().isnan(), output.isnan())
+    amp.disable()
+    script = runpy.run_path(str(tmp_path / "replay.py"))
+    with pytest.raises(NotImplementedError, match="in FP32 and on its device"):
+        script["make_model"]()
+    completed = (tmp_path / "replay.py").read_text().replace("raise NotImplementedError(", "return MAKE() or (")
+    (tmp_path / "completed.py").write_text(completed)
+    printed: list[Any] = []
+    runpy.run_path(str(tmp_path / "completed.py"), {"MAKE": make, "print": printed.append}, "__main__")
+    assert (printed[0].kind, printed[0].event.exact) == (fault.kind, fault.event.exact)
+
+
+def test_bundle_of_nothing(tmp_path: Path, device: torch.device) -> None:
+    fault, output = bundle(tmp_path, nn.Linear(8, 8).to(device), (batch(device),))
+    assert fault is None
+    assert NOT_REPRODUCED in (tmp_path / "report.txt").read_text()
+    assert torch.isfinite(output).all()
+
+
+def test_bundle_holds_plain_values_only(tmp_path: Path, model: Restless, device: torch.device) -> None:
+    snapshot = Snapshot(model, (batch(device), object()), {})
+    with pytest.raises(ValueError, match="called with a object: a bundle can hold"):
+        write_bundle(tmp_path, None, snapshot, tritonamp.O2)

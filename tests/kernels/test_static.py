@@ -1,0 +1,326 @@
+"""bench/static.py: its gates on rows made by hand, its reading of the tools' output, and some real builds."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "static.py"
+SOME = r"\bsoftmax float16 (n=1024|n=1001$)|float16 float16$|(grad_stats|cast) float16$|decide$"
+USAGE = """
+Resource usage:
+ Common:
+  GLOBAL:11 CONSTANT[4]:8
+ Function softmax_kernel:
+  REG:40 STACK:16 SHARED:1024 LOCAL:24 CONSTANT[0]:576 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+SASS = """
+	code for sm_90a
+		Function : softmax_kernel
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                          /* 0x00000a00ff017b82 */
+                                                                                   /* 0x000fe20000000800 */
+        /*0010*/                   S2R R12, SR_TID.X ;                             /* 0x00000000000c7919 */
+        /*0220*/               @P1 LDG.E.128 R8, desc[UR4][R20.64] ;               /* 0x0000000414081981 */
+        /*0230*/              @!P1 LDG.E.EL.U16 R16, desc[UR4][R20.64+0x2] ;       /* 0x0000000414081981 */
+        /*0240*/                   HADD2.F32 R14, -RZ, R11.reuse.H0_H0 ;           /* 0x2000000bff0e7230 */
+        /*0250*/              @UP0 LDG.E.64 R4, desc[UR4][R20.64] ;                /* 0x0000000414081981 */
+        /*0260*/                   MUFU.EX2 R20, R20 ;                             /* 0x0000001400147308 */
+        /*0270*/                   FADD R16, R16, R5 ;                             /* 0x0000001400147308 */
+        /*0280*/                   STG.E.128 desc[UR4][R20.64], R8 ;               /* 0x0000000414081981 */
+        /*0290*/                   EXIT ;                                          /* 0x000000000000794d */
+        /*02a0*/                   BRA 0x2a0;                                      /* 0xfffffffc00fc7947 */
+        /*02b0*/                   NOP;                                            /* 0x0000000000007918 */
+"""
+TTIR = """
+    %x_17 = tt.load %x_16, %x, %cst evictionPolicy = evict_last : tensor<16x256x!tt.ptr<f16>> loc(#loc94)
+    %parts = tt.load %parts_3, %mask, %cst_0 : tensor<1x64x!tt.ptr<f32>> loc(#loc17)
+    %n = tt.load %n_ptr : !tt.ptr<i32> loc(#loc18)
+    tt.store %2, %3, %mask_5 : tensor<16x256x!tt.ptr<bf16>> loc(#loc37)
+    tt.store %4, %5 : tensor<16x256x!tt.ptr<f32>> loc(#loc38)
+"""
+
+
+@pytest.fixture(scope="module")
+def static() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("static", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def good(static: ModuleType) -> Any:
+    """A row that passes every gate; half of them want an aligned tile of one whole line, on sm_90."""
+    build = static.Build(
+        arch=90,
+        call="softmax float16 n=1024",
+        kernel="softmax_kernel",
+        function=("tritonamp.kernels.softmax", "softmax_kernel"),
+        signature={"x_ptr": "*fp16", "y_ptr": "*fp16", "n": "i32"},
+        constants={"ROW_MAJOR": True, "ALIGN": 1024, "ROWS": 1, "BLOCK": 1024},
+        n=1024,
+        warps=1,
+        maxnreg=None,
+        max_registers=64,
+        max_instructions=12,
+        exp2=1,
+        max_shared=None,
+    )
+    return static.Row(
+        build,
+        registers=64,
+        stack=0,
+        local=0,
+        shared=0,
+        occupancy=0.25,
+        tile_loads={16: 64},
+        tile_stores={16: 64},
+        loads={4: 2, 16: 4},
+        stores={4: 1, 16: 4},
+        in_flight=32 << 10,
+        spills=0,
+        atomics=["RED.E.MAX.S32.STRONG.GPU", "ATOMS.POPC.INC.32"],
+        instructions=12.0,
+        ex2=1.03,
+    )
+
+
+def changed(row: Any, **values: Any) -> Any:
+    """The row with other values of its own, of its build's or of its build's constants."""
+    constants = row.build.constants | {name: values.pop(name) for name in list(values) if name.isupper()}
+    build = {name: values.pop(name) for name in list(values) if name in row.build._fields}
+    return row._replace(build=row.build._replace(constants=constants, **build), **values)
+
+
+def test_good_row_passes(static: ModuleType, good: Any) -> None:
+    assert static.gates(good) == static.exp2_gate([good]) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stack": 8}, "8 B of stack, 0 B of local memory, 0 spills: allowed are 0"),
+        ({"local": 8}, "0 B of stack, 8 B of local memory, 0 spills: allowed are 0"),
+        ({"spills": 1}, "0 B of stack, 0 B of local memory, 1 spills: allowed are 0"),
+        ({"registers": 65}, "65 registers, allowed are 64"),
+        ({"registers": 256, "ALIGN": 1}, "256 registers, allowed are 255"),
+        ({"occupancy": 0.24}, "occupancy 0.24, allowed is 0.25 and more"),
+        ({"occupancy": 0, "ALIGN": 1}, "a multiprocessor cannot hold it"),
+        ({"in_flight": 32767}, "32767 B in flight, allowed is 32768 and more"),
+        ({"loads": {8: 8}}, "0 of a tile's 64 B in loads of 16 B, allowed is all of it ({8: 8})"),
+        ({"loads": {8: 2, 16: 3}}, "48 of a tile's 64 B in loads of 16 B, allowed is all of it"),
+        ({"stores": {4: 16}}, "0 of a tile's 64 B in stores of 16 B, allowed is all of it"),
+        ({"tile_loads": {8: 64}}, "0 of a tile's 64 B in loads of 8 B, allowed is all of it ({4: 2, 16: 4})"),
+        ({"shared": 8, "max_shared": 0}, "8 B of shared memory, allowed are 0: a layout is converted"),
+        ({"registers": 97, "arch": 70}, "97 registers, allowed are 96"),
+        ({"loads": {2: 1, 16: 4}}, "1 loads of 2 B or less, allowed are none"),
+        ({"atomics": ["RED.E.ADD.F32.FTZ.RN"]}, "RED.E.ADD.F32.FTZ.RN: atomics on floating-point numbers"),
+        ({"atomics": ["ATOMG.E.ADD.F16x2.RN"]}, "ATOMG.E.ADD.F16x2.RN: atomics on"),
+        ({"atomics": ["REDG.E.ADD.BF16_V2"]}, "REDG.E.ADD.BF16_V2: atomics on"),
+        ({"atomics": ["ATOM.E.CAS.STRONG.GPU"]}, "ATOM.E.CAS.STRONG.GPU: atomics on"),
+        ({"instructions": 12.1}, "12.10 instructions for each element, allowed are 12"),
+        ({"instructions": None}, "cuobjdump printed no instructions"),
+    ],
+)
+def test_each_gate_fails(static: ModuleType, good: Any, values: dict[str, Any], message: str) -> None:
+    [failed] = static.gates(changed(good, **values))
+    assert failed.startswith(f"sm_{values.get('arch', 90)} softmax float16 n=1024: softmax_kernel: {message}")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"registers": 255, "occupancy": 0.01, "ALIGN": 4},
+        {"loads": {2: 32}, "stores": {2: 32}, "in_flight": 1, "ALIGN": 1},
+        {"loads": {2: 1, 16: 4}, "VEC": 8},
+        {"loads": {2: 32}, "stores": {2: 32}, "in_flight": 1, "VEC": 1},
+        {"shared": 8, "max_shared": 8},
+        {"in_flight": 1, "arch": 80},
+        {"instructions": None, "loads": None, "stores": None, "spills": None, "atomics": None, "arch": 70},
+        {"instructions": 99, "max_instructions": None},
+        {"instructions": 99, "ALIGN": 8},
+        {"instructions": 99, "ROW_MAJOR": False},
+        {"instructions": 99, "ROWS": 2},
+        {"instructions": 99, "n": 2048},
+        {"instructions": 99, "BLOCK": 512, "ALIGN": 512, "n": 512},
+    ],
+)
+def test_gates_that_do_not_apply(static: ModuleType, good: Any, values: dict[str, Any]) -> None:
+    assert static.gates(changed(good, **values)) == []
+
+
+def test_kernels_for_a_few_numbers_are_held_to_registers_and_spills(static: ModuleType, good: Any) -> None:
+    plain = good._replace(build=good.build._replace(constants={}, n=0), in_flight=1, loads={2: 1}, occupancy=0.1)
+    assert static.gates(plain) == []
+    assert len(static.gates(plain._replace(registers=65, spills=1))) == 2
+
+
+def test_kernels_for_a_few_numbers_are_built_once(static: ModuleType) -> None:
+    built = [build.kernel for build in static.builds(["adamw"], [90], "")]
+    assert built.count("adam_rates_kernel") == 1 < built.count("adamw_kernel")
+
+
+def test_exp2_is_counted_over_all_launches_of_a_call(static: ModuleType, good: Any) -> None:
+    part, rest = (changed(good, kernel=kernel, exp2=2) for kernel in ("softmax_part_kernel", "softmax_rest_kernel"))
+    assert static.exp2_gate([part, rest, good._replace(ex2=0.9)]) == []
+    assert static.exp2_gate([part]) == ["sm_90 softmax float16 n=1024: 1.03 MUFU.EX2 for each element, allowed are 2"]
+    assert static.exp2_gate([changed(part, ROW_MAJOR=False), part._replace(ex2=None)]) == []
+
+
+@pytest.mark.parametrize("key", ["registers", "instructions"])
+def test_growth(static: ModuleType, good: Any, key: str) -> None:
+    before = good._replace(registers=40, instructions=10.0)
+    snapshot = json.loads(static.snapshot_text([before, changed(before, arch=70, instructions=None)]))
+    assert static.growth_gate(before._replace(**{key: getattr(before, key) * 1.15}), snapshot) == []
+    [failed] = static.growth_gate(before._replace(**{key: getattr(before, key) * 1.16}), snapshot)
+    assert f"{getattr(before, key) * 1.16:g} {key}" in failed
+    assert "allowed is 1.15 times as many" in failed
+    assert static.growth_gate(changed(before, arch=70, instructions=None), snapshot) == []
+
+
+def test_builds_missing_in_the_snapshot(static: ModuleType, good: Any) -> None:
+    snapshot = json.loads(static.snapshot_text([good]))
+    for row in changed(good, arch=80), changed(good, call="softmax float16 n=2048"):
+        [failed] = static.growth_gate(row, snapshot)
+        assert failed.endswith("write that with --snapshot")
+
+
+def test_snapshot_has_a_line_for_each_build(static: ModuleType, good: Any) -> None:
+    rows = [changed(good, call=call, arch=arch) for call in ("b", "a") for arch in (80, 90)]
+    assert static.snapshot_text(rows).splitlines() == [
+        "{",
+        '"a: softmax_kernel": {"80": [64, 12.0], "90": [64, 12.0]},',
+        '"b: softmax_kernel": {"80": [64, 12.0], "90": [64, 12.0]}',
+        "}",
+    ]
+
+
+def test_resources(static: ModuleType) -> None:
+    assert static.resources(USAGE) == (40, 16, 24)
+
+
+def test_instructions(static: ModuleType) -> None:
+    code = static.instructions(SASS)
+    assert [opcode for opcode, _ in code] == (
+        "LDC S2R LDG.E.128 LDG.E.EL.U16 HADD2.F32 LDG.E.64 MUFU.EX2 FADD STG.E.128 EXIT BRA".split()
+    )
+    opcodes = [opcode for opcode, _ in code]
+    assert static.widths(opcodes, "LDG") == {2: 1, 8: 1, 16: 1}
+    assert static.widths(opcodes, "STG") == {16: 1}
+    assert static.instructions("\n\tcode for sm_70\n") == []
+
+
+def test_bytes_outstanding(static: ModuleType) -> None:
+    # 16 and 2; then R11 is read: 2 and three of the four registers before; then 8 more
+    assert static.outstanding(static.instructions(SASS)) == 12 + 2 + 8
+
+
+def test_only_whole_tiles_count(static: ModuleType) -> None:
+    assert static.tile_bytes(TTIR, "load", 4096, 128) == {16: 32 * 2}
+    assert static.tile_bytes(TTIR, "store", 4096, 128) == {16: 32 * (2 + 4)}
+    assert static.tile_bytes(TTIR, "store", 4096, 1024) == {8: 8, 16: 16}
+
+
+@pytest.mark.parametrize(
+    ("arch", "warps", "registers", "shared", "resident"),
+    [
+        (90, 4, 32, 0, 64),
+        (90, 4, 33, 0, 48),  # 40 registers each
+        (90, 1, 16, 0, 32),  # 32 programs
+        (75, 1, 16, 0, 16),
+        (90, 32, 64, 128, 32),
+        (90, 32, 72, 128, 0),
+        (90, 8, 32, 56 << 10, 32),  # 57 KiB with the system's own: four
+        (75, 4, 32, 32 << 10, 8),  # none of its own
+        (86, 16, 32, 0, 48),
+    ],
+)
+def test_resident_warps(
+    static: ModuleType, arch: int, warps: int, registers: int, shared: int, resident: int
+) -> None:
+    assert static.resident_warps(arch, warps, registers, shared) == resident
+
+
+@pytest.mark.parametrize("values", [{}, {"max_registers": 1}, {"exp2": 2}])
+def test_exit_status(
+    static: ModuleType,
+    good: Any,
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(static, "SNAPSHOT", tmp_path / "triton-0.0.json")
+    monkeypatch.setattr(static, "measured", lambda todo: [changed(good, **values)])
+    assert static.main([]) == bool(values)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [static.line(good)]
+    assert err.splitlines()[0] == "no triton-0.0.json: growth is not checked for this version of Triton"
+    assert len(err.splitlines()) == 1 + bool(values)
+    static.main(["--snapshot"])
+    assert "growth" not in capsys.readouterr().err
+    monkeypatch.setattr(static, "measured", lambda todo: [changed(good, registers=32), changed(good, arch=80)])
+    assert static.main([]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "sm_80 softmax float16 n=1024: softmax_kernel: not in triton-0.0.json, write that with --snapshot"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--snapshot", "--arch", "80"], "--snapshot takes everything: leave out --arch, --op and --only"),
+        (["--op", "soft"], "nothing to build: no kernel module has that name and ships such a call"),
+    ],
+)
+def test_misuse(
+    static: ModuleType,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        static.main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+
+
+def test_interpreter_is_refused(
+    static: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit):
+        static.main([])
+    assert "TRITON_INTERPRET is set" in capsys.readouterr().err
+
+
+def test_shipped_kernels_pass() -> None:
+    """One size of each regime; all of them take minutes: ``python bench/static.py``."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--json", "--arch", "90", "--only", SOME]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    calls = {(row["build"]["call"], row["build"]["kernel"]): row for row in rows}
+    row = calls["softmax float16 n=1024", "softmax_kernel"]
+    assert row["tile_loads"] == row["tile_stores"] == {"16": 64}  # 1024 elements, one warp
+    assert row["loads"] == row["stores"] == {"16": 4}
+    assert 16 <= row["registers"] <= 64
+    assert 4 < row["instructions"] <= 12
+    assert row["ex2"] == 1
+    assert calls["softmax float16 n=1001", "softmax_kernel"]["loads"] == {"2": 32}
+    row = calls["adamw float32 float16 float16", "adamw_kernel"]
+    assert row["tile_loads"] == row["tile_stores"] == {"8": 8, "16": 48}  # four elements: half, and three times FP32
+    assert row["shared"] == row["spills"] == 0
+    assert 40 <= row["registers"] <= 64

@@ -1,0 +1,1 @@
+"""Which dtype: policies applied to models, inputs, operations."""

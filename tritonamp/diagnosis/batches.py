@@ -1,0 +1,72 @@
+"""The forwards that led to the next decision, kept so that a failing one can be looked into."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tritonamp.diagnosis.replay import Snapshot
+
+MOST = 4  # forwards of one decision; of more micro-batches the last ones
+
+
+class Forwards:
+    """Snapshots of the forwards since the last decision. They hold the batch until its decision is known.
+
+    Args:
+        gradients: also keep the gradients that arrive at the outputs, to run the backward again.
+    """
+
+    def __init__(self, gradients: bool) -> None:
+        self._gradients = gradients
+        self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
+        self._outputs: deque[StorageWeakRef] = deque(maxlen=4 * MOST)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+        """A forward is about to run. None: of no interest, or followed by somebody else."""
+        if not torch.is_grad_enabled() or _is_traced():
+            return None
+        snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)))
+        snapshot.made = frozenset(i for i, leaf in enumerate(tree_leaves((args, kwargs))) if self._was_made(leaf))
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def _was_made(self, value: Any) -> bool:
+        """Whether it is no data, but what a model has made: of this forward's graph, or an output, detached or not."""
+        if not isinstance(value, Tensor):
+            return False
+        made = (ref.cdata for ref in self._outputs if not ref.expired())
+        return value.grad_fn is not None or value.untyped_storage()._cdata in made
+
+    def after(self, snapshot: Snapshot, output: Any) -> None:
+        """The forward has returned ``output``."""
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided]
+        self._outputs += [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        if self._gradients:
+            snapshot.follow(output)
+
+    def failed(self, snapshot: Snapshot) -> None:
+        """The forward has raised: it led to nothing."""
+        if snapshot in self._snapshots:
+            self._snapshots.remove(snapshot)
+
+    def take(self) -> list[Snapshot]:
+        """The forwards of the decision that is being made."""
+        taken = list(self._snapshots)
+        self._snapshots.clear()
+        return taken
+
+
+def _detached(value: Any) -> Any:
+    """Without the graph that it came from."""
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _is_traced() -> bool:
+    """Also while a CUDA graph is captured: its replays do not come by here, and generators must not be asked."""
+    functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return functorch or capturing or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

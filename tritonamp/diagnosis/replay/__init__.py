@@ -1,0 +1,9 @@
+"""A failing batch runs again, watched op by op: where did inf or NaN begin, and why?"""
+
+from tritonamp.diagnosis.replay.bundles import load_bundle as load_bundle
+from tritonamp.diagnosis.replay.bundles import write_bundle as write_bundle
+from tritonamp.diagnosis.replay.faults import Fault as Fault
+from tritonamp.diagnosis.replay.search import NOT_REPRODUCED as NOT_REPRODUCED
+from tritonamp.diagnosis.replay.search import find_fault as find_fault
+from tritonamp.diagnosis.replay.snapshots import BatchGoneError as BatchGoneError
+from tritonamp.diagnosis.replay.snapshots import Snapshot as Snapshot

@@ -1,0 +1,108 @@
+"""A failing batch as a folder that somebody else can run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tritonamp.diagnosis.replay.faults import Fault
+from tritonamp.diagnosis.replay.search import NOT_REPRODUCED
+from tritonamp.diagnosis.replay.snapshots import Ambience, Snapshot
+from tritonamp.policy import Policy
+
+_PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype)
+
+_SCRIPT = '''"""Runs a failing batch again. Complete make_model and, if there is one, loss; then: python replay.py"""
+
+from pathlib import Path
+
+import torch
+
+import tritonamp
+from tritonamp.diagnosis.replay import NOT_REPRODUCED, find_fault, load_bundle
+
+FOLDER = Path(__file__).parent
+SCALE = {scale!r}  # the loss scale of that step
+
+
+def make_model():
+    raise NotImplementedError("return the model, in FP32 and on its device, as it was given to tritonamp.enable")
+
+
+def loss(output):
+    return output
+
+
+if __name__ == "__main__":
+    model = make_model()
+    if (FOLDER / "weights.pt").exists():
+        model.load_state_dict(torch.load(FOLDER / "weights.pt", weights_only=True))
+    policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text())
+    tritonamp.enable(model, policy=policy)
+    snapshot = load_bundle(FOLDER, model)
+    fault = find_fault(model, lambda: loss(snapshot.run()), dtype=policy.dtype, scale=SCALE)
+    print(NOT_REPRODUCED if fault is None else fault)
+'''
+
+
+def write_bundle(
+    folder: str | Path, fault: Fault | None, snapshot: Snapshot, policy: Policy, *, weights: bool = True
+) -> Path:
+    """Writes what it takes to run a forward again elsewhere; returns the folder.
+
+    inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)`` takes it), weights.pt
+    (the model's ``state_dict``), policy.json, report.txt, fault.json, and replay.py, which the user completes with
+    the function that makes his model.
+
+    Args:
+        fault: what ``find_fault`` gave; None: not reproduced.
+        weights: False leaves weights.pt out.
+
+    Raises:
+        BatchGoneError: the batch is not there any more.
+        ValueError: an argument of the model is neither tensor nor plain value.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ambience = snapshot.ambience
+    arguments = tree_map(_plain, snapshot.arguments())
+    state = {
+        "arguments": arguments,
+        "cpu": ambience.cpu,
+        "cuda": {str(device): generator for device, generator in ambience.cuda.items()},
+        "python": ambience.python,
+        "training": ambience.training[0][1],
+    }
+    torch.save(state, folder / "inputs.pt")
+    if weights:
+        torch.save({k: _plain(v) for k, v in snapshot.model.state_dict().items()}, folder / "weights.pt")
+    (folder / "policy.json").write_text(policy.to_json())
+    (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
+    (folder / "fault.json").write_text(json.dumps(None if fault is None else fault.as_dict(), indent=1))
+    (folder / "replay.py").write_text(_SCRIPT.format(scale=1.0 if fault is None else fault.scale))
+    return folder
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not isinstance(value, _PLAIN):
+        kind = type(value).__name__
+        raise ValueError(f"the model was called with a {kind}: a bundle can hold tensors and plain values")
+    return value
+
+
+def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
+    """The forward that ``write_bundle`` wrote down, of ``model``, which should have the same weights."""
+    device = next((str(p.device) for p in model.parameters()), "cpu")
+    state = torch.load(Path(folder) / "inputs.pt", map_location=device, weights_only=True)
+    snapshot = Snapshot(model, *state["arguments"])
+    ambience: Ambience = snapshot.ambience
+    ambience.cpu = state["cpu"].cpu()
+    ambience.cuda = {torch.device(d): g.cpu() for d, g in state["cuda"].items() if torch.cuda.is_available()}
+    ambience.python = state["python"]
+    ambience.training = [(model, state["training"])]
+    return snapshot

@@ -1,0 +1,169 @@
+"""The report about a fault: where, what, why, and what to do."""
+
+import linecache
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event, short
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first op that made inf or NaN out of finite numbers. ``str()`` is the report.
+
+    Attributes:
+        kind: a key of ``VERDICTS``: "matmul_overflow", "masked_row", "scale_too_high"...
+        event: what was seen at the op, and its ``place``.
+        outcome: what became of the loss or the gradients.
+        silent: the result of the forward is finite, and wrong.
+        scale: the loss scale of the backward. ``fits``: the largest (vanished gradients: smallest) that serves.
+        names: the parameters, inputs or gradients that are not finite.
+        replayed: whether the forward gave the same bits as the first time.
+    """
+
+    kind: str
+    event: Event
+    outcome: str = ""
+    silent: bool = False
+    scale: float = 1.0
+    fits: float | None = None
+    names: tuple[str, ...] = ()
+    replayed: str = "not checked"
+
+    @property
+    def module(self) -> str | None:
+        """Full name of the module to blame: what ``fp32_modules`` takes; "" is the model, None outside of it."""
+        return self.event.place.module
+
+    @property
+    def op(self) -> str:
+        """The op that the user called."""
+        return self.event.place.op
+
+    @property
+    def phase(self) -> str:
+        """ "forward" or "backward"."""
+        return self.event.phase
+
+    @property
+    def amax(self) -> float:
+        """The largest finite magnitude among the op's inputs."""
+        return max((operand.amax for operand in self.event.inputs), default=math.nan)
+
+    @property
+    def multiple(self) -> float | None:
+        """The exact result in units of the format's maximum."""
+        exact = self.event.exact
+        return None if exact is None else exact / torch.finfo(self.event.dtype).max
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        return VERDICTS[self.kind].why.format(**self._words())
+
+    @property
+    def advice(self) -> str:
+        """One sentence."""
+        return VERDICTS[self.kind].advice.format(**self._words())
+
+    def _words(self) -> dict[str, str]:
+        event, module = self.event, self.module
+        constants = [s for s in event.scalars if abs(s) > torch.finfo(event.dtype).max]
+        return {
+            "value": number(event.exact),
+            "multiple": number(self.multiple),
+            "limit": number(torch.finfo(event.dtype).max),
+            "format": short(event.dtype),
+            "amax": number(self.amax),
+            "scalar": number(constants[0] if constants else None),
+            "eps": number(event.eps and event.eps[0]),
+            "eps_format": short(event.eps[1]) if event.eps else "",
+            "op": self.op,
+            "argument": "zero" if event.zero else "out of its range",
+            "reason": self._reason(),
+            "named": f"{', '.join(event.names)}: " if event.names else "",
+            "names": ", ".join(self.names[:8]) + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else ""),
+            "samples": f", samples {listed(event.samples)} of dim 0" if event.samples else "",
+            "scale": number(self.scale),
+            "fits": number(self.fits),
+            "keep": f"fp32_modules=[{module!r}]" if module else "x.float() under tritonamp.disable_casts()",
+        }
+
+    def _reason(self) -> str:
+        if self.event.discarded:
+            return "its result is not finite where the forward throws it away, and 0 * inf is NaN"
+        return REASONS.get(self.op, "0 * inf, 0/0 or a slope that is infinite there")
+
+    def __str__(self) -> str:
+        event = self.event
+        silent = "silent " if self.silent else ""
+        lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
+        code = linecache.getline(event.place.file, event.place.line).strip() if event.place.file else ""
+        lines += [f"  code:    {code}"] * bool(code)
+        lines += [f"  why:     {self.why}"]
+        lines += [f"  inputs:  {'; '.join(map(str, event.inputs))} ({event.aten})"] * bool(event.inputs)
+        lines += [f"  then:    {text}" for text in [self._aftermath()] if text]
+        lines += [f"  to do:   {self.advice}"]
+        lines += [f"  replay:  forward output {self.replayed}"] * (self.replayed != "not checked")
+        return "\n".join(lines)
+
+    def _aftermath(self) -> str:
+        event = self.event
+        parts = [f"{event.later} later ops not finite"] * bool(event.later)
+        parts += [f"first NaN in {event.first_nan}"] * bool(event.first_nan)
+        parts += [f"inf became a wrong finite number in {event.absorbed}"] * bool(self.silent and event.absorbed)
+        return "; ".join([*parts, *filter(None, [self.outcome])])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        event = self.event
+        return {
+            "kind": self.kind,
+            "phase": self.phase,
+            "module": self.module,
+            "class": event.place.kind,
+            "op": self.op,
+            "file": event.place.file,
+            "line": event.place.line,
+            "aten": event.aten,
+            "inputs": [
+                {"dtype": short(operand.dtype), "shape": list(operand.shape), "amax": _strict(operand.amax)}
+                for operand in event.inputs
+            ],
+            "dtype": short(event.dtype),
+            "exact": _strict(event.exact),
+            "multiple": _strict(self.multiple),
+            "silent": self.silent,
+            "later": event.later,
+            "first_nan": None if event.first_nan is None else str(event.first_nan),
+            "outcome": self.outcome,
+            "scale": self.scale,
+            "fits": self.fits,
+            "names": list(self.names),
+            "samples": list(event.samples),
+            "eps": event.eps and event.eps[0],
+            "replayed": self.replayed,
+            "why": self.why,
+            "advice": self.advice,
+        }
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "an unknown value"
+    exponent = math.frexp(value)[1] - 1 if value and math.isfinite(value) else 0
+    if abs(exponent) > 3 and value == 2.0**exponent:
+        return f"2^{exponent}"
+    return f"{value:.4g}" if abs(value) != 65504 else f"{value:.0f}"
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def _strict(value: float | None) -> float | str | None:
+    """JSON has no inf and no NaN."""
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,195 @@
+"""Where an op runs: the module, the user's source line, and for an op of a backward those of its forward."""
+
+import dataclasses
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp import kernels
+from tritonamp.diagnosis.replay.calls import is_watched
+from tritonamp.diagnosis.replay.verdicts import Place
+
+_OURS = Path(__file__).parents[2]
+_TORCH = Path(torch.__file__).parent
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
+_RULE = (str(_OURS / "casts" / "dispatch.py"), "implementation")  # the frame in which a rule of the op table runs
+_EDGE = (str(_OURS / "casts" / "enabled_module.py"), "_forward")  # the frame in which an enabled model's inputs and outputs are cast
+_DEMO = _OURS / "demo"  # stands for a user
+_REPLAY = Path(__file__).parent / "search.py"
+_KERNELS = Path(kernels.__file__).parent
+
+
+class Names:
+    """What modules, parameters and buffers are called.
+
+    Args:
+        models: several get their number in front.
+
+    """
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.roots = models
+        self.modules: dict[nn.Module, str] = {}
+        self._weights: dict[int, dict[str, Tensor]] = {}  # by storage, which several may share
+        for i, model in enumerate(models):
+            front = f"{i}." if len(models) > 1 else ""
+            for name, module in model.named_modules():
+                self.modules.setdefault(module, (front + name).rstrip("."))
+            for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+                self._weights.setdefault(storage(tensor), {})[front + name] = tensor
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of all parameters and buffers."""
+        for own in self._weights.values():
+            yield from own.items()
+
+    def weight(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Name and tensor of the parameter or buffer that ``tensor`` is, or is a view into."""
+        for name, weight in self._weights.get(storage(tensor), {}).items():
+            if 0 <= tensor.data_ptr() - weight.data_ptr() < weight.nbytes:
+                return name, weight
+        return None
+
+
+def storage(tensor: Tensor) -> int:
+    """The same number for all views of one memory."""
+    return tensor.untyped_storage()._cdata
+
+
+class Rule(NamedTuple):
+    """A rule of the op table in progress: the op that it stands for, and what that was given."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Places:
+    """Follows the modules in progress and the autograd nodes that are made, between ``begin`` and ``end``.
+
+    Attributes:
+        inputs: storage of a tensor that a model was called with to its name.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self._names, self.inputs = names, dict[int, str]()
+        self._modules: list[nn.Module] = []
+        self._nodes: dict[int, Place] = {}  # by sequence number
+        self._makers: dict[int, Place] = {}  # by storage
+
+    def begin(self) -> None:
+        """From now on, modules say when they are entered and left."""
+        hooks = nn.modules.module
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(self._entered),
+            hooks.register_module_forward_hook(self._left, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        if module in self._names.modules:
+            self._modules.append(module)
+        if module in self._names.roots:
+            self.inputs |= {storage(t): f"input {i}" for i, t in enumerate(args) if is_watched(t)}
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules and self._modules[-1] is module:
+            self._modules.pop()
+
+    def made(self, results: list[Tensor], place: Place) -> None:
+        """``results`` come from an op at ``place``."""
+        self._makers.update((storage(t), place) for t in results)
+
+    def current(self, op: str, inputs: list[Tensor], in_backward: bool) -> tuple[Place, Rule | None]:
+        """Where the op that is being dispatched belongs.
+
+        Args:
+            op: its name, if no rule of the op table stands above it.
+            in_backward: it may be part of an autograd node, and then belongs where the node was made.
+        """
+        frame, at_edge, file, line = _walk(sys._getframe(1))
+        rule = None
+        if frame is not None:
+            found = frame.f_locals
+            rule = Rule(found["stock"].target, found["args"], found["kwargs"])
+        place = self._place(op if rule is None else rule.func.overloadpacket.__name__, file, line)
+        is_cast = at_edge and op == "to_copy" and rule is None
+        if is_cast and inputs and self._modules and self._modules[-1] in self._names.roots:
+            place = self._makers.get(storage(inputs[0]), place)  # an output that is cast belongs to its maker
+        node: Any = torch._C._current_autograd_node() if in_backward else None
+        origin = None if node is None else self._origin(node)
+        if node is None or torch.is_grad_enabled():  # the latter: a checkpointed segment is computed again
+            if origin is not None and place.module is None:
+                place = dataclasses.replace(place, module=origin.module, kind=origin.kind)
+            number = torch._C._autograd._get_sequence_nr() - 1
+            self._nodes.setdefault(number, place)  # the node was made just before its op runs
+            return place, rule
+        if origin is None:
+            return place, rule
+        return (origin if file is None else dataclasses.replace(origin, file=file, line=line)), rule
+
+    def _place(self, op: str, file: str | None, line: int) -> Place:
+        if not self._modules:
+            return Place(None, "", op, file, line)
+        module = self._modules[-1]
+        return Place(self._names.modules[module], type(module).__name__, op, file, line)
+
+    def _origin(self, node: Any) -> Place | None:
+        number = node._sequence_nr()
+        # writes to views make two or three nodes for one op
+        return next((self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None)
+
+    def of_traceback(self, traceback: Any) -> Place:
+        """Where an exception was raised: the innermost frame of the user's, and the innermost module."""
+        file, line = None, 0
+        while traceback is not None:
+            frame = traceback.tb_frame
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in self._names.modules and module not in self._modules[-1:]:
+                self._modules.append(module)
+            if _owner(frame.f_code) == "user":
+                file, line = frame.f_code.co_filename, traceback.tb_lineno
+            traceback = traceback.tb_next
+        return self._place("", file, line)
+
+
+@functools.lru_cache(maxsize=4096)
+def _owner(code: CodeType) -> str:
+    """Whose code it is; "rule", "edge" and "replay" are ours."""
+    for owner, known in (("rule", _RULE), ("edge", _EDGE)):
+        if (code.co_filename, code.co_name) == known:
+            return owner
+    if code.co_filename == str(_REPLAY):
+        return "replay"
+    file = Path(code.co_filename)
+    ours = (_OURS in file.parents and _DEMO not in file.parents) or _KERNELS in file.parents
+    stdlib = _STDLIB in file.parents and "site-packages" not in file.parts
+    return "library" if ours or stdlib or _TORCH in file.parents or file.name.startswith("<frozen") else "user"
+
+
+def _walk(frame: FrameType | None) -> tuple[FrameType | None, bool, str | None, int]:
+    """From an op outwards: the frame of a rule if it is in one, whether the wrapper of an enabled model comes before
+    any code of the user's, file and line of that code."""
+    rule, at_edge = None, False
+    while frame is not None:
+        owner = _owner(frame.f_code)
+        if owner == "user":
+            return rule, at_edge, frame.f_code.co_filename, frame.f_lineno
+        if owner == "replay":
+            break
+        if owner == "rule":
+            rule = frame
+        at_edge = at_edge or owner == "edge"
+        frame = frame.f_back
+    return rule, at_edge, None, 0

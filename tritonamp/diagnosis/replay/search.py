@@ -1,0 +1,281 @@
+"""Runs a failing batch again, and finds the op where inf or NaN begins. Leaves no trace."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
+from torch.utils._pytree import tree_leaves
+
+from tritonamp.diagnosis.replay.calls import floats, is_finite
+from tritonamp.diagnosis.replay.faults import Fault
+from tritonamp.diagnosis.replay.places import Names, storage
+from tritonamp.diagnosis.replay.snapshots import Ambience, devices
+from tritonamp.diagnosis.replay.verdicts import Event, Place, judge
+from tritonamp.diagnosis.replay.watching import DOES_NOT_FIT, Watch
+
+NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
+MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
+
+
+def find_fault(
+    model: nn.Module | Iterable[nn.Module],
+    run: Callable[[], Any],
+    *,
+    dtype: torch.dtype = torch.float16,
+    scale: float = 1.0,
+    backward: bool | None = None,
+    silent: bool = True,
+    grad_outputs: Sequence[Tensor | None] | None = None,
+    expected: Sequence[Tensor] | None = None,
+) -> Fault | None:
+    """The first op that makes inf or NaN out of finite numbers and matters to the result, or None.
+
+    Afterwards parameters, buffers, ``.grad``, random number generators, training flags and autocast are, bit for bit,
+    what they were; also if ``run`` raises. Attributes of other kinds that a forward sets are not put back. Waits for
+    the device at every op.
+
+    Args:
+        model: enabled by tritonamp, or not; or several.
+        run: computes the loss (a scalar), or the model's output.
+        dtype: the half format.
+        scale: the loss scale of the backward.
+        backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is given.
+        silent: also report an overflow that leaves the result finite, and wrong.
+        grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a model without a loss.
+        expected: the tensors that ``run`` returned the first time, to compare bits with.
+
+    Raises:
+        ValueError: ``backward=True``, and there is neither a scalar that requires a gradient nor ``grad_outputs``.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    replay = _Replay(models, dtype, scale)
+    with _untouched(models, replay.watch), torch.compiler.set_stance("force_eager"):
+        output = replay.forward(run, expected)
+        fault = replay.fault_of_forward(output, silent)
+        if fault is None and replay.wants_backward(output, backward, grad_outputs):
+            fault = replay.fault_of_backward(output, grad_outputs)
+    return fault
+
+
+@contextlib.contextmanager
+def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
+    """Puts everything back that a forward and a backward change."""
+    for precise in _precise(models):
+        precise.push()  # what the next forward would do, before anything is recorded
+    modules = list(dict.fromkeys(module for m in models for module in m.modules()))
+    ambience = Ambience({d for m in models for d in devices(m)}, modules)
+    buffers = [(module, dict(module._buffers)) for module in modules]
+    values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
+    params = [p for m in models for p in m.parameters()]
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        # writes count as none: what watches versions must not take the replay for the user
+        with preserve_versions((*params, *(b for b, _ in values))):
+            try:
+                yield
+            finally:
+                for module, own in buffers:
+                    module._buffers.update(own)
+                with torch.no_grad():
+                    for tensor, value in [*values, *watch.writes.values()]:
+                        if not _same_bits(tensor, value):
+                            tensor.copy_(value)
+    finally:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        ambience.restore()
+
+
+class _Replay:
+    """One forward, perhaps with its backward, under a ``Watch``."""
+
+    def __init__(self, models: list[nn.Module], dtype: torch.dtype, scale: float) -> None:
+        self.names = Names(models)
+        self.watch = Watch(self.names)
+        self.dtype, self.scale = dtype, scale
+        self.replayed = "not checked"
+        self.models = models
+        self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
+
+    def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
+        """What ``run`` returns; the Fault itself where torch refuses a constant that the format cannot hold."""
+        with self.watch, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using `torch.compile")  # about the hooks of the watch
+            try:
+                output = run()
+            except RuntimeError as error:
+                if DOES_NOT_FIT not in str(error):
+                    raise
+                return self._refused(error)
+        if expected is not None:
+            again = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+            same = len(again) == len(expected) and all(map(_same_bits, again, expected))
+            self.replayed = "bit-identical to the first" if same else "not bit-identical to the first"
+        return output
+
+    def _refused(self, error: RuntimeError) -> Fault:
+        seen = [e for e in self.watch.events if e.refused]
+        event = seen[-1] if seen else Event(self.watch.places.of_traceback(error.__traceback__), "forward", self.dtype)
+        return Fault("constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed)
+
+    def fault_of_forward(self, output: Any, silent: bool) -> Fault | None:
+        """What made the output non-finite; else what made it wrong."""
+        if isinstance(output, Fault):
+            return output
+        results = floats(output)
+        bad = [t for t in results if not is_finite(t)]
+        is_loss = len(results) == 1 and results[0].numel() == 1
+        events = [self.watch.origin(t, _RESULT) for t in bad]
+        events = [e for e in events if is_loss or not e.quiet]  # masked logits may be -inf; a loss may not
+        if events:
+            return self._fault(self._first(events), outcome=_outcome(bad[0], is_loss))
+        absorbed = [e for e in self.watch.events if e.absorbed]
+        if silent and absorbed:
+            return self._fault(absorbed[0], silent=True, outcome="the result is finite" if results else "")
+        return None
+
+    def _first(self, events: list[Event]) -> Event:
+        return min(events, key=self.watch.events.index)
+
+    def _fault(self, event: Event, fits: float | None = None, **fields: Any) -> Fault:
+        kind, names = judge(event, fits), fields.pop("names", None) or event.names
+        if kind == "parameters":
+            held = [(name, t) for name, t in self.names.weights() if floats(t) and not is_finite(t)]
+            names = tuple(name for name, _ in held)
+            if held and all(self._master_is_finite(t) for _, t in held):
+                kind = "weight_overflow"
+        return Fault(kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields)
+
+    def _master_is_finite(self, tensor: Tensor) -> bool:
+        return any(tensor in precise and is_finite(precise.get(tensor)) for precise in _precise(self.models))
+
+    # backward
+
+    def wants_backward(
+        self, output: Any, asked: bool | None, grad_outputs: Sequence[Tensor | None] | None
+    ) -> bool:
+        """Whether there is something to run backward from, and it was not declined."""
+        losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        possible = bool(losses) and (grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1))
+        if asked and not possible:
+            raise ValueError("backward=True: run must return one scalar that requires a gradient, or give grad_outputs")
+        return possible and asked is not False and bool(self.params)
+
+    def fault_of_backward(self, output: Any, grad_outputs: Sequence[Tensor | None] | None) -> Fault | None:
+        """What made gradients non-finite, or all of them zero."""
+        backward = _Backward(output, grad_outputs, self.scale, list(self.params.values()))
+        grads = backward.gradients(self.scale)
+        if all(map(is_finite, grads)):
+            return None if any(bool(g.any()) for g in grads) else self._vanished(backward)
+        self.watch.in_backward = True
+        with self.watch:
+            for i, seed in enumerate(backward.seeds):
+                if seed is not None:
+                    self.watch.places.inputs[storage(seed)] = f"gradient of output {i}"
+            named = list(zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True))
+        bad = {name: g for name, g in named if g is not None and not is_finite(g)}
+        if not bad:
+            return None  # it does not do the same twice
+        event = self._first([self.watch.origin(g, _RESULT) for g in bad.values()])
+        if event.phase == "forward" and not event.overflowed and not event.source:
+            event.phase, event.discarded = "backward", True
+        fits = backward.largest_scale(self.scale) if event.overflowed else None
+        outcome = f"gradients of {len(bad)} of {len(named)} parameters are not finite"
+        return self._fault(event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None)
+
+    def _vanished(self, backward: "_Backward") -> Fault | None:
+        fits = backward.smallest_scale(self.scale)
+        if fits is None:
+            return None  # they are zero at every scale: no matter of precision
+        self.watch.in_backward = self.watch.looks_for_zeros = True
+        with self.watch:
+            backward.gradients(self.scale)
+        event = self.watch.zeroed or Event(_RESULT, "backward", self.dtype)
+        return Fault("vanished_gradients", event, scale=self.scale, fits=fits, replayed=self.replayed)
+
+
+_RESULT = Place(None, "", "", None, 0)
+
+
+class _Backward:
+    """The backward from some outputs to the parameters, at one loss scale or another.
+
+    Args:
+        output: tensors; those that require a gradient are gone back from.
+        grad_outputs: what arrives there at loss scale ``scale``; None: the output is a loss.
+    """
+
+    def __init__(
+        self, output: Any, grad_outputs: Sequence[Tensor | None] | None, scale: float, params: list[Tensor]
+    ) -> None:
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        pairs = zip(outputs, grad_outputs or [None] * len(outputs), strict=True)
+        kept = [(t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)]
+        self.outputs, self.seeds = [t for t, _ in kept], [g for _, g in kept]
+        self.scale, self.params = scale, params
+
+    def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
+        """Of the parameters, as they are stored; parameters that the outputs do not depend on are left out."""
+        if any(g is not None for g in self.seeds):
+            outputs, seeds = self.outputs, [g * (scale / self.scale) for g in self.seeds if g is not None]
+        else:
+            outputs, seeds = [t.float() * scale for t in self.outputs], None
+        try:
+            grads: Any = torch.autograd.grad(outputs, self.params, seeds, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            torch.autograd.backward(outputs, seeds, retain_graph=True)  # the one way into checkpoints of this kind
+            grads = tuple(p.grad for p in self.params)
+            for p in self.params:
+                p.grad = None
+        return list(grads) if keep_none else [g for g in grads if g is not None]
+
+    def fits(self, exponent: int) -> bool:
+        """Whether all gradients are finite at a loss scale of 2**exponent."""
+        return all(map(is_finite, self.gradients(2.0**exponent)))
+
+    def largest_scale(self, below: float) -> float | None:
+        """The largest power of two at which all gradients are finite, found by halving the range."""
+        low, high = MIN_EXPONENT, math.frexp(below)[1]
+        if not self.fits(low):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return 2.0**low
+
+    def smallest_scale(self, above: float) -> float | None:
+        """The smallest power of two at which some gradient is not zero."""
+        for exponent in range(math.frexp(above)[1], MAX_EXPONENT):
+            grads = self.gradients(2.0**exponent)
+            if any(bool((torch.isfinite(g) & (g != 0)).any()) for g in grads):
+                return 2.0**exponent
+        return None
+
+
+def _precise(models: list[nn.Module]) -> list[Any]:
+    """The FP32 values behind the half tensors of enabled models."""
+    enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
+    return [m._tritonamp.precise for m in enabled]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*bits)
+
+
+def _outcome(result: Tensor, is_loss: bool) -> str:
+    state = "NaN" if bool(result.isnan().any()) else "inf"
+    if is_loss:
+        return f"the loss is {state}"
+    return f"the output has {state}: {int((~torch.isfinite(result)).sum())} of {result.numel()} values are not finite"

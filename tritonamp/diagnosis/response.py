@@ -1,0 +1,176 @@
+"""What is done about a skip beyond skipping: the batch runs again, and the fault is named, healed or raised."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonamp.diagnosis.causes import BACKWARD, EXHAUSTED, FORWARD, Finding
+from tritonamp.diagnosis.log import NonFiniteError, SkipLog
+from tritonamp.diagnosis.replay import NOT_REPRODUCED, Fault, Snapshot, find_fault, write_bundle
+from tritonamp.policy import Policy
+
+logger = logging.getLogger("tritonamp")
+
+HEAL_AFTER = 2  # faults in one module
+FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
+HEALED_BY_FP32 = frozenset(
+    """matmul_overflow square_overflow reduction_overflow exp_overflow overflow constant_overflow cast_overflow
+    weight_overflow vanished_eps zero_by_zero division_by_zero gradient_overflow""".split()
+)
+
+
+class Response:
+    """Answers each skip as ``policy.on_nonfinite`` says.
+
+    Args:
+        models: the enabled ones.
+        log: knows the cause of the last skip, and the forwards that led to it.
+        heal: makes the module of that name compute in FP32.
+    """
+
+    def __init__(self, models: list[nn.Module], policy: Policy, log: SkipLog, heal: Callable[[str], None]) -> None:
+        self._models, self._policy, self._log, self._heal = models, policy, log, heal
+        self._in_a_row = 0
+        self._seen = 0  # faults since the last heal that a replay can find
+        self._healed: list[str] = []
+        self._faults: Counter[str] = Counter()  # by module
+        self._reported: tuple[Finding | None, str] = (None, "")  # the last replay, and of what
+
+    def __call__(self, skipped: bool) -> None:
+        """A decision was made.
+
+        Raises:
+            NonFiniteError: under "raise", where a lower scale cannot help.
+        """
+        if skipped:
+            self._answer()
+        else:
+            self._in_a_row = 0
+
+    def state(self) -> dict[str, Any]:
+        """What the answers to later faults depend on, as plain values."""
+        return {"in_a_row": self._in_a_row, "seen": self._seen, "by_module": dict(self._faults)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The reverse; of an empty one, a new beginning."""
+        self._in_a_row, self._seen = state.get("in_a_row", 0), state.get("seen", 0)
+        self._faults = Counter(state.get("by_module", {}))
+
+    def share(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes over what any rank has counted; ``states`` are those of all, this one's among them."""
+        by_module = Counter[str]()
+        for state in states:
+            by_module |= Counter(state["by_module"])
+        largest = {name: max(state[name] for state in states) for name in ("in_a_row", "seen")}
+        self.load_state({**largest, "by_module": by_module})
+
+    def _answer(self) -> None:
+        finding = self._log.finding()
+        assert finding is not None
+        if not finding.needs_help:
+            logger.info(finding.text)
+            return
+        self._in_a_row += 1
+        raises = self._policy.on_nonfinite == "raise" and self._in_a_row >= self._policy.raise_after
+        text = finding.text
+        self._seen += self._can_be_found(finding)
+        if self._can_be_found(finding) and (self._seen <= FIRST_REPLAYS or _is_power_of_two(self._seen)):
+            report, fault = self.replay()
+            self._reported = finding, report
+            text += f"\n{report}"
+            if fault is not None and self._policy.on_nonfinite == "heal":
+                text += self._count(fault)
+        elif self._can_be_found(finding):
+            text += f" Fault {self._seen}: only those at powers of two run again by themselves now."
+        if raises:
+            raise NonFiniteError(text)
+        news = _is_power_of_two(self._in_a_row) or "Healed" in text
+        logger.log(logging.WARNING if news else logging.INFO, text)
+
+    def _can_be_found(self, finding: Finding) -> bool:
+        return finding.cause in (FORWARD, BACKWARD, EXHAUSTED)
+
+    def explain(self, replay: bool | Callable[[], Any]) -> str:
+        """The cause of the last skip, with the report of a replay if there was one or one is asked for."""
+        finding = self._log.finding()
+        if finding is None:
+            return "No step was skipped."
+        if replay is not False:
+            return f"{finding.text}\n{self.replay(None if replay is True else replay)[0]}"
+        of, report = self._reported
+        if of is None or of.cause != finding.cause:
+            return finding.text + finding.hint
+        earlier = "" if of is finding else "Of an earlier one, when it ran again: "
+        return f"{finding.text}\n{earlier}{report}"
+
+    def replay(self, run: Callable[[], Any] | None = None) -> tuple[str, Fault | None]:
+        """Runs the forwards of the last skip again, or ``run``; a report, and the fault where there was one."""
+        runs: list[tuple[Callable[[], Any], dict[str, Any]]] = [(b.run, _known(b)) for b in self._log.batches]
+        if run is not None:
+            runs = [(run, {})]
+        if not runs:
+            return "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace).", None
+        for function, known in runs:
+            try:
+                fault = find_fault(
+                    self._models, function, dtype=self._policy.dtype, scale=self._log.last_scale, **known
+                )
+            except Exception as error:  # of the user's code, run a second time: training goes on without the report
+                return f"The replay failed: {type(error).__name__}: {error}", None
+            if fault is not None:
+                return str(fault), fault
+        if any(known.get("backward") is False for _, known in runs):
+            return _IN_THE_LOSS, None
+        healed = f" Healed since: {', '.join(map(repr, self._healed))}." if self._healed else ""
+        return f"{NOT_REPRODUCED}.{healed} If the loss is computed outside of the model, look there.", None
+
+    def write_bundle(self, folder: str | Path) -> Path:
+        """Writes what it takes to run the failing batch of the last skip again elsewhere.
+
+        Raises:
+            RuntimeError: there is no such batch.
+        """
+        self._log.collect(wait=True)
+        if not self._log.batches:
+            raise RuntimeError("write_bundle: got no failing batch: no step was skipped whose forward could run again")
+        _, fault = self.replay()
+        snapshot = self._log.batches[-1]
+        return write_bundle(folder, fault, snapshot, self._policy)
+
+    def _count(self, fault: Fault) -> str:
+        module = fault.module
+        if module is None or fault.kind not in HEALED_BY_FP32:
+            return ""
+        self._faults[module] += 1
+        if self._faults[module] != HEAL_AFTER:
+            return ""
+        self._heal(module)
+        self._healed.append(module)
+        self._seen = 0
+        return (
+            f"\nHealed: {module or 'the model'} computes in FP32 from now on, after {HEAL_AFTER} faults there; "
+            f"amp.unheal({module!r}) undoes it."
+        )
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+_IN_THE_LOSS = (
+    "Run again, the model's output is finite, but the gradient that came back to it was not: look in the loss, which "
+    "is computed from it outside of the model."
+)
+
+
+def _known(batch: Snapshot) -> dict[str, Any]:
+    """What ``find_fault`` can make use of. Gradients that came in bad say nothing about the model's backward."""
+    grads = batch.grad_outputs
+    if grads is not None and not all(g is None or bool(torch.isfinite(g).all()) for g in grads):
+        return {"expected": batch.outputs, "backward": False}
+    return {"expected": batch.outputs, "grad_outputs": grads}

@@ -1,0 +1,1 @@
+"""Ranks decide as one."""

@@ -1,0 +1,270 @@
+"""The processes that train one model together: they decide as one, and notice when they have parted."""
+
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tritonamp.casts import enabled_module
+from tritonamp.casts.enabled_module import EnabledWrapper
+from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
+from tritonamp.readback import Mailbox
+from tritonamp.step.masters import PreciseValues
+
+logger = logging.getLogger("tritonamp")
+
+CHECK_EVERY = 100  # decisions
+_NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation does
+
+
+class Evidence(NamedTuple):
+    """What a decision rests on: results of grad_stats, and two flags, as ``kernels.decide`` takes them."""
+
+    amax: Tensor
+    square_sum: Tensor
+    loss_nonfinite: Tensor
+    found_earlier: Tensor
+
+
+class _Row(NamedTuple):
+    """What each rank tells the others."""
+
+    loss_nonfinite: float
+    found_earlier: float
+    amax: float
+    square_sum: float
+    scale: float
+    taken: float
+
+
+class Ranks:
+    """The ranks that reduce gradients together with this one; until a DDP or FSDP2 model shows itself there are none.
+
+    Attributes:
+        members: their numbers in the job; none where there is one process.
+
+    Args:
+        models: the enabled ones, and the DDPs around them that are known already.
+        precise: the FP32 values behind their half parameters.
+        amp: whose ``steps_state`` and ``load_steps_state`` are all that a step moves beside parameters.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], precise: PreciseValues, amp: Any = None) -> None:
+        self._precise, self._amp = precise, None if amp is None else weakref.ref(amp)
+        self._group: Any = None
+        self.members: Sequence[int] = ()
+        self._sharding = find_sharding(models)
+        if self._sharding is not None:
+            self._join(self._sharding.group)
+        self._unseen = [weakref.ref(model) for model in models]
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._to_align: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
+        self._mailbox: Mailbox | None = None
+        self._decisions = 0
+        self._warned = False
+        for module in (m for model in models for m in model.modules()):
+            if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
+                self._meet(module)
+
+    @torch.compiler.assume_constant_result  # torch.compile runs it when it traces
+    def look(self) -> None:
+        """In a forward: takes note of the DDP that it runs in.
+
+        Raises:
+            RuntimeError: ``fully_shard`` was called after ``enable``.
+        """
+        if self._unseen:
+            self._look_at_models()
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and wrapper not in self._wrappers:
+            self._meet(wrapper)
+            self._to_align.add(wrapper)
+
+    def _look_at_models(self) -> None:
+        """Once: parameters that FSDP2 has put in the place of those that the optimizers step on are not known."""
+        unseen, self._unseen = self._unseen, []
+        for model in (ref() for ref in unseen):
+            if model is not None and not self.sharded and fsdp2_modules(model):
+                raise RuntimeError(
+                    "fully_shard was called on an enabled model, whose optimizer now holds parameters that are not "
+                    "the model's: call fully_shard first, then build the optimizer, then tritonamp.enable"
+                )
+
+    def _meet(self, wrapper: DistributedDataParallel) -> None:
+        self._join(wrapper.process_group)
+        self._wrappers.add(wrapper)
+        if not enabled_module.is_installed(wrapper):
+            enabled_module.install(wrapper, EnabledWrapper, _tritonamp_ranks=self)
+
+    def part(self) -> None:
+        """The models are disabled."""
+        for wrapper in self._wrappers:
+            if vars(wrapper).get("_tritonamp_ranks") is self:
+                enabled_module.uninstall(wrapper, "_tritonamp_ranks")
+
+    def __reduce__(self) -> Any:
+        return Ranks, ((), PreciseValues())  # copies decide alone
+
+    def _join(self, group: Any) -> None:
+        if self._group is not None and self._group != group:
+            raise ValueError(
+                "model: the models of one tritonamp.enable run under several process groups, but take their decisions "
+                "together: enable them one by one, or give them one process_group"
+            )
+        self._group = group
+        members = dist.get_process_group_ranks(group)
+        self.members = members if len(members) > 1 else ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has only its part of parameters and gradients."""
+        return self._sharding is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return len(self.members) > 1
+
+    def rebuild(self) -> None:
+        """Has DDP make its buckets and hooks anew: parameters have another dtype now, and it would miss their
+        gradients."""
+        for wrapper in self._wrappers:
+            if dist.is_initialized():  # else it has come to its end
+                _rebuild(wrapper)
+
+    # what is agreed on
+
+    def agree(self, mine: Evidence, scale: Tensor, taken: Tensor) -> Evidence:
+        """The same evidence on all ranks, by one small collective that the host does not wait for.
+
+        Args:
+            mine: of this rank's gradients and losses.
+            scale, taken: 0-d, the loss scale and how many steps were taken so far, which should agree.
+
+        Raises:
+            RuntimeError: some decisions ago they did not; it names the rank.
+        """
+        for wrapper in self._to_align:
+            self._align(wrapper, 0)
+        self._to_align.clear()
+        if any(map(self._in_join, self._wrappers)):
+            return self._of_gradients(mine)
+        zero = torch.zeros_like(scale)
+        amax = mine.amax.max() if len(mine.amax) else zero
+        row = [mine.loss_nonfinite, mine.found_earlier, amax, mine.square_sum.sum(), scale, taken.float()]  # a _Row
+        sent = torch.stack(row)
+        table = sent.new_empty(dist.get_world_size(self._group) * len(row))
+        dist.all_gather_into_tensor(table, sent, group=self._group)
+        self._compare(table)
+        fault, earlier, largest, square_sum, *_ = table.view(-1, len(row)).unbind(1)
+        total = mine.square_sum if self._sharding is None else square_sum.sum().div(self._sharding.copies).reshape(1)
+        # behind the magnitudes by parameter stands one for each rank, which counts like those; after a fault, whose
+        by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
+        return Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
+
+    def _of_gradients(self, mine: Evidence) -> Evidence:
+        """What all ranks have alike without asking: the gradients that DDP has reduced."""
+        silent = torch.zeros_like(mine.loss_nonfinite)
+        earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
+        return Evidence(torch.cat([mine.amax, silent.expand(len(self.members))]), mine.square_sum, silent, earlier)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has given, in one order on all of them. Waits for all ranks."""
+        values: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
+        """DDP gave all ranks the parameters of one; that one's FP32 values must follow."""
+        for name, half in wrapper.module.named_parameters():
+            if half in self._precise and name not in wrapper.parameters_to_ignore:
+                value = self._precise.get(half).detach()
+                there = value.to(half.device)  # main memory may be beyond the group's reach
+                dist.broadcast(there, group=self._group, group_src=source)
+                value.copy_(there)
+
+    def _in_join(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether ranks may be missing: inside ``with wrapper.join()``, whose mark stays when it is left."""
+        config = wrapper._join_config
+        return config.enable and self._left.get(wrapper) is not config
+
+    def catch_up(self, wrapper: DistributedDataParallel) -> None:
+        """The ranks leave ``join``: those that had fewer inputs take over all that the others' steps have moved."""
+        self._left[wrapper] = wrapper._join_config
+        source = wrapper._authoritative_rank
+        self._align(wrapper, source)
+        amp: Any = None if self._amp is None else self._amp()
+        states = [None if amp is None else amp.steps_state()]
+        dist.broadcast_object_list(states, group=self._group, group_src=source)
+        if amp is not None and dist.get_rank(self._group) != source:
+            amp.load_steps_state(states[0])
+
+    # whether it still is
+
+    def _compare(self, table: Tensor) -> None:
+        """Sends for the table now and then, and looks at what has arrived of earlier ones."""
+        if table.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if self._mailbox is None:
+            self._mailbox = Mailbox(table.double())
+        for values, _ in self._mailbox.arrived():
+            self._check([_Row(*values[i : i + len(_Row._fields)]) for i in range(0, len(values), len(_Row._fields))])
+        if self._decisions % CHECK_EVERY == 0:
+            self._mailbox.send(table.double(), None)
+        self._decisions += 1
+
+    def _check(self, rows: Sequence[_Row]) -> None:
+        states = [(row.scale, row.taken) for row in rows]
+        usual, _ = Counter(states).most_common(1)[0]
+        others = [rank for rank, state in enumerate(states) if state != usual]
+        if others:
+            told = "; ".join(
+                f"{self._named([r for r, s in enumerate(states) if s == state])}: loss scale {state[0]:g}, "
+                f"{state[1]:.0f} steps taken"
+                for state in dict.fromkeys(states)
+            )
+            raise RuntimeError(
+                f"{self._named(others)} parted from the others ({told}), so their parameters differ: load a "
+                "checkpoint, amp.load_state_dict included, on all ranks alike, and set the scale and call step() on "
+                "all or none"
+            )
+        self._check_norms(rows)
+
+    def _check_norms(self, rows: Sequence[_Row]) -> None:
+        if self._warned or self.sharded or any(wrapper.parameters_to_ignore for wrapper in self._wrappers):
+            return
+        norms = [row.square_sum**0.5 for row in rows]
+        good = all(row.loss_nonfinite == row.found_earlier == 0 and row.amax < float("inf") for row in rows)
+        if good and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
+            self._warned = True
+            logger.warning(
+                f"the ranks step with different gradients, of norms {', '.join(f'{n:.6g}' for n in norms)}, and will "
+                "part: call the DDP model, not the module inside it, and change gradients on all ranks alike"
+            )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        numbers = [str(dist.get_global_rank(self._group, rank)) for rank in ranks]
+        return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+
+
+def _rebuild(wrapper: DistributedDataParallel) -> None:
+    """What ``DistributedDataParallel.__setstate__`` does, and the communication hooks."""
+    c10d: Any = dist
+    params, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(params)
+    wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
+    wrapper._has_rebuilt_buckets = wrapper._static_graph_delay_allreduce_enqueued = False
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
+    for hook, state in wrapper._comm_hooks:
+        wrapper.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        c10d._register_comm_hook(wrapper.reducer, state, hook)

@@ -1,9 +1,0 @@
-"""A failing batch runs again, watched op by op: where did inf or NaN begin, and why?"""
-
-from tritonamp.replay.bundles import load_bundle as load_bundle
-from tritonamp.replay.bundles import write_bundle as write_bundle
-from tritonamp.replay.faults import Fault as Fault
-from tritonamp.replay.search import NOT_REPRODUCED as NOT_REPRODUCED
-from tritonamp.replay.search import find_fault as find_fault
-from tritonamp.replay.snapshots import BatchGoneError as BatchGoneError
-from tritonamp.replay.snapshots import Snapshot as Snapshot

@@ -1,0 +1,1 @@
+"""From a loss to new weights, or to a skip."""
