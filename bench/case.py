@@ -15,7 +15,8 @@ class Case(NamedTuple):
         elements: of the input; parameters of a step, examples of a training step.
         bytes: the least for each element that has to move, None where that is not what it is about.
         peers: name to maker of the work on a device.
-        path_bytes: for each element, what a peer's way through memory is known to take (kernels.md).
+        path_bytes: for each element, what a peer's way through memory is known to take
+            (kernels.md).
         quick: part of ``--quick``.
         graph: too small to be timed by events; calls can be captured.
     """
@@ -27,6 +28,6 @@ class Case(NamedTuple):
     elements: int
     bytes: float | None
     peers: dict[str, Callable[[torch.device], Work]]
-    path_bytes: dict[str, float] = {}  # noqa: RUF012  # never written to
+    path_bytes: dict[str, float] = {}  # never written to
     quick: bool = False
     graph: bool = False

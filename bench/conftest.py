@@ -1,7 +1,8 @@
-"""What the benchmarks share: a device, the stopwatch, and pytest-benchmark set up for a device that runs on its own.
+"""What the benchmarks share: a device, the stopwatch, and pytest-benchmark set up for a device that
+runs on its own.
 
-    pytest bench                 # on a GPU at real size; without one every case at toy size, which measures nothing
-    pytest bench -k "softmax and forward"
+pytest bench                 # on a GPU at real size; without one every case at toy size, which
+measures nothing pytest bench -k "softmax and forward"
 """
 
 from collections.abc import Callable
@@ -23,21 +24,34 @@ if not GPU:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Times of toys on a CPU mean nothing, so there is no table of them, unless --benchmark-enable asks for it."""
+    """Times of toys on a CPU mean nothing, so there is no table of them, unless --benchmark-enable
+    asks for it.
+    """
     if not GPU:
         config.option.benchmark_disable = True
 
 
 def pytest_report_header() -> str:
-    return f"benchmarks: {torch.cuda.get_device_name()}" if GPU else "benchmarks: no GPU, toy sizes, no measurement"
+    return (
+        f"benchmarks: {torch.cuda.get_device_name()}"
+        if GPU
+        else "benchmarks: no GPU, toy sizes, no measurement"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each case and peer of the module's GROUPS."""
     if {"case", "peer"} <= set(metafunc.fixturenames):
         cases = [c for c in all_cases(toy=not GPU) if c.group in metafunc.module.GROUPS]
-        marks = pytest.mark.benchmark(timer=clock), pytest.mark.filterwarnings("default")  # peers may warn
-        pairs = [pytest.param(c, peer, id=f"{c.name}-{peer}", marks=marks) for c in cases for peer in c.peers]
+        marks = (
+            pytest.mark.benchmark(timer=clock),
+            pytest.mark.filterwarnings("default"),
+        )  # peers may warn
+        pairs = [
+            pytest.param(c, peer, id=f"{c.name}-{peer}", marks=marks)
+            for c in cases
+            for peer in c.peers
+        ]
         metafunc.parametrize(("case", "peer"), pairs)
 
 
@@ -61,7 +75,11 @@ def compare(benchmark, stopwatch: Stopwatch) -> Callable[[Case, str], None]:
             pytest.skip(what)
         torch.manual_seed(0)
         benchmark.group = case.name
-        benchmark.extra_info |= {"peer": peer, "device": str(DEVICE), "copy_gb_per_s": stopwatch.copy_bandwidth / 1e9}
+        benchmark.extra_info |= {
+            "peer": peer,
+            "device": str(DEVICE),
+            "copy_gb_per_s": stopwatch.copy_bandwidth / 1e9,
+        }
         work = case.peers[peer](DEVICE)
         try:
             calls = iter(range(1 << 30))
@@ -73,6 +91,9 @@ def compare(benchmark, stopwatch: Stopwatch) -> Callable[[Case, str], None]:
             work.close()
         if GPU and case.bytes and benchmark.stats:
             rate = case.elements * case.bytes / benchmark.stats.stats.median
-            benchmark.extra_info |= {"gb_per_s": rate / 1e9, "fraction_of_copy": rate / stopwatch.copy_bandwidth}
+            benchmark.extra_info |= {
+                "gb_per_s": rate / 1e9,
+                "fraction_of_copy": rate / stopwatch.copy_bandwidth,
+            }
 
     return run

@@ -1,9 +1,12 @@
-"""Does training end where it ends in FP32? O0, O1, O2 and torch.amp, equal weights and batches for equal seeds.
+"""Does training end where it ends in FP32? O0, O1, O2 and torch.amp, equal weights and batches for
+equal seeds.
 
-    python bench/convergence.py            # minutes on a CPU; writes bench/results/convergence-<device>.json
-    python bench/convergence.py --quick    # few steps, writes nothing
+    python bench/convergence.py            # minutes on a CPU; writes
+    bench/results/convergence-<device>.json python bench/convergence.py --quick    # few steps,
+    writes nothing
 
-Two models on real data: the digits CNN and the character transformer of ``tritonamp.demo``, in float16.
+Two models on real data: the digits CNN and the character transformer of ``tritonamp.demo``, in
+float16.
 """
 
 import argparse
@@ -38,9 +41,17 @@ def train(task: Task, mode: str, seed: int, steps: int, device: torch.device) ->
     torch.manual_seed(seed)
     model = task.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
-    step, close = _stock(model, optimizer, device) if mode == "torch.amp" else _ours(model, optimizer, mode)
-    losses = [step(x, y).detach() for x, y in batches(task.split, task.batch_size, steps, seed, device)]
-    with torch.autocast(device.type, torch.float16) if mode == "torch.amp" else contextlib.nullcontext():
+    step, close = (
+        _stock(model, optimizer, device) if mode == "torch.amp" else _ours(model, optimizer, mode)
+    )
+    losses = [
+        step(x, y).detach() for x, y in batches(task.split, task.batch_size, steps, seed, device)
+    ]
+    with (
+        torch.autocast(device.type, torch.float16)
+        if mode == "torch.amp"
+        else contextlib.nullcontext()
+    ):
         score = evaluate(model, task, device)
     close()
     return {
@@ -52,7 +63,9 @@ def train(task: Task, mode: str, seed: int, steps: int, device: torch.device) ->
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def _ours(model: torch.nn.Module, optimizer: torch.optim.Optimizer, level: str) -> tuple[Step, Callable[[], None]]:
+def _ours(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, level: str
+) -> tuple[Step, Callable[[], None]]:
     amp = tritonamp.enable(model, optimizer, level=level)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -86,18 +99,25 @@ def _stock(
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: mean over the seeds, lowest to highest in brackets, and the largest distance from O0 of one seed."""
+    """Markdown: mean over the seeds, lowest to highest in brackets, and the largest distance from
+    O0 of one seed.
+    """
     lines = [
         "| model | mode | final training loss | test score | largest difference to O0, same seed |",
         "|---|---|---|---|---|",
     ]
     for task in dict.fromkeys(run["task"] for run in runs):
-        baseline = {run["seed"]: run["loss"] for run in runs if run["task"] == task and run["mode"] == "O0"}
+        baseline = {
+            run["seed"]: run["loss"] for run in runs if run["task"] == task and run["mode"] == "O0"
+        }
         for mode in dict.fromkeys(run["mode"] for run in runs):
             own = [run for run in runs if run["task"] == task and run["mode"] == mode]
             apart = max(abs(run["loss"] - baseline[run["seed"]]) for run in own)
             distance = "" if mode == "O0" else f"{apart:.4f}"
-            loss, score = _spread([run["loss"] for run in own], 4), _spread([run["score"] for run in own], 3)
+            loss, score = (
+                _spread([run["loss"] for run in own], 4),
+                _spread([run["score"] for run in own], 3),
+            )
             lines.append(f"| {task} | {mode} | {loss} | {score} | {distance} |")
     return "\n".join(lines)
 
@@ -107,9 +127,15 @@ def _spread(values: list[float], digits: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Final losses of O0, O1, O2 and torch.amp, three seeds.")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed; writes nothing")
-    parser.add_argument("--output", type=Path, help="default: bench/results/convergence-<device>.json")
+    parser = argparse.ArgumentParser(
+        description="Final losses of O0, O1, O2 and torch.amp, three seeds."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed; writes nothing"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="default: bench/results/convergence-<device>.json"
+    )
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
@@ -118,8 +144,15 @@ def main(arguments: list[str] | None = None) -> int:
     for task in tasks():
         for seed in SEEDS[:1] if args.quick else SEEDS:
             for mode in MODES:
-                runs.append(train(task, mode, seed, QUICK_STEPS if args.quick else STEPS[task.name], device))
-                print("{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(**runs[-1]), flush=True)
+                runs.append(
+                    train(task, mode, seed, QUICK_STEPS if args.quick else STEPS[task.name], device)
+                )
+                print(
+                    "{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(
+                        **runs[-1]
+                    ),
+                    flush=True,
+                )
     print(table(runs))
     if not args.quick:
         path = args.output or RESULTS / f"convergence-{device.type}.json"

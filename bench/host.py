@@ -1,4 +1,5 @@
-"""What the host pays for a call, without a GPU: kernel launches are replaced by a stub that only looks up its key.
+"""What the host pays for a call, without a GPU: kernel launches are replaced by a stub that only
+looks up its key.
 
     python bench/host.py
 
@@ -26,11 +27,19 @@ LAUNCHING = adamw, cast, decide, grad_stats, reduce, softmax
 
 @contextmanager
 def stub_launches() -> Iterator[list[int]]:
-    """Kernels are taken for CPU tensors and never run; yields a list whose one number counts launches."""
+    """Kernels are taken for CPU tensors and never run; yields a list whose one number counts
+    launches.
+    """
     count, compiled = [0], {}
 
     def launch(
-        kernel: Any, grid: Any, tensors: Any, sizes: Any, constants: Any, num_warps: int, maxnreg: int | None = None
+        kernel: Any,
+        grid: Any,
+        tensors: Any,
+        sizes: Any,
+        constants: Any,
+        num_warps: int,
+        maxnreg: int | None = None,
     ) -> None:
         count[0] += 1
         key: list[Any] = [id(kernel), 0, num_warps, maxnreg, constants]
@@ -70,8 +79,13 @@ def measure(repeats: int) -> dict[str, float]:
         amp = tritonamp.enable(torch.nn.Linear(2, 2), level="O1")
         try:
             with amp.autocast():
-                for name, given in (("softmax", x), ("softmax, with autograd", x.clone().requires_grad_())):
-                    found[f"{name}, overridden"] = least_us(lambda given=given: torch.softmax(given, -1), repeats, 50)
+                for name, given in (
+                    ("softmax", x),
+                    ("softmax, with autograd", x.clone().requires_grad_()),
+                ):
+                    found[f"{name}, overridden"] = least_us(
+                        lambda given=given: torch.softmax(given, -1), repeats, 50
+                    )
         finally:
             amp.disable()
         work = steps.our_step(steps.SETS["148 small"][1], torch.device("cpu"))
@@ -84,11 +98,15 @@ def measure(repeats: int) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Host microseconds of a call, launches replaced by a stub.")
+    parser = argparse.ArgumentParser(
+        description="Host microseconds of a call, launches replaced by a stub."
+    )
     parser.add_argument("--repeats", type=int, default=500)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print("{device}, torch {torch}, commit {commit}".format(**provenance.machine(torch.device("cpu"))))
+    print(
+        "{device}, torch {torch}, commit {commit}".format(**provenance.machine(torch.device("cpu")))
+    )
     for name, number in measure(args.repeats).items():
         print(f"{name:34}{number:8.1f}")
     return 0

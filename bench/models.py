@@ -26,10 +26,16 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """(N, 3, 32, 32) images -> (N, 10) logits. He et al. 2015, with the 3x3 stem that CIFAR-10 is trained with."""
+    """(N, 3, 32, 32) images -> (N, 10) logits. He et al. 2015, with the 3x3 stem that CIFAR-10 is
+    trained with.
+    """
 
     def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> None:
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+        ]
         inputs = width
         for stage, count in enumerate(blocks):
             for i in range(count):
@@ -76,14 +82,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(N, context) token numbers -> (N, context, vocabulary) logits; the shape of GPT-2 small, embeddings tied."""
+    """(N, context) token numbers -> (N, context, vocabulary) logits; the shape of GPT-2 small,
+    embeddings tied.
+    """
 
     def __init__(
         self, fused: bool, vocabulary: int = 50257, context: int = 1024, width: int = 768, layers: int = 12,
         heads: int = 12,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Parameter(0.02 * torch.randn(context, width))
+        self.token, self.position = (
+            nn.Embedding(vocabulary, width),
+            nn.Parameter(0.02 * torch.randn(context, width)),
+        )
         nn.init.normal_(self.token.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(width, heads, True, fused) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
@@ -96,7 +107,9 @@ class GPT(nn.Module):
 class ViT(nn.Module):
     """(N, 3, size, size) images -> (N, 1000) logits; the shape of ViT-B/16."""
 
-    def __init__(self, size: int = 224, patch: int = 16, width: int = 768, layers: int = 12, heads: int = 12) -> None:
+    def __init__(
+        self, size: int = 224, patch: int = 16, width: int = 768, layers: int = 12, heads: int = 12
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.first = nn.Parameter(0.02 * torch.randn(1, 1, width))

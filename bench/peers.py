@@ -8,7 +8,8 @@ class Peer(NamedTuple):
     """A peer.
 
     Attributes:
-        process: peers of one name are measured in one process; some packages patch torch for everybody in it.
+        process: peers of one name are measured in one process; some packages patch torch for
+            everybody in it.
         module: that must be importable, None: torch is enough.
         package: what to install for it.
     """
@@ -35,10 +36,11 @@ PEERS = {
     "apex": Peer("apex", "apex.optimizers", "apex, from source with its CUDA extensions"),
     "optimi": Peer("optimi", "optimi", "torch-optimi"),
 }
-"""In the order of tables. "eager": torch as it is; "autocast": torch under stock ``torch.autocast``, the result cast
-back to half where a half matmul would take it; "half pipeline": what a half model with FP32 masters takes in stock
-torch; "torch.amp": autocast, GradScaler and the fused optimizer on an FP32 model; "compile": ``torch.compile`` of
-"eager" or "torch.amp"."""
+"""In the order of tables. "eager": torch as it is; "autocast": torch under stock
+``torch.autocast``, the result cast back to half where a half matmul would take it; "half pipeline":
+what a half model with FP32 masters takes in stock torch; "torch.amp": autocast, GradScaler and the
+fused optimizer on an FP32 model; "compile": ``torch.compile`` of "eager" or "torch.amp".
+"""
 
 
 def missing(peer: str) -> str | None:

@@ -15,7 +15,11 @@ TRAINING = "training step"
 
 def names(stem: str, rows: list[Row]) -> dict[str, str]:
     """By title, file names of the pictures that there are rows for."""
-    return {title: f"{stem}-{name}.png" for name, (title, has, _) in PICTURES.items() if any(map(has, rows))}
+    return {
+        title: f"{stem}-{name}.png"
+        for name, (title, has, _) in PICTURES.items()
+        if any(map(has, rows))
+    }
 
 
 def draw(rows: list[Row], folder: Path, stem: str) -> list[Path]:
@@ -33,7 +37,9 @@ def draw(rows: list[Row], folder: Path, stem: str) -> list[Path]:
 
 
 def _is_a_point(row: Row) -> bool:
-    """Of the curves over the row length: powers of two; lengths between them make jumps, they are in the tables."""
+    """Of the curves over the row length: powers of two; lengths between them make jumps, they are
+    in the tables.
+    """
     if row["group"] not in SOFTMAX or row["dtype"] != "bfloat16" or row["shape"].count("x") != 1:
         return False
     return _length(row).bit_count() == 1
@@ -48,8 +54,18 @@ def _bandwidth(axes: Any, rows: list[Row]) -> None:
         own = [row for row in rows if row["group"] == group]
         for peer in _peers(own):
             points = sorted((_length(r), r["fraction_of_copy"]) for r in own if r["peer"] == peer)
-            ax.plot(*zip(*points, strict=True), marker="o", linewidth=3 if peer == "tritonamp" else 1.5, label=peer)
-        ax.set(title=f"{group}, bfloat16", xlabel="row length", ylabel="fraction of copy bandwidth", xscale="log")
+            ax.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                linewidth=3 if peer == "tritonamp" else 1.5,
+                label=peer,
+            )
+        ax.set(
+            title=f"{group}, bfloat16",
+            xlabel="row length",
+            ylabel="fraction of copy bandwidth",
+            xscale="log",
+        )
         ax.set_ylim(0)
         ax.grid(alpha=0.3)
         if own:
@@ -69,7 +85,9 @@ def _training(axes: Any, rows: list[Row]) -> None:
     _bars(axes[1], rows, lambda row: row["peak_bytes"] / 2**20, "peak MiB")
 
 
-def _bars(ax: Axes, rows: list[Row], value: Callable[[Row], float], label: str, log: bool = False) -> None:
+def _bars(
+    ax: Axes, rows: list[Row], value: Callable[[Row], float], label: str, log: bool = False
+) -> None:
     """A group of bars for each case, a colour for each peer."""
     cases, peers = list(dict.fromkeys(row["case"] for row in rows)), _peers(rows)
     height = 0.8 / len(peers)
@@ -77,7 +95,9 @@ def _bars(ax: Axes, rows: list[Row], value: Callable[[Row], float], label: str, 
         own = [row for row in rows if row["peer"] == peer]
         places = [cases.index(row["case"]) + i * height for row in own]
         ax.barh(places, [value(row) for row in own], height, label=peer)
-    ax.set_yticks([place + 0.4 for place in range(len(cases))], [case.replace(", ", "\n") for case in cases])
+    ax.set_yticks(
+        [place + 0.4 for place in range(len(cases))], [case.replace(", ", "\n") for case in cases]
+    )
     ax.set(xlabel=label, xscale="log" if log else "linear")
     ax.invert_yaxis()
     ax.legend()
@@ -90,5 +110,9 @@ def _peers(rows: list[Row]) -> list[str]:
 PICTURES: dict[str, tuple[str, Callable[[Row], bool], Callable[[Any, list[Row]], None]]] = {
     "bandwidth": ("Fraction of copy bandwidth over row length", _is_a_point, _bandwidth),
     "step": ("Optimizer step with clipping", lambda row: row["group"] == STEPS, _step),
-    "training": ("Training steps", lambda row: row["group"] == TRAINING and row["peak_bytes"] is not None, _training),
+    "training": (
+        "Training steps",
+        lambda row: row["group"] == TRAINING and row["peak_bytes"] is not None,
+        _training,
+    ),
 }

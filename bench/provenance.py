@@ -27,10 +27,14 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked out commit, with "-dirty" where files that Git knows differ from it; "unknown" outside a checkout."""
+    """The checked out commit, with "-dirty" where files that Git knows differ from it; "unknown"
+    outside a checkout.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -1,9 +1,12 @@
-"""Tables and pictures from the committed measurements in bench/results/, and nothing that is not in them.
+"""Tables and pictures from the committed measurements in bench/results/, and nothing that is not in
+them.
 
     python bench/report.py            # prints
-    python bench/report.py --write    # fills README.md between its "bench:" marks, draws the pictures
+    python bench/report.py --write    # fills README.md between its "bench:" marks, draws the
+    pictures
 
-Ratios are times: 2.0x means that the peer takes twice as long, 0.5x that it takes half. Those below 1 are bold.
+Ratios are times: 2.0x means that the peer takes twice as long, 0.5x that it takes half. Those below
+1 are bold.
 """
 
 import argparse
@@ -36,7 +39,9 @@ Row = dict[str, Any]
 
 def load(folder: Path) -> dict[str, Record]:
     """By name of the file, what ``run.py`` wrote; quick runs only where there is no full one."""
-    paths = [path for path in sorted(folder.glob("*.json")) if not path.stem.startswith("convergence-")]
+    paths = [
+        path for path in sorted(folder.glob("*.json")) if not path.stem.startswith("convergence-")
+    ]
     full = [path for path in paths if not path.stem.endswith("-quick")]
     return {path.stem: json.loads(path.read_text()) for path in full or paths}
 
@@ -62,37 +67,61 @@ def _one(stem: str, record: Record, link: str) -> str:
     head += f"`{record['command']}`, {record['date']}. A copy moves {_range(bandwidths)} GB/s; every row is in "
     head += f"[{stem}.json]({link}/{stem}.json). Ratios: how many times longer the peer takes; **bold**: we lose."
     shown = [f"![{name}]({link}/{file})" for name, file in pictures.names(stem, rows).items()]
-    lines = [row for row in rows if is_ours(row) and row["headline"] and row["group"] not in (STEP, TRAINING)]
+    lines = [
+        row
+        for row in rows
+        if is_ours(row) and row["headline"] and row["group"] not in (STEP, TRAINING)
+    ]
     steps = [row for row in rows if is_ours(row) and row["group"] == STEP]
     models = [row for row in rows if row["group"] == TRAINING]
-    tables = [make(own) for make, own in ((table, lines), (table, steps), (training_table, models)) if own]
-    return "\n\n".join([_wrapped(head), *shown, *tables, slower(rows), _wrapped(absent(record["not_measured"]))])
+    tables = [
+        make(own) for make, own in ((table, lines), (table, steps), (training_table, models)) if own
+    ]
+    return "\n\n".join(
+        [_wrapped(head), *shown, *tables, slower(rows), _wrapped(absent(record["not_measured"]))]
+    )
 
 
 def table(rows: list[Row]) -> str:
     """Our rows, a column for each peer that one of them has."""
-    peers = list(dict.fromkeys(peer for row in rows for peer in row["ratio"] if not peer.startswith("tritonamp")))
-    lines = [_line("what", "us", "GB/s", "of copy", "host us", "peak MiB", *peers), _line(*["---"] * (6 + len(peers)))]
+    peers = list(
+        dict.fromkeys(
+            peer for row in rows for peer in row["ratio"] if not peer.startswith("tritonamp")
+        )
+    )
+    lines = [
+        _line("what", "us", "GB/s", "of copy", "host us", "peak MiB", *peers),
+        _line(*["---"] * (6 + len(peers))),
+    ]
     for row in rows:
         peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
         numbers = _number(row["us"]), _number(row["gb_per_s"]), _number(row["fraction_of_copy"], 2)
         numbers += _number(row["host_us"]), _number(peak)
-        lines.append(_line(row["case"], *numbers, *(_ratio(row["ratio"].get(peer)) for peer in peers)))
+        lines.append(
+            _line(row["case"], *numbers, *(_ratio(row["ratio"].get(peer)) for peer in peers))
+        )
     return "\n".join(lines)
 
 
 def training_table(rows: list[Row]) -> str:
     """Every mode of every model, with what torch.amp takes as a ratio."""
-    lines = [_line("what", "mode", "ms a step", "peak MiB", "host us", "torch.amp"), _line(*["---"] * 6)]
+    lines = [
+        _line("what", "mode", "ms a step", "peak MiB", "host us", "torch.amp"),
+        _line(*["---"] * 6),
+    ]
     for row in rows:
         peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
         numbers = _number(row["us"] / 1e3), _number(peak), _number(row["host_us"])
-        lines.append(_line(row["case"], row["peer"], *numbers, _ratio(row["ratio"].get("torch.amp"))))
+        lines.append(
+            _line(row["case"], row["peer"], *numbers, _ratio(row["ratio"].get("torch.amp")))
+        )
     return "\n".join(lines)
 
 
 def slower(rows: list[Row]) -> str:
-    """Where a peer takes less time, the worst first. The baseline of a training step in FP32 counts too."""
+    """Where a peer takes less time, the worst first. The baseline of a training step in FP32 counts
+    too.
+    """
     lost = sorted(
         (ratio, row["case"] + row["peer"].removeprefix("tritonamp"), peer)
         for row in rows
@@ -100,14 +129,19 @@ def slower(rows: list[Row]) -> str:
         for peer, ratio in row["ratio"].items()
         if ratio < 1 and not peer.startswith("tritonamp")
     )
-    count = sum(not peer.startswith("tritonamp") for row in rows if is_ours(row) for peer in row["ratio"])
+    count = sum(
+        not peer.startswith("tritonamp") for row in rows if is_ours(row) for peer in row["ratio"]
+    )
     if not lost:
         return f"Where we lose: in none of {count} comparisons."
     head = f"Where we lose, {len(lost)} of {count} comparisons:"
     lines = [head, "", _line("what", "peer", "ratio"), _line("---", "---", "---")]
     lines += [_line(name, peer, _ratio(ratio)) for ratio, name, peer in lost[:SLOWER_SHOWN]]
     if len(lost) > SLOWER_SHOWN:
-        lines += ["", f"and {len(lost) - SLOWER_SHOWN} more, none worse than {_ratio(lost[SLOWER_SHOWN][0])}."]
+        lines += [
+            "",
+            f"and {len(lost) - SLOWER_SHOWN} more, none worse than {_ratio(lost[SLOWER_SHOWN][0])}.",
+        ]
     return "\n".join(lines)
 
 
@@ -116,7 +150,10 @@ def absent(entries: list[Row]) -> str:
     reasons = Counter((entry["peer"], entry["reason"]) for entry in entries)
     if not reasons:
         return "Nothing was left out."
-    what = (f"{peer}: {reason}" + f" ({count} cases)" * (count > 1) for (peer, reason), count in reasons.items())
+    what = (
+        f"{peer}: {reason}" + f" ({count} cases)" * (count > 1)
+        for (peer, reason), count in reasons.items()
+    )
     return "Not measured: " + "; ".join(what) + "."
 
 
@@ -157,7 +194,13 @@ def _line(*cells: str) -> str:
 def _number(value: float | None, digits: int | None = None) -> str:
     if value is None:
         return ""
-    return f"{value:.{digits}f}" if digits is not None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return (
+        f"{value:.{digits}f}"
+        if digits is not None
+        else f"{value:.1f}"
+        if value < 100
+        else f"{value:.0f}"
+    )
 
 
 def _ratio(value: float | None) -> str:
@@ -172,8 +215,14 @@ def _range(values: list[float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Tables and pictures from the committed measurements.")
-    parser.add_argument("--write", action="store_true", help="fill README.md and draw the pictures beside the results")
+    parser = argparse.ArgumentParser(
+        description="Tables and pictures from the committed measurements."
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="fill README.md and draw the pictures beside the results",
+    )
     args = parser.parse_args(arguments)
     records = load(RESULTS)
     sections = {"speed": speed(records, "bench/results"), "convergence": training_results(RESULTS)}

@@ -17,9 +17,30 @@ ELEMENTS = 1 << 27
 TOY_LENGTH = 64
 HALF, BF16 = torch.float16, torch.bfloat16
 ATTENTION = 16, 32, 2048, 2048
-BF16_LENGTHS = 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1000, 1001, 4095, 32000, 50257, 128256
+BF16_LENGTHS = (
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+    16384,
+    32768,
+    65536,
+    262144,
+    1000,
+    1001,
+    4095,
+    32000,
+    50257,
+    128256,
+)
 FP16_LENGTHS = 256, 1024, 4096, 16384, 65536, 50257
-SMALL = (256, 256), (1024, 256), (1024, 1024)  # too small for events: 64K elements is where torch's kernels take over
+SMALL = (
+    (256, 256),
+    (1024, 256),
+    (1024, 1024),
+)  # too small for events: 64K elements is where torch's kernels take over
 QUICK = 1024, 4096, 32768, 50257
 
 Forward = Callable[[Tensor], Tensor]
@@ -44,7 +65,13 @@ class Op(NamedTuple):
 
 
 OPS = [
-    Op("softmax", {BF16: BF16_LENGTHS, HALF: FP16_LENGTHS}, False, (4, 6), {BF16: (20, 36), HALF: (12, 28)}),
+    Op(
+        "softmax",
+        {BF16: BF16_LENGTHS, HALF: FP16_LENGTHS},
+        False,
+        (4, 6),
+        {BF16: (20, 36), HALF: (12, 28)},
+    ),
     Op("log_softmax", {BF16: (1024, 32000, 50257, 128256), HALF: (50257,)}, True, (6, 10), {}),
     Op("sum", {BF16: (1024, 50257, ELEMENTS), HALF: (1024,)}, True, (2, 2), {}),
 ]
@@ -68,7 +95,9 @@ def autocast(op: Op, x: Tensor) -> Tensor:
 
 def compiled(op: Op, device: torch.device) -> Forward:
     torch._dynamo.reset()  # a shape of its own for each case, not a dynamic one
-    backend = "inductor" if device.type == "cuda" else "eager"  # on a CPU inductor would wait for a C++ compiler
+    backend = (
+        "inductor" if device.type == "cuda" else "eager"
+    )  # on a CPU inductor would wait for a C++ compiler
     return torch.compile(functools.partial(eager, op), dynamic=False, backend=backend)
 
 
@@ -117,10 +146,14 @@ def forward_work(
     return Work([functools.partial(forward, x) for x in inputs])
 
 
-def backward_work(make: Make, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Work:
+def backward_work(
+    make: Make, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Work:
     """The gradient is materialised: what comes next would have to read it."""
     x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-    with torch._functorch.config.patch(donated_buffer=False):  # or a compiled backward runs only once
+    with torch._functorch.config.patch(
+        donated_buffer=False
+    ):  # or a compiled backward runs only once
         y = make(device)(x)
         grad = torch.randn_like(y)
 
@@ -181,7 +214,9 @@ def _small(shape: tuple[int, int], toy: bool) -> Case:
         shape=_by(used),
         elements=math.prod(used),
         bytes=4,
-        peers={peer: functools.partial(rotated, make) for peer, make in forwards(op, False).items()},
+        peers={
+            peer: functools.partial(rotated, make) for peer, make in forwards(op, False).items()
+        },
         graph=True,
     )
 

@@ -1,10 +1,13 @@
-"""Measures everything on this machine's GPU and writes bench/results/<gpu>-torch<version>-triton<version>.json.
+"""Measures everything on this machine's GPU and writes
+bench/results/<gpu>-torch<version>-triton<version>.json.
 
     python bench/run.py            # ten minutes
-    python bench/run.py --quick    # two minutes, the most telling rows; the file's name ends in -quick
+    python bench/run.py --quick    # two minutes, the most telling rows; the file's name ends in
+    -quick
 
-Peers that may get in one another's way run in processes of their own. What does not fit in the time, fails, or is not
-installed is listed in the file under "not_measured", with the reason. Without a GPU nothing is measured or written.
+Peers that may get in one another's way run in processes of their own. What does not fit in the
+time, fails, or is not installed is listed in the file under "not_measured", with the reason.
+Without a GPU nothing is measured or written.
 """
 
 import argparse
@@ -28,13 +31,16 @@ from timing import Stopwatch, Timing
 RESULTS = Path(__file__).parent / "results"
 MINUTES, QUICK_MINUTES = 10.0, 2.0
 SECONDS, QUICK_SECONDS = 0.2, 0.1  # of samples for each row
-RESERVE = 30.0  # seconds of the whole for a process that is in the middle of something when its time is up
+# seconds of the whole for a process that is in the middle of something when its time is up
+RESERVE = 30.0
 NO_GPU = "no GPU here, so nothing is measured: `pytest bench` runs every case at toy size"
 
 Row = dict[str, Any]
 
 
-def measure(process: str, cases: Iterable[Case], stopwatch: Stopwatch, until: float) -> Iterator[Row]:
+def measure(
+    process: str, cases: Iterable[Case], stopwatch: Stopwatch, until: float
+) -> Iterator[Row]:
     """Rows of the peers of one process, and what could not be measured, until that time."""
     for case in sorted(cases, key=lambda case: not case.quick):
         for peer in (peer for peer in case.peers if PEERS[peer].process == process):
@@ -43,7 +49,9 @@ def measure(process: str, cases: Iterable[Case], stopwatch: Stopwatch, until: fl
                 continue
             try:
                 torch.manual_seed(0)
-                timing = stopwatch.measure(functools.partial(case.peers[peer], stopwatch.device), case.graph)
+                timing = stopwatch.measure(
+                    functools.partial(case.peers[peer], stopwatch.device), case.graph
+                )
             except Exception as error:  # a peer can fail in any way; the others go on
                 yield {"case": case.name, "peer": peer, "reason": _one_line(error)}
             else:
@@ -55,7 +63,9 @@ def _one_line(error: Exception) -> str:
 
 
 def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
-    """What one peer did on one case; rates count the bytes that have to move, not those that the peer moves."""
+    """What one peer did on one case; rates count the bytes that have to move, not those that the
+    peer moves.
+    """
     rate = case.elements * case.bytes / timing.us * 1e6 if case.bytes else None
     return {
         "group": case.group, "case": case.name, "peer": peer, "dtype": case.dtype, "shape": case.shape,
@@ -68,22 +78,36 @@ def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
 
 
 def with_ratios(rows: list[Row], machine: Row) -> list[Row]:
-    """Adds "ratio", by peer of the same case how many times longer that peer takes, and where the row was measured."""
+    """Adds "ratio", by peer of the same case how many times longer that peer takes, and where the
+    row was measured.
+    """
     times: dict[str, dict[str, float]] = {}
     for r in rows:
         times.setdefault(r["case"], {})[r["peer"]] = r["us"]
     return [
-        r | {"ratio": {peer: us / r["us"] for peer, us in times[r["case"]].items() if peer != r["peer"]}} | machine
+        r
+        | {
+            "ratio": {
+                peer: us / r["us"] for peer, us in times[r["case"]].items() if peer != r["peer"]
+            }
+        }
+        | machine
         for r in rows
     ]
 
 
 def child(process: str, quick: bool, until: float, path: Path) -> None:
-    """Measures in this process and appends a line for each row, so that what was measured survives a crash."""
+    """Measures in this process and appends a line for each row, so that what was measured survives
+    a crash.
+    """
     stopwatch = Stopwatch(torch.device("cuda"), QUICK_SECONDS if quick else SECONDS)
     with path.open("a") as lines:
-        for found in measure(process, [c for c in all_cases() if c.quick or not quick], stopwatch, until):
-            print(f"{found['case']}: {found['peer']} {found.get('reason') or format(found['us'], '.1f') + ' us'}")
+        for found in measure(
+            process, [c for c in all_cases() if c.quick or not quick], stopwatch, until
+        ):
+            print(
+                f"{found['case']}: {found['peer']} {found.get('reason') or format(found['us'], '.1f') + ' us'}"
+            )
             print(json.dumps(found), file=lines, flush=True)
 
 
@@ -101,24 +125,44 @@ def run(minutes: float, quick: bool) -> tuple[list[Row], list[Row]]:
                 continue
             until = time.time() + left / (len(processes) - i)
             path = Path(folder) / f"{process}.jsonl"
-            command = [sys.executable, __file__, "--process", process, "--until", str(until), "--lines", str(path)]
+            command = [
+                sys.executable,
+                __file__,
+                "--process",
+                process,
+                "--until",
+                str(until),
+                "--lines",
+                str(path),
+            ]
             try:
                 code = subprocess.run(
-                    command + ["--quick"] * quick, timeout=until - time.time() + RESERVE - 5, check=False
+                    command + ["--quick"] * quick,
+                    timeout=until - time.time() + RESERVE - 5,
+                    check=False,
                 ).returncode
                 stopped = f"exit status {code}" if code else None
             except subprocess.TimeoutExpired:
                 stopped = "out of time"
             found += map(json.loads, path.read_text().splitlines()) if path.exists() else []
-            absent += [{"peer": process, "reason": f"its process ended early: {stopped}"}] if stopped else []
+            absent += (
+                [{"peer": process, "reason": f"its process ended early: {stopped}"}]
+                if stopped
+                else []
+            )
     return [f for f in found if "us" in f], absent + [f for f in found if "us" not in f]
 
 
 def write(path: Path, record: Row) -> None:
     """JSON with a line for each row, so that a diff of two files can be read."""
     lists = {key: value for key, value in record.items() if isinstance(value, list)}
-    head = json.dumps({key: value for key, value in record.items() if key not in lists}, indent=1)[:-2]
-    body = [f' "{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n ]" for key, value in lists.items()]
+    head = json.dumps({key: value for key, value in record.items() if key not in lists}, indent=1)[
+        :-2
+    ]
+    body = [
+        f' "{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n ]"
+        for key, value in lists.items()
+    ]
     path.parent.mkdir(exist_ok=True)
     path.write_text(",\n".join([head, *body]) + "\n}\n")
 
@@ -126,8 +170,12 @@ def write(path: Path, record: Row) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measures everything on this machine's GPU.")
     parser.add_argument("--quick", action="store_true", help="two minutes, the most telling rows")
-    parser.add_argument("--minutes", type=float, help=f"default: {MINUTES:g}, with --quick {QUICK_MINUTES:g}")
-    parser.add_argument("--process", choices={peer.process for peer in PEERS.values()}, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--minutes", type=float, help=f"default: {MINUTES:g}, with --quick {QUICK_MINUTES:g}"
+    )
+    parser.add_argument(
+        "--process", choices={peer.process for peer in PEERS.values()}, help=argparse.SUPPRESS
+    )
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -1,9 +1,11 @@
-"""What the compiler makes of every shipped kernel, for every architecture, and the gates on it. Needs no GPU.
+"""What the compiler makes of every shipped kernel, for every architecture, and the gates on it.
+Needs no GPU.
 
     python bench/static.py --op softmax --arch 80 90
 
-A kernel joins by ``shipped()`` in its module, see ``tritonamp.kernels._launch.Shipped``. One line for each build;
-failed gates on stderr, exit status 1. Numbers are of the code as it stands: the body of a loop counts once.
+A kernel joins by ``shipped()`` in its module, see ``tritonamp.kernels._launch.Shipped``. One line
+for each build; failed gates on stderr, exit status 1. Numbers are of the code as it stands: the
+body of a loop counts once.
 """
 
 import argparse
@@ -32,10 +34,17 @@ from triton.compiler import ASTSource
 
 import tritonamp.kernels
 
-TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SNAPSHOT = Path(__file__).parent / "static" / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.json"
+SNAPSHOT = (
+    Path(__file__).parent / "static" / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.json"
+)
 
 LIMITS = {  # of a multiprocessor with its 65536 registers: warps, programs, KiB of shared memory
     70: (64, 32, 96), 75: (32, 16, 64), 80: (64, 32, 164), 86: (48, 16, 100),
@@ -48,7 +57,9 @@ WIDE = 16  # bytes that one instruction can move on each of them
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
 MAX_GROWTH = 1.15
-STACK = {70: 8}  # bytes: without uniform registers, two numbers that a loop does not change may be put aside
+STACK = {
+    70: 8
+}  # bytes: without uniform registers, two numbers that a loop does not change may be put aside
 
 
 class Build(NamedTuple):
@@ -59,7 +70,8 @@ class Build(NamedTuple):
         function: where the kernel is found, module and name.
         signature, constants: by the names of the kernel's parameters.
         n: length of a line, 0 where the kernel knows none.
-        max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches of the call.
+        max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches
+            of the call.
     """
 
     arch: int
@@ -101,20 +113,24 @@ class Build(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        """Whether instructions for each element say something: one whole line, no masks, no loop, and long enough."""
+        """Whether instructions for each element say something: one whole line, no masks, no loop,
+        and long enough.
+        """
         rows, block = self.constants.get("ROWS", 1), self.constants.get("BLOCK", 1)
         full = self.constants.get("ALIGN", block) == block
         return self.row_major and full and rows == 1 and block >= max(self.n, 1024)
 
 
 class Row(NamedTuple):
-    """What was measured of a build; None where Triton's disassembler does not know the architecture.
+    """What was measured of a build; None where Triton's disassembler does not know the
+    architecture.
 
     Attributes:
         registers, stack, local: of a thread, the last two in bytes.
         shared: bytes of a program.
         occupancy: fraction of the warps that a multiprocessor can hold.
-        tile_loads, tile_stores: bytes of whole tiles that a thread has to move, by the width that they allow for.
+        tile_loads, tile_stores: bytes of whole tiles that a thread has to move, by the width that
+            they allow for.
         loads, stores: how many of each width in bytes.
         in_flight: bytes that a multiprocessor waits for, at most.
         spills: loads and stores of local memory.
@@ -147,7 +163,9 @@ def builds(ops: list[str] | None, archs: list[int], only: str) -> Iterator[Build
     for module in pkgutil.iter_modules(tritonamp.kernels.__path__):
         if not ops or module.name in ops:
             for arch in archs:
-                for build in module_builds(importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, only):
+                for build in module_builds(
+                    importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, only
+                ):
                     if build.moves_tensors or (build.kernel, arch) not in small:
                         yield build
                     if not build.moves_tensors:
@@ -161,18 +179,26 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
         with mock.patch.object(module, "launch") as launch:
             case.function(*case.args)
         times: Counter[str] = Counter()
-        for kernel, _, tensors, sizes, constants, warps, *maxnreg in (call.args for call in launch.call_args_list):
-            if arch < FIRST_BF16 and (tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)):
+        for kernel, _, tensors, sizes, constants, warps, *maxnreg in (
+            call.args for call in launch.call_args_list
+        ):
+            if arch < FIRST_BF16 and (
+                tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)
+            ):
                 continue  # refused there
             times[kernel.__name__] += 1
             pointers = ["*" + TYPES[tensor.dtype] for tensor in tensors]
-            numbers = ["fp32" if isinstance(size, float) else "i64" if size >= 1 << 31 else "i32" for size in sizes]
+            numbers = [
+                "fp32" if isinstance(size, float) else "i64" if size >= 1 << 31 else "i32"
+                for size in sizes
+            ]
             kinds = pointers + numbers + ["constexpr"] * len(constants)
             given = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True))
             yield Build(
                 arch,
                 case.name,
-                kernel.__name__ + (f" {times[kernel.__name__]}" if times[kernel.__name__] > 1 else ""),
+                kernel.__name__
+                + (f" {times[kernel.__name__]}" if times[kernel.__name__] > 1 else ""),
                 (kernel.fn.__module__, kernel.__name__),
                 dict(zip(kernel.arg_names, kinds, strict=True)),
                 {name: given[name] for name in kernel.arg_names[len(tensors) + len(sizes) :]},
@@ -190,7 +216,9 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
 
 
 def measured(todo: Iterable[Build]) -> Iterator[Row]:
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         yield from pool.map(measure, todo)
 
 
@@ -210,13 +238,18 @@ def measure(build: Build) -> Row:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, sass = (
-            subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=False).stdout
+            subprocess.run(
+                [CUOBJDUMP, what, file.name], capture_output=True, text=True, check=False
+            ).stdout
             for what in ("-res-usage", "-sass")
         )
     registers, stack, local = resources(usage)
     shared = compiled.metadata.shared
     resident = resident_warps(build.arch, build.warps, registers, shared)
-    moved = [tile_bytes(compiled.asm["ttir"], what, build.tile, 32 * build.warps) for what in ("load", "store")]
+    moved = [
+        tile_bytes(compiled.asm["ttir"], what, build.tile, 32 * build.warps)
+        for what in ("load", "store")
+    ]
     row = Row(build, registers, stack, local, shared, resident / LIMITS[build.arch][0], *moved)
     code = instructions(sass)
     if not code:
@@ -239,8 +272,12 @@ def resources(usage: str) -> tuple[int, int, int]:
 
 
 def instructions(sass: str) -> list[tuple[str, str]]:
-    """Opcodes with their modifiers, and their operands, as ``cuobjdump -sass`` prints them; without padding."""
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);", sass, re.MULTILINE)
+    """Opcodes with their modifiers, and their operands, as ``cuobjdump -sass`` prints them; without
+    padding.
+    """
+    found = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);", sass, re.MULTILINE
+    )
     return [(opcode, operands) for opcode, operands in found if opcode != "NOP"]
 
 
@@ -251,11 +288,15 @@ def width(opcode: str) -> int:
 
 
 def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
-    return dict(sorted(Counter(width(opcode) for opcode in opcodes if opcode.split(".")[0] == what).items()))
+    return dict(
+        sorted(Counter(width(opcode) for opcode in opcodes if opcode.split(".")[0] == what).items())
+    )
 
 
 def outstanding(code: Iterable[tuple[str, str]]) -> int:
-    """Bytes that a thread has asked for and not touched yet, at most, with the code read from top to bottom."""
+    """Bytes that a thread has asked for and not touched yet, at most, with the code read from top
+    to bottom.
+    """
     most, pending = 0, {}  # register to its bytes: the thread waits where it is mentioned next
     for opcode, operands in code:
         registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
@@ -269,7 +310,9 @@ def outstanding(code: Iterable[tuple[str, str]]) -> int:
 
 
 def tile_bytes(ttir: str, what: str, tile: int, threads: int) -> dict[int, int]:
-    """Bytes of whole tiles that a thread loads or stores, by access width. What is no tile is a partial result."""
+    """Bytes of whole tiles that a thread loads or stores, by access width. What is no tile is a
+    partial result.
+    """
     found: Counter[int] = Counter()
     for shape, bits in re.findall(rf"\btt\.{what} .*: tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>", ttir):
         if math.prod(map(int, shape.split("x"))) == tile:
@@ -279,9 +322,13 @@ def tile_bytes(ttir: str, what: str, tile: int, threads: int) -> dict[int, int]:
 
 
 def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
-    """How many a multiprocessor holds of programs that need so many warps, registers a thread and shared bytes."""
+    """How many a multiprocessor holds of programs that need so many warps, registers a thread and
+    shared bytes.
+    """
     max_warps, max_programs, kib = LIMITS[arch]
-    by_registers = 4 * (65536 // 4 // (32 * 8 * -(-registers // 8)))  # four parts, each hands them out by eight
+    by_registers = 4 * (
+        65536 // 4 // (32 * 8 * -(-registers // 8))
+    )  # four parts, each hands them out by eight
     shared += 1024 if arch >= 80 else 0  # the system's own
     by_shared = kib * 1024 // shared if shared else max_programs
     return warps * min(max_programs, max_warps // warps, by_registers // warps, by_shared)
@@ -294,9 +341,13 @@ def gates(row: Row) -> list[str]:
     """What is wrong with one build: what was got, what is allowed."""
     build, wrong = row.build, []
     if row.stack > STACK.get(build.arch, 0) or row.local or (row.spills and not row.stack):
-        wrong.append(f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: allowed are 0")
+        wrong.append(
+            f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: allowed are 0"
+        )
     if build.max_shared is not None and row.shared > build.max_shared:
-        wrong.append(f"{row.shared} B of shared memory, allowed are {build.max_shared}: a layout is converted")
+        wrong.append(
+            f"{row.shared} B of shared memory, allowed are {build.max_shared}: a layout is converted"
+        )
     allowed = build.max_registers if build.aligned else 255
     if build.arch == 70:
         allowed = allowed * 3 // 2  # it has no uniform registers for what all threads share
@@ -326,7 +377,10 @@ def code_gates(row: Row) -> Iterator[str]:
         return
     if build.arch == 90 and row.in_flight < MIN_IN_FLIGHT:
         yield f"{row.in_flight} B in flight, allowed is {MIN_IN_FLIGHT} and more"
-    for what, found, needed in ("loads", row.loads, row.tile_loads), ("stores", row.stores, row.tile_stores):
+    for what, found, needed in (
+        ("loads", row.loads, row.tile_loads),
+        ("stores", row.stores, row.tile_stores),
+    ):
         for size, bytes_needed in needed.items():
             moved = size * found.get(size, 0)
             if moved < bytes_needed:
@@ -337,7 +391,9 @@ def code_gates(row: Row) -> Iterator[str]:
 
 
 def exp2_gate(rows: Iterable[Row]) -> list[str]:
-    """MUFU.EX2 in all launches of a call together. Column-major tiles have too few columns to rescale sums for free."""
+    """MUFU.EX2 in all launches of a call together. Column-major tiles have too few columns to
+    rescale sums for free.
+    """
     calls: dict[tuple[int, str, int], float] = {}
     for row in rows:
         if row.ex2 is not None and row.build.row_major:
@@ -358,7 +414,9 @@ def growth_gate(row: Row, snapshot: dict[str, dict[str, list[float | None]]]) ->
     before, now = snapshot[name][str(arch)], (row.registers, row.instructions)
     return [
         f"sm_{arch} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: allowed is {MAX_GROWTH} times as many"
-        for what, new, old in zip(("registers", "instructions for each element"), now, before, strict=True)
+        for what, new, old in zip(
+            ("registers", "instructions for each element"), now, before, strict=True
+        )
         if new is not None and old is not None and new > MAX_GROWTH * old
     ]
 
@@ -368,7 +426,11 @@ def snapshot_text(rows: Iterable[Row]) -> str:
     numbers: dict[str, dict[int, tuple[int, float | None]]] = {}
     for row in rows:
         numbers.setdefault(row.build.name, {})[row.build.arch] = row.registers, row.instructions
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers)) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers))
+        + "\n}\n"
+    )
 
 
 def line(row: Row) -> str:
@@ -379,7 +441,9 @@ def line(row: Row) -> str:
     start += f"{row.shared:5} B shared {row.occupancy:4.0%}"
     if row.instructions is None:
         return f"{start}, not disassembled"
-    loads, stores = (" ".join(f"{count}x{size}" for size, count in w.items()) for w in (row.loads, row.stores))
+    loads, stores = (
+        " ".join(f"{count}x{size}" for size, count in w.items()) for w in (row.loads, row.stores)
+    )
     return (
         f"{start} {row.in_flight / 1024:4.0f} KiB in flight {row.instructions:5.2f} instructions {row.ex2:4.2f} ex2 "
         f"{row.spills} spills, loads {loads}, stores {stores}"
@@ -387,17 +451,27 @@ def line(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Builds every shipped kernel and checks what the compiler made of it.")
-    parser.add_argument("--arch", type=int, nargs="+", choices=LIMITS, metavar="N", help="architectures, like 80 90")
+    parser = argparse.ArgumentParser(
+        description="Builds every shipped kernel and checks what the compiler made of it."
+    )
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=LIMITS, metavar="N", help="architectures, like 80 90"
+    )
     parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
-    parser.add_argument("--only", default="", help="calls whose name this regular expression finds, like n=1024")
-    parser.add_argument("--json", action="store_true", help="a JSON object for each build, on one line")
+    parser.add_argument(
+        "--only", default="", help="calls whose name this regular expression finds, like n=1024"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON object for each build, on one line"
+    )
     parser.add_argument("--snapshot", action="store_true", help=f"write {SNAPSHOT.name}")
     args = parser.parse_args(arguments)
     if args.snapshot and (args.arch or args.op or args.only):
         parser.error("--snapshot takes everything: leave out --arch, --op and --only")
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled. Unset it")
+        parser.error(
+            "TRITON_INTERPRET is set: kernels would be interpreted, not compiled. Unset it"
+        )
 
     rows = []
     for row in measured(builds(args.op, args.arch or list(LIMITS), args.only)):
@@ -413,7 +487,9 @@ def main(arguments: list[str] | None = None) -> int:
         snapshot = json.loads(SNAPSHOT.read_text())
         failed += [message for row in rows for message in growth_gate(row, snapshot)]
     else:
-        print(f"no {SNAPSHOT.name}: growth is not checked for this version of Triton", file=sys.stderr)
+        print(
+            f"no {SNAPSHOT.name}: growth is not checked for this version of Triton", file=sys.stderr
+        )
     print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr)
     return 1 if failed else 0
 

@@ -23,12 +23,24 @@ Build = Callable[[], nn.Module]
 def gpt(vocabulary: int, context: int, width: int, layers: int) -> nn.Module:
     """Modules that have the parameters of a GPT-2 with tied embeddings; they never run."""
     blocks = [m for _ in range(layers) for m in _block(width)]
-    return nn.ModuleList([nn.Embedding(vocabulary, width), nn.Embedding(context, width), *blocks, nn.LayerNorm(width)])
+    return nn.ModuleList(
+        [
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(context, width),
+            *blocks,
+            nn.LayerNorm(width),
+        ]
+    )
 
 
 def _block(width: int) -> list[nn.Module]:
     attention = [nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)]
-    return [*attention, nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
+    return [
+        *attention,
+        nn.LayerNorm(width),
+        nn.Linear(width, 4 * width),
+        nn.Linear(4 * width, width),
+    ]
 
 
 def tiny(count: int) -> nn.Module:
@@ -57,7 +69,9 @@ def grads_of(params: list[nn.Parameter]) -> list[Tensor]:
 
 
 def scaler_of_one(device: torch.device) -> torch.amp.GradScaler:
-    """Scale 1 for good: unscaling reads and writes all the same, and gradients do not shrink from call to call."""
+    """Scale 1 for good: unscaling reads and writes all the same, and gradients do not shrink from
+    call to call.
+    """
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30)
     scaler.scale(torch.ones((), device=device))
     return scaler
@@ -84,7 +98,9 @@ def unscale_and_norm(build: Build, device: torch.device) -> Work:
 
 def adamw(kind: str, build: Build, device: torch.device) -> Work:
     """``optimizer.step()`` alone."""
-    params = parameters(build, device, {"fused AdamW": torch.float32, "optimi": torch.bfloat16}.get(kind, HALF))
+    params = parameters(
+        build, device, {"fused AdamW": torch.float32, "optimi": torch.bfloat16}.get(kind, HALF)
+    )
     optimizer: torch.optim.Optimizer
     if kind == "tritonamp":
         optimizer = tritonamp.optim.AdamW(params, lr=LR)
@@ -93,7 +109,9 @@ def adamw(kind: str, build: Build, device: torch.device) -> Work:
     elif kind == "apex":
         from apex.optimizers import FusedAdam
 
-        optimizer = FusedAdam(params, lr=LR, weight_decay=1e-2, capturable=True, master_weights=True)
+        optimizer = FusedAdam(
+            params, lr=LR, weight_decay=1e-2, capturable=True, master_weights=True
+        )
     else:
         from optimi import AdamW
 
@@ -123,7 +141,9 @@ def our_scale(device: torch.device) -> Work:
 def torch_scale(device: torch.device) -> Work:
     scale, zero = torch.full((1,), 1024.0, device=device), torch.zeros(1, device=device)
     tracker = zero.int()
-    return Work([lambda: torch._amp_update_scale_(scale, tracker, zero, 2.0, 0.5, 1 << 30)] * IN_GRAPH)
+    return Work(
+        [lambda: torch._amp_update_scale_(scale, tracker, zero, 2.0, 0.5, 1 << 30)] * IN_GRAPH
+    )
 
 
 # whole steps, clipping included
@@ -148,7 +168,9 @@ def our_step(build: Build, device: torch.device) -> Work:
 
 
 def half_pipeline(build: Build, device: torch.device) -> Work:
-    """A half model in stock torch, 60 B/param: gradients up, unscale, clip, fused AdamW on masters, parameters down."""
+    """A half model in stock torch, 60 B/param: gradients up, unscale, clip, fused AdamW on masters,
+    parameters down.
+    """
     params = parameters(build, device, HALF)
     masters = [nn.Parameter(p.detach().float()) for p in params]
     for master in masters:
@@ -169,7 +191,9 @@ def half_pipeline(build: Build, device: torch.device) -> Work:
 
 
 def standard_amp(build: Build, device: torch.device) -> Work:
-    """FP32 parameters and gradients, 54 B/param: weight casts of the forward, unscale, clip, fused AdamW."""
+    """FP32 parameters and gradients, 54 B/param: weight casts of the forward, unscale, clip, fused
+    AdamW.
+    """
     params = parameters(build, device, torch.float32)
     weights = [p.detach() for p in params if p.dim() > 1]
     optimizer, scaler = torch.optim.AdamW(params, lr=LR, fused=True), scaler_of_one(device)
@@ -199,7 +223,10 @@ def cases(toy: bool) -> list[Case]:
             ),
             "optimizer": (
                 28,
-                {kind: functools.partial(adamw, kind) for kind in ("tritonamp", "fused AdamW", "apex", "optimi")},
+                {
+                    kind: functools.partial(adamw, kind)
+                    for kind in ("tritonamp", "fused AdamW", "apex", "optimi")
+                },
                 {"tritonamp": 28, "fused AdamW": 28},
             ),
             "gradient statistics": (
@@ -207,11 +234,20 @@ def cases(toy: bool) -> list[Case]:
                 {"tritonamp": statistics, "eager": unscale_and_norm},
                 {"tritonamp": 2, "eager": 6},
             ),
-            "weight cast": (6, {"tritonamp": our_cast, "eager": foreach_cast}, {"tritonamp": 6, "eager": 6}),
+            "weight cast": (
+                6,
+                {"tritonamp": our_cast, "eager": foreach_cast},
+                {"tritonamp": 6, "eager": 6},
+            ),
         }
         for group, (least, peers, path) in rows.items():
             made = {peer: functools.partial(make, build) for peer, make in peers.items()}
             quick = name == "GPT-2 124M" and group == "full step"
-            found.append(Case(group, f"{group} {name}", "float16", name, size, least, made, path, quick))
+            found.append(
+                Case(group, f"{group} {name}", "float16", name, size, least, made, path, quick)
+            )
     scale = {"tritonamp": our_scale, "eager": torch_scale}
-    return [*found, Case("loss scale", "loss scale update", "float32", "1", 1, None, scale, graph=True)]
+    return [
+        *found,
+        Case("loss scale", "loss scale update", "float32", "1", 1, None, scale, graph=True),
+    ]

@@ -1,9 +1,10 @@
 """The one way in which things are timed here.
 
-On a GPU: random data; caches flushed by reading four times the L2 before each sample (reading leaves no dirty lines
-behind that the measured call would have to write back); device events around one call, or for calls so small that
-their launch would be measured a CUDA graph of calls on rotated inputs; warm-up; the median. The copy bandwidth is
-measured in the same process. On a CPU: a clock and the median, to keep the code alive; it measures nothing of interest.
+On a GPU: random data; caches flushed by reading four times the L2 before each sample (reading
+leaves no dirty lines behind that the measured call would have to write back); device events around
+one call, or for calls so small that their launch would be measured a CUDA graph of calls on rotated
+inputs; warm-up; the median. The copy bandwidth is measured in the same process. On a CPU: a clock
+and the median, to keep the code alive; it measures nothing of interest.
 """
 
 import gc
@@ -38,8 +39,10 @@ class Timing(NamedTuple):
 
     Attributes:
         us: of the device, the median.
-        host_us: median until the call returns while the device has nothing else to do; None on a CPU.
-        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph of many inputs.
+        host_us: median until the call returns while the device has nothing else to do; None on a
+            CPU.
+        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph of many
+            inputs.
         clock: "events", "graph" or "host".
     """
 

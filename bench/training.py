@@ -1,4 +1,6 @@
-"""Training steps of whole models: forward, loss, backward, clipped AdamW step. Time and peak memory."""
+"""Training steps of whole models: forward, loss, backward, clipped AdamW step. Time and peak
+memory.
+"""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +23,8 @@ class Training(NamedTuple):
     """A model and its data.
 
     Attributes:
-        shape: of one input. ``tokens``: inputs are token numbers below this, and every one has a target; 0: images.
+        shape: of one input. ``tokens``: inputs are token numbers below this, and every one has a
+            target; 0: images.
         classes: that a target is one of.
     """
 
@@ -34,8 +37,12 @@ class Training(NamedTuple):
 
 REAL = {
     "ResNet-50, 32x32 images, batch 256": Training(models.ResNet, 256, (3, 32, 32), 0, 10),
-    "GPT-2 small, batch 8x1024, fused attention": Training(lambda: models.GPT(True), 8, (1024,), 50257, 50257),
-    "GPT-2 small, batch 8x1024, softmax attention": Training(lambda: models.GPT(False), 8, (1024,), 50257, 50257),
+    "GPT-2 small, batch 8x1024, fused attention": Training(
+        lambda: models.GPT(True), 8, (1024,), 50257, 50257
+    ),
+    "GPT-2 small, batch 8x1024, softmax attention": Training(
+        lambda: models.GPT(False), 8, (1024,), 50257, 50257
+    ),
     "ViT-B/16, 224x224 images, batch 64": Training(models.ViT, 64, (3, 224, 224), 0, 1000),
 }
 TOYS = [
@@ -50,7 +57,9 @@ def data(training: Training, device: torch.device) -> tuple[Tensor, Tensor]:
     shape = (training.batch, *training.shape)
     if training.tokens:
         return tuple(torch.randint(training.tokens, shape, device=device) for _ in range(2))
-    return torch.randn(shape, device=device), torch.randint(training.classes, (training.batch,), device=device)
+    return torch.randn(shape, device=device), torch.randint(
+        training.classes, (training.batch,), device=device
+    )
 
 
 def criterion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -67,7 +76,9 @@ def work(training: Training, mode: str, device: torch.device) -> Work:
     return _stock(model, optimizer, mode, x, y)
 
 
-def _ours(model: nn.Module, optimizer: torch.optim.Optimizer, level: str, x: Tensor, y: Tensor) -> Work:
+def _ours(
+    model: nn.Module, optimizer: torch.optim.Optimizer, level: str, x: Tensor, y: Tensor
+) -> Work:
     amp = tritonamp.enable(model, optimizer, level=level, cast_outputs=None)
 
     def step() -> None:
@@ -81,7 +92,9 @@ def _ours(model: nn.Module, optimizer: torch.optim.Optimizer, level: str, x: Ten
     return Work([step], amp.disable)
 
 
-def _stock(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, x: Tensor, y: Tensor) -> Work:
+def _stock(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, x: Tensor, y: Tensor
+) -> Work:
     half = mode != "fp32"
     scaler = torch.amp.GradScaler(x.device.type, enabled=half)
     forward: Callable[[Tensor], Tensor] = model
@@ -109,5 +122,7 @@ def cases(toy: bool) -> list[Case]:
         shape = "x".join(map(str, (used.batch, *used.shape)))
         peers = {mode: functools.partial(work, used, mode) for mode in MODES}
         quick = name.startswith("ResNet")
-        found.append(Case("training step", name, "float16", shape, used.batch, None, peers, quick=quick))
+        found.append(
+            Case("training step", name, "float16", shape, used.batch, None, peers, quick=quick)
+        )
     return found

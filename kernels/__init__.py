@@ -1,6 +1,7 @@
 """How tritonamp runs: one operation a file, each with its eager twin.
 
-Installed as ``tritonamp.kernels``; a top-level module named ``kernels`` would shadow other packages.
+Installed as ``tritonamp.kernels``; a top-level module named ``kernels`` would shadow other
+packages.
 """
 
 if __name__ != "tritonamp.kernels":

@@ -30,13 +30,14 @@ class AdamLists:
     """What the steps of one optimizer work on.
 
     Attributes:
-        tensors: "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs" (the second moments again where a
-            group has no amsgrad) and "copies" (the parameter again where there is none).
+        tensors: "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs" (the second moments
+            again where a group has no amsgrad) and "copies" (the parameter again where there is
+            none).
         steps: "steps", the step counts, 0-d float32.
         rules: hyperparameters by group. ``groups``: by number, which group a tensor belongs to.
-        track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements whose half value stayed
-            the same although the update was not zero, and all those whose update was not zero; 0 for parameters that
-            have no half value.
+        track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
+            whose half value stayed the same although the update was not zero, and all those whose
+            update was not zero; 0 for parameters that have no half value.
     """
 
     def __init__(self, track_lost: bool = False) -> None:
@@ -48,7 +49,9 @@ class AdamLists:
         self._sent: dict[torch.device, _Sent] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Hyperparameters by group, float64 of shape (groups, 7), and the tensors' groups, int32, on the device."""
+        """Hyperparameters by group, float64 of shape (groups, 7), and the tensors' groups, int32,
+        on the device.
+        """
         sent = self._sent.get(device)
         if sent is None or sent.groups != self.groups or len(sent.numbers) != len(self.rules):
             sent = self._sent[device] = _Sent(device, self.groups, len(self.rules))
@@ -74,7 +77,10 @@ class _Sent:
             signs = float(rule.decoupled_weight_decay), -1.0 if rule.maximize else 1.0
             values.append([*rule[:5], *signs])
             for k, value in enumerate(rule[:3]):
-                if isinstance(value, Tensor) and value.device.type == "cpu" != self.numbers.device.type:
+                if (
+                    isinstance(value, Tensor)
+                    and value.device.type == "cpu" != self.numbers.device.type
+                ):
                     values[g][k] = float(value)
                 elif isinstance(value, Tensor):
                     values[g][k] = None

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class _NoTriton:
-    """Stands for ``triton`` and ``triton.language`` where they cannot be imported: kernels are defined, never run."""
+    """Stands for ``triton`` and ``triton.language`` where they cannot be imported: kernels are
+    defined, never run.
+    """
 
     constexpr = None
     __version__ = None
@@ -68,11 +70,15 @@ def _probe() -> None:
 
 
 INTERPRETED = triton_version() is not None and not isinstance(_probe, triton.runtime.JITFunction)
-"""Whether kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 was set when they were imported."""
+"""Whether kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 was set when they
+were imported.
+"""
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA device; None for everything else (initialises CUDA for a CUDA device)."""
+    """Compute capability of an NVIDIA device; None for everything else (initialises CUDA for a CUDA
+    device).
+    """
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
@@ -113,14 +119,20 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         UnsupportedDeviceError: "triton" where it cannot run.
     """
     if requested not in BACKENDS:
-        raise ValueError(f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(
+            f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}"
+        )
     if requested == "eager":
         return Backend("eager", "asked for", requested)
     if requested == "triton" and INTERPRETED:
-        return Backend("triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter", requested)
+        return Backend(
+            "triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter", requested
+        )
     obstacle = why_not_triton(device)
     if obstacle is None:
-        return Backend("triton", f"{device} has Tensor Cores and Triton {triton_version()} imports", requested)
+        return Backend(
+            "triton", f"{device} has Tensor Cores and Triton {triton_version()} imports", requested
+        )
     if requested == "triton":
         raise UnsupportedDeviceError(
             f"backend='triton' cannot run: {obstacle}. "
@@ -130,7 +142,9 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UnsupportedDeviceError for bfloat16 on an NVIDIA GPU that has no bfloat16 Tensor Cores."""
+    """Raises UnsupportedDeviceError for bfloat16 on an NVIDIA GPU that has no bfloat16 Tensor
+    Cores.
+    """
     found = capability(device)
     if dtype is torch.bfloat16 and found is not None and found < MIN_BF16_CAPABILITY:
         raise UnsupportedDeviceError(
@@ -152,13 +166,16 @@ class Forms:
 
     def runs_triton(self, backend: str, device: torch.device) -> bool:
         """Whether ``backend`` ("auto", "triton" or "eager") means the kernel on ``device``."""
-        return backend == "triton" or (backend == "auto" and runs_triton(device) and self.name not in failures)
+        return backend == "triton" or (
+            backend == "auto" and runs_triton(device) and self.name not in failures
+        )
 
     def run(self, backend: str, takes_triton: bool, *args: Any) -> Any:
         """Runs the Triton form, or the torch form.
 
         Raises:
-            KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager torch from then on.
+            KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager
+                torch from then on.
         """
         if not takes_triton:
             return self.torch_form(*args)
@@ -168,19 +185,28 @@ class Forms:
             if backend == "triton":
                 raise
             failures[self.name] = str(error)
-            warnings.warn(f"{self.name} runs in eager torch from now on: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.name} runs in eager torch from now on: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return self.torch_form(*args)
 
 
 class Operation(Forms):
     """An operation on a tensor that tracers can follow."""
 
-    def __init__(self, triton_form: Callable[..., Tensor], torch_form: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, triton_form: Callable[..., Tensor], torch_form: Callable[..., Tensor]
+    ) -> None:
         super().__init__(triton_form, torch_form)
-        self.traceable = torch.library.triton_op(f"tritonamp::{self.name}", triton_form, mutates_args=())
+        self.traceable = torch.library.triton_op(
+            f"tritonamp::{self.name}", triton_form, mutates_args=()
+        )
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
-        """Runs the operation on ``x`` and ``args``; under "auto" the kernel where ``x`` is large enough to gain by it.
+        """Runs the operation on ``x`` and ``args``; under "auto" the kernel where ``x`` is large
+        enough to gain by it.
 
         Raises:
             KernelError: see ``run``.
@@ -196,7 +222,9 @@ class Operation(Forms):
             return backend == "triton"
         if x.numel() < MIN_NUMEL or not self.runs_triton(backend, x.device):
             return False
-        return type(x) is Tensor or not is_traceable_wrapper_subclass(x)  # DTensor and its like shard eager operations
+        return type(x) is Tensor or not is_traceable_wrapper_subclass(
+            x
+        )  # DTensor and its like shard eager operations
 
 
 failures: dict[str, str] = {}
@@ -204,7 +232,9 @@ failures: dict[str, str] = {}
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether somebody follows the operations on ``x``: a tracer, a dispatch mode, a tensor that is not just memory."""
+    """Whether somebody follows the operations on ``x``: a tracer, a dispatch mode, a tensor that is
+    not just memory.
+    """
     return torch._C._len_torch_dispatch_stack() > 0 or (
         type(x) is not Tensor and torch._C._dispatch_keys(x).has(DispatchKey.Python)
     )
@@ -221,9 +251,9 @@ def launch(
 ) -> None:
     """Runs ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
 
-    ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled kernel is looked up
-    by types, the pointers' alignment and the constants, in less time than Triton's own launch takes. ``maxnreg`` is the
-    most registers that a thread may take.
+    ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled
+    kernel is looked up by types, the pointers' alignment and the constants, in less time than
+    Triton's own launch takes. ``maxnreg`` is the most registers that a thread may take.
 
     Raises:
         KernelError: it could not be compiled or loaded.
@@ -272,11 +302,16 @@ def _find(
         key.append(tensor.dtype)
         pointers |= tensor.data_ptr()
     if pointers & 15 or max(sizes) >= 1 << 31:
-        key += [*[tensor.data_ptr() & 15 == 0 for tensor in tensors], *[size >= 1 << 31 for size in sizes]]
+        key += [
+            *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
+            *[size >= 1 << 31 for size in sizes],
+        ]
     compiled = _compiled.get(tuple(key))
     if compiled is None:
         options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": True}
-        compiled = _compiled[tuple(key)] = _compile(kernel, grid, (*tensors, *sizes, *constants), options)
+        compiled = _compiled[tuple(key)] = _compile(
+            kernel, grid, (*tensors, *sizes, *constants), options
+        )
     return compiled
 
 
@@ -286,7 +321,9 @@ _compiler_works = True
 
 @contextlib.contextmanager
 def broken_compiler() -> Iterator[None]:
-    """Inside, no kernel can be compiled, nor run from an earlier compilation; afterwards all is as it was."""
+    """Inside, no kernel can be compiled, nor run from an earlier compilation; afterwards all is as
+    it was.
+    """
     global _compiler_works
     known, failed = dict(_compiled), dict(failures)
     _compiled.clear()
@@ -306,8 +343,12 @@ def _check_compiler(kernel: Any) -> None:
         raise KernelError(f"{kernel.__name__} cannot be compiled: broken_compiler() is in force")
 
 
-def _interpret(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
-    """Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in, and torch rounds."""
+def _interpret(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]
+) -> None:
+    """Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in, and
+    torch rounds.
+    """
     _check_compiler(kernel)
     stand_ins = [tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors]
     kernel[grid](*stand_ins, *rest)
@@ -316,18 +357,25 @@ def _interpret(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, .
             tensor.copy_(stand_in)
 
 
-def _compile(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _compile(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     _check_compiler(kernel)
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        compiled.run  # noqa: B018  # loads it onto the device
-    except Exception as error:  # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
-        raise KernelError(f"{kernel.__name__} cannot be compiled: {type(error).__name__}: {error}") from error
+        compiled.run  # loads it onto the device
+    except (
+        Exception
+    ) as error:  # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
+        raise KernelError(
+            f"{kernel.__name__} cannot be compiled: {type(error).__name__}: {error}"
+        ) from error
     return compiled
 
 
 class Shipped(NamedTuple):
-    """A call whose kernels ``bench/static.py`` builds for every architecture, and what the builds have to keep.
+    """A call whose kernels ``bench/static.py`` builds for every architecture, and what the builds
+    have to keep.
 
     Attributes:
         name: for people, unique.

@@ -1,8 +1,9 @@
 """A contiguous tensor seen as lines along one dimension: how softmax and its kind address memory.
 
-A tensor of shape (outer, n, inner) holds groups of [rows, n] matrices. With inner == 1 it is one row-major matrix of
-``outer`` rows; else ``outer`` matrices of ``inner`` rows, each column-major (neighbours in memory are rows).
-A program works on a tile of ROWS lines and BLOCK columns. Addresses are int64: tensors may exceed 2**31 elements.
+A tensor of shape (outer, n, inner) holds groups of [rows, n] matrices. With inner == 1 it is one
+row-major matrix of ``outer`` rows; else ``outer`` matrices of ``inner`` rows, each column-major
+(neighbours in memory are rows). A program works on a tile of ROWS lines and BLOCK columns.
+Addresses are int64: tensors may exceed 2**31 elements.
 """
 
 import functools
@@ -30,8 +31,9 @@ class Tiling(NamedTuple):
         splits: programs that share a line, each ``steps`` tiles of it.
         grid: programs, (groups * blocks, splits, 1).
         sizes: rows, n, blocks: of a group, see ``line_offsets``.
-        layout: ROW_MAJOR, ALIGN, ROWS, BLOCK. ALIGN is a power of two that divides the distance of two lines
-            (row-major) or two columns; equal to BLOCK it says that every tile is full and needs no mask.
+        layout: ROW_MAJOR, ALIGN, ROWS, BLOCK. ALIGN is a power of two that divides the distance of
+            two lines (row-major) or two columns; equal to BLOCK it says that every tile is full and
+            needs no mask.
     """
 
     n: int
@@ -61,7 +63,8 @@ def cached_by_shape(function: F) -> F:
 
 @cached_by_shape
 def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest: int) -> Tiling:
-    """The tiling of a contiguous tensor for lines along its dimensions ``first`` to ``last``, included.
+    """The tiling of a contiguous tensor for lines along its dimensions ``first`` to ``last``,
+    included.
 
     Args:
         per_thread: elements that a thread is to hold.
@@ -69,7 +72,11 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
     """
     rank = max(len(shape), 1)
     first, last = in_range(first, rank), in_range(last, rank)
-    outer, n, inner = math.prod(shape[:first]), math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
+    outer, n, inner = (
+        math.prod(shape[:first]),
+        math.prod(shape[first : last + 1]),
+        math.prod(shape[last + 1 :]),
+    )
     row_major = inner == 1
     groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
     align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
@@ -94,19 +101,27 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
     if steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
         splits = -(-n // (steps * block))
-    grid, sizes, layout = (groups * blocks, splits, 1), (rows, n, blocks), (row_major, align, lines, block)
+    grid, sizes, layout = (
+        (groups * blocks, splits, 1),
+        (rows, n, blocks),
+        (row_major, align, lines, block),
+    )
     return Tiling(n, groups * rows, block >= n, splits, steps, grid, sizes, layout, num_warps)
 
 
 def in_range(dim: int, rank: int) -> int:
     """``dim`` counted from the front; torch's error where there is no such dimension."""
     if not -rank <= dim < rank:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
+        )
     return dim % rank
 
 
 def power_of_two(n: int, limit: int = 1 << 62) -> int:
-    """The smallest power of two that is not below ``n``, or the largest that is not above ``limit``."""
+    """The smallest power of two that is not below ``n``, or the largest that is not above
+    ``limit``.
+    """
     power = 1
     while power < n and 2 * power <= limit:
         power *= 2
@@ -114,8 +129,11 @@ def power_of_two(n: int, limit: int = 1 << 62) -> int:
 
 
 @triton.jit
-def line_offsets(pid, rows, n, blocks, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr):
-    """The lines of program ``pid``, each [ROWS, 1]: where they start (int64), their numbers (int64), and which exist.
+def line_offsets(
+    pid, rows, n, blocks, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr
+):
+    """The lines of program ``pid``, each [ROWS, 1]: where they start (int64), their numbers
+    (int64), and which exist.
 
     ``blocks`` programs share a group of ``rows`` lines.
     """
@@ -138,8 +156,12 @@ def line_offsets(pid, rows, n, blocks, ROW_MAJOR: tl.constexpr, ALIGN: tl.conste
 
 
 @triton.jit
-def column_offsets(start, rows, n, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
-    """Where columns ``start`` to ``start + BLOCK`` lie from a line's start, [1, BLOCK], and which of them exist."""
+def column_offsets(
+    start, rows, n, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where columns ``start`` to ``start + BLOCK`` lie from a line's start, [1, BLOCK], and which
+    of them exist.
+    """
     j = tl.arange(0, BLOCK)[None, :]
     if ROW_MAJOR:
         n = n // ALIGN * ALIGN
@@ -150,4 +172,3 @@ def column_offsets(start, rows, n, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr,
         return offs, tl.full([1, BLOCK], True, tl.int1)
     else:
         return offs, j < n - start
-

@@ -1,4 +1,6 @@
-"""Lists of tensors as tables of pointers on the device, for kernels that take any number of tensors in one launch."""
+"""Lists of tensors as tables of pointers on the device, for kernels that take any number of tensors
+in one launch.
+"""
 
 import functools
 import operator
@@ -14,9 +16,18 @@ from tritonamp.kernels import _launch
 from tritonamp.kernels._launch import Forms, tl, triton
 from tritonamp.kernels._upload import Upload
 
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}  # that kernels take
-MIN_CHUNK, MAX_CHUNK = 1 << 12, 1 << 16  # elements that one program works on; multiples of every kernel's tile
-PROGRAMS = 4096  # aimed at: several times what a GPU holds, so that the last ones do not leave it idle
+DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}  # that kernels take
+MIN_CHUNK, MAX_CHUNK = (
+    1 << 12,
+    1 << 16,
+)  # elements that one program works on; multiples of every kernel's tile
+PROGRAMS = (
+    4096  # aimed at: several times what a GPU holds, so that the last ones do not leave it idle
+)
 NUM_WARPS = 8
 REPEATS = {"copies": "params", "max_exp_avg_sqs": "exp_avg_sqs"}
 
@@ -24,13 +35,16 @@ _dtype = operator.attrgetter("dtype")
 
 
 class Table(NamedTuple):
-    """Those tensors of the lists that one launch takes: they share the device, each list's dtype, and the alignment.
+    """Those tensors of the lists that one launch takes: they share the device, each list's dtype,
+    and the alignment.
 
     Attributes:
         pointers: by list, int64 of shape (rows,).
-        numel, first, number: int64 of shape (rows,): elements, the first chunk, the tensor's number.
+        numel, first, number: int64 of shape (rows,): elements, the first chunk, the tensor's
+            number.
         rows: int32 of shape (chunks,): the row that each chunk belongs to.
-        chunk: elements of a chunk. ``chunks``: how many, ``before``: how many the earlier tables have.
+        chunk: elements of a chunk. ``chunks``: how many, ``before``: how many the earlier tables
+            have.
         dtypes: by list; None where the list only repeats an earlier one.
         aligned: all pointers are multiples of 16 bytes.
     """
@@ -48,21 +62,25 @@ class Table(NamedTuple):
     aligned: bool
 
     def type(self, name: str) -> Any:
-        """What the list's pointers point to, for a kernel; None where the list repeats an earlier one."""
+        """What the list's pointers point to, for a kernel; None where the list repeats an earlier
+        one.
+        """
         dtype = self.dtypes[name]
         return None if dtype is None else getattr(tl, DTYPES[_stored(dtype)])
 
 
 class TensorLists:
-    """Named lists of n tensors each. Tensors at the same place of all lists have the same shape and device.
+    """Named lists of n tensors each. Tensors at the same place of all lists have the same shape and
+    device.
 
-    A list may change from step to step: pointers are sent to the device only when they changed, without waiting. A
-    tensor that does not lie in memory like the first list's tensor, without gaps, is worked on in a copy. A list of
-    ``REPEATS`` that holds the very tensor of the other list at some place holds nothing there. In the place of sharded
-    tensors there are this rank's parts.
+    A list may change from step to step: pointers are sent to the device only when they changed,
+    without waiting. A tensor that does not lie in memory like the first list's tensor, without
+    gaps, is worked on in a copy. A list of ``REPEATS`` that holds the very tensor of the other list
+    at some place holds nothing there. In the place of sharded tensors there are this rank's parts.
 
     Attributes:
-        numbers: of the tensors, ascending, in what kernels write for each tensor. ``size``: of that.
+        numbers: of the tensors, ascending, in what kernels write for each tensor. ``size``: of
+            that.
     """
 
     def __init__(self, **lists: Sequence[Tensor]) -> None:
@@ -85,11 +103,12 @@ class TensorLists:
         return self._lists[name]
 
     def set(self, name: str, tensors: Sequence[Tensor], lasting: bool = False) -> None:
-        """Puts a list in the place of an earlier one of the same name. A list of another length starts anew.
+        """Puts a list in the place of an earlier one of the same name. A list of another length
+        starts anew.
 
         Args:
-            lasting: the tensors are the same from step to step: what they are like is looked at only where another
-                object, or other memory, takes the place of one.
+            lasting: the tensors are the same from step to step: what they are like is looked at
+                only where another object, or other memory, takes the place of one.
         """
         if len(tensors) != self._n:
             self.number(range(len(tensors)), len(tensors))
@@ -97,18 +116,24 @@ class TensorLists:
         self._to_check[name] = lasting
 
     def number(self, numbers: Sequence[int], size: int) -> None:
-        """Starts anew, with the lists to be set for these ``numbers`` out of ``size``, unless they are those."""
+        """Starts anew, with the lists to be set for these ``numbers`` out of ``size``, unless they
+        are those.
+        """
         if numbers != self.numbers or size != self.size:
             self._n, self.numbers, self.size = len(numbers), numbers, size
             self._lists, self._known, self._to_check = {}, {}, {}
 
     def release(self, *names: str) -> None:
-        """Lets go of the tensors of these lists until they are set again; remembers where they were."""
+        """Lets go of the tensors of these lists until they are set again; remembers where they
+        were.
+        """
         for name in names:
             self._lists[name] = ()
             self._to_check.pop(name, None)
 
-    def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def kept(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Memory that stays where it is as long as its shape does; zeros at first."""
         tensor = self._kept.get((name, device))
         if tensor is None or tensor.shape != shape:
@@ -119,15 +144,20 @@ class TensorLists:
         """That memory on all devices."""
         return [tensor for (kept_name, _), tensor in self._kept.items() if kept_name == name]
 
-    def take_triton(self, backend: str, operation: Forms, names: Iterable[str] | None = None) -> bool:
-        """Whether ``operation`` on these lists runs its kernel. Kernels do not take float64, nor wrapper subclasses.
+    def take_triton(
+        self, backend: str, operation: Forms, names: Iterable[str] | None = None
+    ) -> bool:
+        """Whether ``operation`` on these lists runs its kernel. Kernels do not take float64, nor
+        wrapper subclasses.
 
         Args:
             names: the lists that it works on; None: all.
         """
         if not self._n or torch.compiler.is_compiling():
             return False
-        device = next(iter(self._lists.values()))[0].device  # the others are looked at once, in _build
+        device = next(iter(self._lists.values()))[
+            0
+        ].device  # the others are looked at once, in _build
         if not operation.runs_triton(backend, device):
             return False
         self._follow(names)
@@ -138,15 +168,23 @@ class TensorLists:
         return [table for part in self._parts for table in part.tables]
 
     @contextmanager
-    def launches(self, written: Sequence[str] = (), names: Iterable[str] | None = None) -> Iterator[list[Table]]:
-        """Yields the tables, for a ``with`` block that launches kernels on the lists ``names`` (None: on all).
+    def launches(
+        self, written: Sequence[str] = (), names: Iterable[str] | None = None
+    ) -> Iterator[list[Table]]:
+        """Yields the tables, for a ``with`` block that launches kernels on the lists ``names``
+        (None: on all).
 
         Args:
             written: those that they write to.
         """
         self._follow(names)
         names = self._lists if names is None else names
-        copies = [copy for part in self._parts for copy in part.copies if copy[0] in names and self._lists[copy[0]]]
+        copies = [
+            copy
+            for part in self._parts
+            for copy in part.copies
+            if copy[0] in names and self._lists[copy[0]]
+        ]
         for name, i, copy in copies:
             copy.copy_(self._lists[name][i])
         yield self.tables
@@ -159,7 +197,9 @@ class TensorLists:
 
     def _follow(self, names: Iterable[str] | None) -> None:
         """Brings what the tables have of these lists up to date."""
-        to_check = {n: self._to_check.pop(n) for n in list(self._to_check) if names is None or n in names}
+        to_check = {
+            n: self._to_check.pop(n) for n in list(self._to_check) if names is None or n in names
+        }
         if not to_check:
             return
         build = False
@@ -180,21 +220,34 @@ class TensorLists:
                 build = True
             elif pointers != before.pointers:
                 build = build or not all(part.follow(name, pointers) for part in self._parts)
-        if build or any(repeats != self._repeats.get(name) for name, repeats in self._repeated().items()):
+        if build or any(
+            repeats != self._repeats.get(name) for name, repeats in self._repeated().items()
+        ):
             self._build()
 
     def _repeated(self) -> dict[str, list[bool]]:
         """Where the lists that may repeat others do, by name."""
-        pairs = {name: (self._lists[name], self._lists[of]) for name, of in REPEATS.items() if self._lists.get(name)}
-        return {name: [True] if a is b else list(map(operator.is_, a, b)) for name, (a, b) in pairs.items()}
+        pairs = {
+            name: (self._lists[name], self._lists[of])
+            for name, of in REPEATS.items()
+            if self._lists.get(name)
+        }
+        return {
+            name: [True] if a is b else list(map(operator.is_, a, b))
+            for name, (a, b) in pairs.items()
+        }
 
     def _build(self) -> None:
-        for name in [name for name, tensors in self._lists.items() if len(tensors) < self._n]:  # released
+        for name in [
+            name for name, tensors in self._lists.items() if len(tensors) < self._n
+        ]:  # released
             del self._lists[name]
             self._known.pop(name, None)
         self._repeats = self._repeated()
         tensors = [t for tensors in self._lists.values() for t in tensors]
-        one_device = all(len({t.device for t in row}) == 1 for row in zip(*self._lists.values(), strict=True))
+        one_device = all(
+            len({t.device for t in row}) == 1 for row in zip(*self._lists.values(), strict=True)
+        )
         places: dict[torch.device, list[int]] = {}
         for i, tensor in enumerate(next(iter(self._lists.values()))):
             places.setdefault(tensor.device, []).append(i)
@@ -223,7 +276,9 @@ def shipped_lists(aligned: bool, **dtypes: torch.dtype | str) -> TensorLists:
 
 
 class _Known(NamedTuple):
-    """What is known of a list without holding on to its tensors. The same object at the same address is as it was."""
+    """What is known of a list without holding on to its tensors. The same object at the same
+    address is as it was.
+    """
 
     ids: list[int]
     pointers: list[int]
@@ -246,13 +301,20 @@ class _Part:
         for i in places:
             given = [tensors[i] for tensors in lists.values()]
             if given[0].numel():
-                repeats = [name in REPEATS and tensors[i] is lists[REPEATS[name]][i] for name, tensors in lists.items()]
+                repeats = [
+                    name in REPEATS and tensors[i] is lists[REPEATS[name]][i]
+                    for name, tensors in lists.items()
+                ]
                 used = self._laid_out(list(lists), i, given, repeats)
-                dtypes = tuple(None if repeat else t.dtype for t, repeat in zip(given, repeats, strict=True))
+                dtypes = tuple(
+                    None if repeat else t.dtype for t, repeat in zip(given, repeats, strict=True)
+                )
                 aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
                 kinds.setdefault((dtypes, aligned), []).append((i, used))
 
-        width = sum(len(rows) + len(rows) % 2 for rows in kinds.values())  # keeps the columns of tables aligned
+        width = sum(
+            len(rows) + len(rows) % 2 for rows in kinds.values()
+        )  # keeps the columns of tables aligned
         host = torch.zeros((len(lists) + 3, width), dtype=torch.int64)
         self._columns, self._host = {name: k + 3 for k, name in enumerate(lists)}, host
         self._device = host if device.type == "cpu" else torch.empty_like(host, device=device)
@@ -278,7 +340,9 @@ class _Part:
                     numel,
                     first,
                     number,
-                    torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts).to(device),
+                    torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts).to(
+                        device
+                    ),
                     chunk,
                     chunks,
                     before,
@@ -292,15 +356,23 @@ class _Part:
         self._upload = Upload(device)
         self._upload.send(host, self._device)
 
-    def _laid_out(self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]) -> list[Tensor]:
-        """The tensors of one place, or copies of them, so that all have the same elements at the same offsets."""
+    def _laid_out(
+        self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]
+    ) -> list[Tensor]:
+        """The tensors of one place, or copies of them, so that all have the same elements at the
+        same offsets.
+        """
         first = given[0]
-        strides = first.stride() if _is_dense(first) else torch.empty(first.shape, device="meta").stride()
+        strides = (
+            first.stride() if _is_dense(first) else torch.empty(first.shape, device="meta").stride()
+        )
         used = []
         for name, tensor, repeat in zip(names, given, repeats, strict=True):
             differs = tensor.numel() > 1 and tensor.stride() != strides
             if not repeat and (differs or tensor.dtype != _stored(tensor.dtype)):
-                copy = torch.empty_strided(tensor.shape, strides, dtype=_stored(tensor.dtype), device=tensor.device)
+                copy = torch.empty_strided(
+                    tensor.shape, strides, dtype=_stored(tensor.dtype), device=tensor.device
+                )
                 self.copies.append((name, i, copy))
                 tensor = copy
             used.append(tensor)
@@ -323,16 +395,22 @@ class _Part:
 
 @triton.jit
 def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
-    """Where the chunk of this program starts, ends in whole vectors of VEC elements, and ends; int64."""
+    """Where the chunk of this program starts, ends in whole vectors of VEC elements, and ends;
+    int64.
+    """
     numel = tl.load(numel_ptr + row)
-    begin = (tl.program_id(0) - tl.load(first_ptr + row)) * (chunk // VEC * VEC)  # tells the compiler what divides it
+    begin = (tl.program_id(0) - tl.load(first_ptr + row)) * (
+        chunk // VEC * VEC
+    )  # tells the compiler what divides it
     end = tl.minimum(begin + chunk, numel)
     return begin, end // VEC * VEC, end
 
 
 @triton.jit
 def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
-    """The address in a table as a pointer to elements of TYPE; a multiple of 16 bytes unless VEC is 1."""
+    """The address in a table as a pointer to elements of TYPE; a multiple of 16 bytes unless VEC is
+    1.
+    """
     pointer = tl.load(pointers + row).to(tl.pointer_type(TYPE))
     if VEC > 1:
         pointer = tl.multiple_of(pointer, 16)
@@ -341,7 +419,9 @@ def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def note_overflow(flag_ptr, x, rounded, mask, VEC: tl.constexpr):
-    """Sets the flag where a finite ``x`` is beyond the range of what it was rounded to; a thread holds VEC elements."""
+    """Sets the flag where a finite ``x`` is beyond the range of what it was rounded to; a thread
+    holds VEC elements.
+    """
     beyond = (tl.abs(rounded.to(tl.float32)) == float("inf")) & (tl.abs(x) < float("inf")) & mask
     of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (x.shape[0] // VEC, VEC)), 1)
     tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)
@@ -355,7 +435,9 @@ def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """What kernels work on for ``dtype``: Triton's interpreter truncates to bfloat16 and loses its subnormals."""
+    """What kernels work on for ``dtype``: Triton's interpreter truncates to bfloat16 and loses its
+    subnormals.
+    """
     return torch.float32 if _launch.INTERPRETED and dtype is torch.bfloat16 else dtype
 
 
@@ -374,7 +456,11 @@ def _chunk(numel: int) -> int:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie next to each other in some order, each once."""
     expected = 1
-    steps = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    steps = [
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    ]
     for stride, size in sorted(steps):
         if stride != expected:
             return False

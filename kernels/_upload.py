@@ -5,10 +5,11 @@ from torch import Tensor
 
 
 class Upload:
-    """Copies small CPU tensors to a device through pinned memory, without waiting and without allocation.
+    """Copies small CPU tensors to a device through pinned memory, without waiting and without
+    allocation.
 
-    A piece of pinned memory is used again when the copy out of it is through. What a CUDA graph captures copies from
-    the same piece at every replay: that piece is never used again.
+    A piece of pinned memory is used again when the copy out of it is through. What a CUDA graph
+    captures copies from the same piece at every replay: that piece is never used again.
     """
 
     def __init__(self, device: torch.device) -> None:

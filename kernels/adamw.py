@@ -1,7 +1,7 @@
 """One step of AdamW or Adam over lists of tensors. 28 B/param with FP32 masters and half copies.
 
-Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), Kingma and Ba, "Adam" (2015), in the
-order of operations of ``torch.optim.AdamW``.
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), Kingma and Ba, "Adam"
+(2015), in the order of operations of ``torch.optim.AdamW``.
 """
 
 import itertools
@@ -42,7 +42,9 @@ def adam_rates_kernel(
     steps_ptr, number_ptr, groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, rates_ptr, lost_ptr, rows,
     LOST: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts the steps; what of the update is the same for all elements of a tensor, in FP64, rounded once."""
+    """Counts the steps; what of the update is the same for all elements of a tensor, in FP64,
+    rounded once.
+    """
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +52,11 @@ def adam_rates_kernel(
     step_ptr = tl.load(steps_ptr + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     number = tl.load(number_ptr + row, mask=mask, other=0)
     rule = rules_ptr + 7 * tl.load(groups_ptr + number, mask=mask, other=0)
-    lr, beta1, beta2 = (tl.load(rule, mask=mask), tl.load(rule + 1, mask=mask), tl.load(rule + 2, mask=mask))
+    lr, beta1, beta2 = (
+        tl.load(rule, mask=mask),
+        tl.load(rule + 1, mask=mask),
+        tl.load(rule + 2, mask=mask),
+    )
     eps, weight_decay = tl.load(rule + 3, mask=mask), tl.load(rule + 4, mask=mask)
     decoupled, sign = tl.load(rule + 5, mask=mask), tl.load(rule + 6, mask=mask)
     step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
@@ -63,7 +69,11 @@ def adam_rates_kernel(
     rates = rates_ptr + number * RATES
     factor = tl.load(grad_scale_ptr) * sign.to(tl.float32)
     tl.store(rates, factor, mask=mask)
-    tl.store(rates + 1, tl.where(decoupled != 0.0, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
+    tl.store(
+        rates + 1,
+        tl.where(decoupled != 0.0, 1.0 - lr * weight_decay, 1.0).to(tl.float32),
+        mask=mask,
+    )
     tl.store(rates + 2, tl.where(decoupled != 0.0, 0.0, weight_decay).to(tl.float32), mask=mask)
     tl.store(rates + 3, (1.0 - beta1).to(tl.float32), mask=mask)
     tl.store(rates + 4, beta2.to(tl.float32), mask=mask)
@@ -78,7 +88,9 @@ def _update(
     offs, mask, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow_ptr, rates,
     AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """The update of one tile; LOST: also which half values it left as they were, and where it was not zero."""
+    """The update of one tile; LOST: also which half values it left as they were, and where it was
+    not zero.
+    """
     factor, decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
     p = tl.load(params + offs, mask=mask, other=0.0)
     m = tl.load(exp_avgs + offs, mask=mask, other=0.0)
@@ -182,22 +194,58 @@ def adamw_triton(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor 
         for on in step_tables:
             rules, groups = lists.numbers(on.device)
             rates, scale, skip = _on(lists, on.device, grad_scale, found_inf)
-            arrays = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, _lost(lists, on.device)
+            arrays = (
+                on.pointers["steps"],
+                on.number,
+                groups,
+                rules,
+                scale,
+                skip,
+                rates,
+                _lost(lists, on.device),
+            )
             rows = len(on.number)
-            calls.append((adam_rates_kernel, (-(-rows // 32), 1, 1), arrays, (rows,), (lists.track_lost, RATES, 32), 1))
+            calls.append(
+                (
+                    adam_rates_kernel,
+                    (-(-rows // 32), 1, 1),
+                    arrays,
+                    (rows,),
+                    (lists.track_lost, RATES, 32),
+                    1,
+                )
+            )
         for t in tables:
             rates, _, skip = _on(lists, t.device, grad_scale, found_inf)
             overflow = tensors.kept("overflow", (tensors.size,), torch.int32, t.device)
-            types = t.type("params"), t.type("grads"), t.type("copies"), t.type("max_exp_avg_sqs") is not None
+            types = (
+                t.type("params"),
+                t.type("grads"),
+                t.type("copies"),
+                t.type("max_exp_avg_sqs") is not None,
+            )
             vec = _VEC if t.aligned else 1
             lost = lists.track_lost and (types[2] or types[0]) != tl.float32
             operands = (
                 *(t.pointers[name] for name in _LISTS),
-                *(t.numel, t.first, t.number, t.rows, rates, skip, overflow, _lost(lists, t.device)),
+                *(
+                    t.numel,
+                    t.first,
+                    t.number,
+                    t.rows,
+                    rates,
+                    skip,
+                    overflow,
+                    _lost(lists, t.device),
+                ),
             )
             constants = (*types, lost, RATES, vec, 32 * NUM_WARPS * vec)
-            calls.append((adamw_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS))
-        kinds = [(kernel, arrays[0].device, constants) for kernel, _, arrays, _, constants, _ in calls]
+            calls.append(
+                (adamw_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS)
+            )
+        kinds = [
+            (kernel, arrays[0].device, constants) for kernel, _, arrays, _, constants, _ in calls
+        ]
         if kinds != lists.prepared:  # all of them run, or, where one cannot be compiled, none
             for call in calls:
                 prepare(*call)
@@ -211,7 +259,9 @@ _WRITTEN = "params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
 
 
 def _lost(lists: AdamLists, device: torch.device) -> Tensor:
-    return lists.tensors.kept("lost", (lists.tensors.size if lists.track_lost else 1, 2), torch.int64, device)
+    return lists.tensors.kept(
+        "lost", (lists.tensors.size if lists.track_lost else 1, 2), torch.int64, device
+    )
 
 
 def _on(
@@ -234,9 +284,16 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
 
     def store(target: Tensor, value: Tensor) -> None:
         value = value.to(target.dtype)
-        results.append((target, value if skip is None else torch.where(skip.to(target.device), target, value)))
+        results.append(
+            (target, value if skip is None else torch.where(skip.to(target.device), target, value))
+        )
 
-    rows = zip(*(map(_real, tensors[name]) for name in _LISTS), lists.steps["steps"], tensors.numbers, strict=True)
+    rows = zip(
+        *(map(_real, tensors[name]) for name in _LISTS),
+        lists.steps["steps"],
+        tensors.numbers,
+        strict=True,
+    )
     for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, steps, number in rows:
         rule = lists.rules[lists.groups[number]]
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
@@ -249,7 +306,11 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
             grad = -grad
         # weight decay
         if weight_decay != 0:
-            p, grad = (p * (1 - lr * weight_decay), grad) if decoupled_weight_decay else (p, grad + weight_decay * p)
+            p, grad = (
+                (p * (1 - lr * weight_decay), grad)
+                if decoupled_weight_decay
+                else (p, grad + weight_decay * p)
+            )
         # moments
         m = m.lerp(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
         v = v * beta2 + (1 - beta2) * grad * grad
@@ -290,11 +351,13 @@ def _real(tensor: Tensor) -> Tensor:
 def adamw(
     lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Updates parameters, moments, step counts and half copies in place; arithmetic in FP32 (FP64 for FP64 params).
+    """Updates parameters, moments, step counts and half copies in place; arithmetic in FP32 (FP64
+    for FP64 params).
 
     Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any floating dtype,
-            moments in FP32 (FP64 for FP64 parameters), step counts, copies, and their hyperparameters.
+        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
+            floating dtype, moments in FP32 (FP64 for FP64 parameters), step counts, copies, and
+            their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
     """
@@ -309,9 +372,17 @@ ADAMW = Forms(adamw_triton, adamw_torch)
 def shipped() -> Iterator[Shipped]:
     """The dtypes of the levels: masters with copies, FP32 parameters, half parameters alone."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, half), (wide, wide, None), (half, half, None)]
+    kinds = [
+        (wide, half, half),
+        (wide, bf16, bf16),
+        (wide, wide, half),
+        (wide, wide, None),
+        (half, half, None),
+    ]
     flags = (False, True)
-    for (param, grad, copy), amsgrad, aligned, lost in itertools.product(kinds, flags, flags, flags):
+    for (param, grad, copy), amsgrad, aligned, lost in itertools.product(
+        kinds, flags, flags, flags
+    ):
         if lost and (grad is not half or amsgrad or not aligned):
             continue
         lists = AdamLists(lost)
@@ -329,4 +400,12 @@ def shipped() -> Iterator[Shipped]:
         name = f"adamw {param} {grad} {copy}{' amsgrad' * amsgrad}{'' if aligned else ' unaligned'}{' lost' * lost}"
         registers = 80 if lost else 72 if copy and grad is wide else 64
         shared = None if lost else 0
-        yield Shipped(name.replace("torch.", ""), adamw_triton, (lists, None, None), registers, None, 0, shared)
+        yield Shipped(
+            name.replace("torch.", ""),
+            adamw_triton,
+            (lists, None, None),
+            registers,
+            None,
+            0,
+            shared,
+        )

@@ -32,7 +32,10 @@ def cast_kernel(
     """One chunk."""
     row = tl.load(rows_ptr + tl.program_id(0))
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
-    params, copies = element_pointer(params_ptr, row, PARAM, VEC), element_pointer(copies_ptr, row, COPY, VEC)
+    params, copies = (
+        element_pointer(params_ptr, row, PARAM, VEC),
+        element_pointer(copies_ptr, row, COPY, VEC),
+    )
     overflow_ptr += tl.load(number_ptr + row)
     j = tl.arange(0, BLOCK)
     for at in range(begin, whole, BLOCK):
@@ -48,14 +51,26 @@ def cast_triton(lists: TensorLists) -> None:
             if t.dtypes["copies"] is None:
                 continue
             overflow = lists.kept("overflow", (lists.size,), torch.int32, t.device)
-            arrays = t.pointers["params"], t.pointers["copies"], t.numel, t.first, t.number, t.rows, overflow
+            arrays = (
+                t.pointers["params"],
+                t.pointers["copies"],
+                t.numel,
+                t.first,
+                t.number,
+                t.rows,
+                overflow,
+            )
             vec = 8 if t.aligned else 1
             constants = t.type("params"), t.type("copies"), vec, 32 * NUM_WARPS * vec
             launch(cast_kernel, (t.chunks, 1, 1), arrays, (t.chunk,), constants, NUM_WARPS)
 
 
 def cast_torch(lists: TensorLists) -> None:
-    pairs = [(i, p, c) for i, (p, c) in enumerate(zip(lists["params"], lists["copies"], strict=True)) if c is not p]
+    pairs = [
+        (i, p, c)
+        for i, (p, c) in enumerate(zip(lists["params"], lists["copies"], strict=True))
+        if c is not p
+    ]
     if pairs:
         torch._foreach_copy_([copy for _, _, copy in pairs], [param for _, param, _ in pairs])
     for i, param, copy in pairs:
@@ -67,8 +82,8 @@ def cast(lists: TensorLists, backend: str = "auto") -> None:
     """Writes each parameter, correctly rounded, into its copy.
 
     Args:
-        lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half; the parameter itself
-            where there is no copy.
+        lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half;
+            the parameter itself where there is no copy.
     """
     CAST.run(backend, lists.take_triton(backend, CAST), lists)
 
@@ -88,8 +103,8 @@ def shipped() -> Iterator[Shipped]:
 def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
     """The FP32 value of a half tensor whose FP32 original is ``precise`` (same shape and device).
 
-    Wherever ``precise`` still rounds to what ``half`` holds it is the better value; elsewhere somebody wrote to
-    ``half`` since, and its own value counts.
+    Wherever ``precise`` still rounds to what ``half`` holds it is the better value; elsewhere
+    somebody wrote to ``half`` since, and its own value counts.
     """
     with torch.no_grad():
         return torch.where(precise.to(half.dtype) == half, precise, half.float())

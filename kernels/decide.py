@@ -1,4 +1,6 @@
-"""What a step does: skip or go, by how much to scale the gradients, and what the loss scale becomes."""
+"""What a step does: skip or go, by how much to scale the gradients, and what the loss scale
+becomes.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,16 +12,18 @@ from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
 
 OUTCOMES = CLEAN, OVERFLOW, FAULT = 0, 1, 2
 RECORD = 8  # numbers in front of a record's magnitudes
-NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = range(3, RECORD)  # where they are, after the counts by outcome
+NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = range(
+    3, RECORD
+)  # where they are, after the counts by outcome
 _BLOCK = 1024
 
 
 class ScaleRule(NamedTuple):
     """How a loss scale moves. A fixed scale is ``min_scale == max_scale``.
 
-    ``headroom``: the scale also grows at every clean step as long as the largest scaled gradient stays within that, and
-    the scale below where an overflow followed on a clean step; that mark is forgotten when the ``growth_interval`` is
-    over. 0: no such growth.
+    ``headroom``: the scale also grows at every clean step as long as the largest scaled gradient
+    stays within that, and the scale below where an overflow followed on a clean step; that mark is
+    forgotten when the ``growth_interval`` is over. 0: no such growth.
     """
 
     growth_factor: float
@@ -32,8 +36,9 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """A loss scale, 0-d float32, and what it remembers: two 0-d int32, and the highest that ``headroom`` grows to, 0-d
-    float32."""
+    """A loss scale, 0-d float32, and what it remembers: two 0-d int32, and the highest that
+    ``headroom`` grows to, 0-d float32.
+    """
 
     scale: Tensor
     growth_tracker: Tensor
@@ -45,10 +50,12 @@ class Record(NamedTuple):
     """What is remembered of decisions.
 
     Attributes:
-        numbers: float64 of shape (8 + names,): how many were clean, scale overflows, forward faults; the norm and the
-            largest magnitude, both unscaled, of the last clean one; the scale that the last one used; of the last
-            skipped one its outcome (1 overflow, 2 fault), scale, and scaled magnitudes by name.
-        places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1: none.
+        numbers: float64 of shape (8 + names,): how many were clean, scale overflows, forward
+            faults; the norm and the largest magnitude, both unscaled, of the last clean one; the
+            scale that the last one used; of the last skipped one its outcome (1 overflow, 2 fault),
+            scale, and scaled magnitudes by name.
+        places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1:
+            none.
     """
 
     numbers: Tensor
@@ -159,8 +166,24 @@ def decide_triton(
 ) -> None:
     moved = state or (used_scale,) * 4
     numbers, places = record or (amax, amax)
-    tensors = (amax, square_sum, loss_nonfinite, found_earlier, used_scale, verdict, *moved, numbers, places)
-    sizes = len(amax), len(square_sum), len(places) if record else 0, float(max_norm or 0.0), *_numbers(rule)
+    tensors = (
+        amax,
+        square_sum,
+        loss_nonfinite,
+        found_earlier,
+        used_scale,
+        verdict,
+        *moved,
+        numbers,
+        places,
+    )
+    sizes = (
+        len(amax),
+        len(square_sum),
+        len(places) if record else 0,
+        float(max_norm or 0.0),
+        *_numbers(rule),
+    )
     constants = max_norm is not None, state is not None, RECORD if record else 0, _BLOCK
     launch(decide_kernel, (1, 1, 1), tensors, sizes, constants, 4)
 
@@ -228,27 +251,51 @@ def decide(
     verdict: Tensor,
     backend: str = "auto",
 ) -> None:
-    """Judges the gradients of one decision on the device, moves the loss scale, and notes the outcome.
+    """Judges the gradients of one decision on the device, moves the loss scale, and notes the
+    outcome.
 
     Args:
-        amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and (k,).
+        amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and
+            (k,).
         loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN.
-        found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before are to skip.
+        found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before
+            are to skip.
         used_scale: 0-d float32, the loss scale that the backward used.
-        max_norm: clip the unscaled gradients to this total 2-norm (``torch.nn.utils.clip_grad_norm_``), or None.
+        max_norm: clip the unscaled gradients to this total 2-norm
+            (``torch.nn.utils.clip_grad_norm_``), or None.
         state: the loss scale to move by ``rule``, or None.
         record: written in place, or None.
-        verdict: float32 of shape (3,), receives found_inf (not 0: skip), the norm of the unscaled gradients, and the
-            factor that turns a scaled gradient into the one to step with: 1/scale, times the clip coefficient.
+        verdict: float32 of shape (3,), receives found_inf (not 0: skip), the norm of the unscaled
+            gradients, and the factor that turns a scaled gradient into the one to step with:
+            1/scale, times the clip coefficient.
     """
-    args = amax, square_sum, loss_nonfinite, found_earlier, used_scale, max_norm, state, rule, record, verdict
+    args = (
+        amax,
+        square_sum,
+        loss_nonfinite,
+        found_earlier,
+        used_scale,
+        max_norm,
+        state,
+        rule,
+        record,
+        verdict,
+    )
     DECIDE.run(backend, DECIDE.runs_triton(backend, used_scale.device), *args)
 
 
 def _numbers(rule: ScaleRule) -> tuple[float, ...]:
     """For a kernel, which tells integers and floating-point numbers apart."""
     growth, backoff, interval, hysteresis, low, high, room = rule
-    return float(growth), float(backoff), int(interval), int(hysteresis), float(low), float(high), float(room)
+    return (
+        float(growth),
+        float(backoff),
+        int(interval),
+        int(hysteresis),
+        float(low),
+        float(high),
+        float(room),
+    )
 
 
 def update_scale_triton(
@@ -281,7 +328,9 @@ def update_scale_torch(
 
     scale.copy_(torch.where(back_off, lower, torch.where(grow, higher, scale)))
     growth_tracker.copy_(tracker * ~due)
-    hysteresis_tracker.copy_(torch.where(clean, torch.full_like(patience, rule.hysteresis), patience.clamp(min=0)))
+    hysteresis_tracker.copy_(
+        torch.where(clean, torch.full_like(patience, rule.hysteresis), patience.clamp(min=0))
+    )
     ceiling.copy_(torch.where(due, torch.full_like(ceiling, rule.max_scale), ceiling))
 
 
@@ -296,10 +345,11 @@ def update_scale(
     """The loss-scale state machine, in place on the device. Its twin is the specification.
 
     - loss non-finite: nothing moves;
-    - gradients non-finite though the loss is finite: the growth count restarts, and at the ``hysteresis``-th time
-      without a clean step between, the scale is multiplied by ``backoff_factor``, never below ``min_scale``;
-    - clean: after ``growth_interval`` in a row, or where ``headroom`` allows it at once, the scale is multiplied by
-      ``growth_factor``, never above ``max_scale``.
+    - gradients non-finite though the loss is finite: the growth count restarts, and at the
+      ``hysteresis``-th time without a clean step between, the scale is multiplied by
+      ``backoff_factor``, never below ``min_scale``;
+    - clean: after ``growth_interval`` in a row, or where ``headroom`` allows it at once, the scale
+      is multiplied by ``growth_factor``, never above ``max_scale``.
 
     Args:
         found_inf, loss_nonfinite, largest: 0-d float32; the last is the largest unscaled gradient.
@@ -317,8 +367,19 @@ def shipped() -> Iterator[Shipped]:
     rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
     flag = torch.zeros((), device="meta")
     state = ScaleState(flag, flag.int(), flag.int(), flag)
-    record = Record(flag.new_zeros(RECORD + 8, dtype=torch.float64), flag.new_zeros(8, dtype=torch.int64))
+    record = Record(
+        flag.new_zeros(RECORD + 8, dtype=torch.float64), flag.new_zeros(8, dtype=torch.int64)
+    )
     stats = flag.new_zeros(8), flag.new_zeros(64), flag, flag, flag
-    yield Shipped("decide", decide_triton, (*stats, 1.0, state, rule, record, flag.new_zeros(3)), 64, None, 0)
-    yield Shipped("decide only", decide_triton, (*stats, None, None, rule, None, flag.new_zeros(3)), 64, None, 0)
+    yield Shipped(
+        "decide", decide_triton, (*stats, 1.0, state, rule, record, flag.new_zeros(3)), 64, None, 0
+    )
+    yield Shipped(
+        "decide only",
+        decide_triton,
+        (*stats, None, None, rule, None, flag.new_zeros(3)),
+        64,
+        None,
+        0,
+    )
     yield Shipped("update_scale", update_scale_triton, (state, flag, flag, flag, rule), 64, None, 0)

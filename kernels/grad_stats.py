@@ -1,4 +1,6 @@
-"""What the step needs to know of the gradients, in one read: largest magnitude and sum of squares. 2 B/param."""
+"""What the step needs to know of the gradients, in one read: largest magnitude and sum of squares.
+2 B/param.
+"""
 
 from collections.abc import Iterator
 
@@ -32,7 +34,10 @@ def _float_bits(magnitude, TYPE: tl.constexpr):
     if tl.float32 == TYPE:
         return magnitude
     else:
-        return magnitude.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return (
+            magnitude.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+            & 0x7FFFFFFF
+        )
 
 
 @triton.jit(do_not_specialize=("chunk", "before"))
@@ -73,26 +78,52 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
                 squares.zero_()  # chunks of other devices
             results.append((amax.zero_(), squares))
             for t in (t for t in tables if t.device == on):
-                kind, vec = t.type("grads"), (8 if t.dtypes["grads"] is not torch.float32 else 4) if t.aligned else 1
-                arrays = t.pointers["grads"], t.numel, t.first, t.number, t.rows, amax.view(torch.int32), squares
+                kind, vec = (
+                    t.type("grads"),
+                    (8 if t.dtypes["grads"] is not torch.float32 else 4) if t.aligned else 1,
+                )
+                arrays = (
+                    t.pointers["grads"],
+                    t.numel,
+                    t.first,
+                    t.number,
+                    t.rows,
+                    amax.view(torch.int32),
+                    squares,
+                )
                 constants = kind, vec, 32 * _WARPS * _VECTORS * vec
-                launch(grad_stats_kernel, (t.chunks, 1, 1), arrays, (t.chunk, t.before), constants, _WARPS)
+                launch(
+                    grad_stats_kernel,
+                    (t.chunks, 1, 1),
+                    arrays,
+                    (t.chunk, t.before),
+                    constants,
+                    _WARPS,
+                )
     if len(results) == 1 and results[0][0].device == device:
         return results[0]
     amaxes, sums = ([r[k].to(device, non_blocking=True) for r in results] for k in (0, 1))
-    return torch.stack(amaxes).amax(0), torch.stack(sums).sum(0)  # zeros where another device is in charge
+    return torch.stack(amaxes).amax(0), torch.stack(sums).sum(
+        0
+    )  # zeros where another device is in charge
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
     amax, squares = torch.zeros(lists.size, device=device), []
     for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
-        g = grad.detach().to(torch.promote_types(grad.dtype, torch.float32)) if grad.numel() else grad.new_zeros(1)
+        g = (
+            grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
+            if grad.numel()
+            else grad.new_zeros(1)
+        )
         amax[i] = g.abs().max()
         squares.append(torch.linalg.vector_norm(g).square().to(device, torch.float32))
     return amax, torch.stack(squares) if squares else torch.zeros(0, device=device)
 
 
-def grad_stats(lists: TensorLists, device: torch.device, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def grad_stats(
+    lists: TensorLists, device: torch.device, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Per tensor the largest magnitude (inf and NaN show themselves in it), and sums of squares.
 
     Args:
@@ -100,11 +131,13 @@ def grad_stats(lists: TensorLists, device: torch.device, backend: str = "auto") 
         device: of the results.
 
     Returns:
-        amax of shape (lists.size,), 0 where a number has no tensor, and the sums of squares of parts of the gradients,
-        any number of them; float32, of the values as they are (scaled). The next call for the same lists may overwrite
-        them.
+        amax of shape (lists.size,), 0 where a number has no tensor, and the sums of squares of
+        parts of the gradients, any number of them; float32, of the values as they are (scaled). The
+        next call for the same lists may overwrite them.
     """
-    return GRAD_STATS.run(backend, lists.take_triton(backend, GRAD_STATS, ("grads",)), lists, device)
+    return GRAD_STATS.run(
+        backend, lists.take_triton(backend, GRAD_STATS, ("grads",)), lists, device
+    )
 
 
 GRAD_STATS = Forms(grad_stats_triton, grad_stats_torch)

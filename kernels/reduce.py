@@ -1,7 +1,8 @@
 """sum with FP32 accumulation. 2 B/element.
 
-Every program adds up one tile as a binary tree and writes a partial sum; the partial sums are lines again, until one is
-left for each: two launches up to 2**26 elements. An error bound of u (log2 n + 2) sum |x| needs the tree.
+Every program adds up one tile as a binary tree and writes a partial sum; the partial sums are lines
+again, until one is left for each: two launches up to 2**26 elements. An error bound of u (log2 n +
+2) sum |x| needs the tree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,9 @@ LONGEST = 8192  # line that is one tile
 
 @triton.jit
 def _neighbours(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of two columns each. Those of a thread: older Triton adds a thread's elements one after another."""
+    """Sums of two columns each. Those of a thread: older Triton adds a thread's elements one after
+    another.
+    """
     a, b = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
     return a + b
 
@@ -30,7 +33,9 @@ def sum_kernel(
 ):  # fmt: skip
     """The sum of BLOCK columns of ROWS lines; ``programs`` programs cover the ``count`` lines."""
     part = (tl.program_id(0) // programs).to(tl.int64)
-    lines, numbers, valid = line_offsets(tl.program_id(0) % programs, rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0) % programs, rows, n, blocks, ROW_MAJOR, ALIGN, ROWS
+    )
     columns, exist = column_offsets(part * BLOCK, rows, n, ROW_MAJOR, ALIGN, BLOCK)
     x = tl.load(x_ptr + lines + columns, mask=valid & exist, other=0.0).to(tl.float32)
     if ROW_MAJOR and BLOCK >= 8:
@@ -45,14 +50,18 @@ def sum_kernel(
 def _reduction(
     shape: Sequence[int], dim: tuple[int, ...], keepdim: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
-    """Shape of the result; the order that makes the summed dimensions neighbours, if they are not; first and last."""
+    """Shape of the result; the order that makes the summed dimensions neighbours, if they are not;
+    first and last.
+    """
     rank = len(shape)
     given = [in_range(d, max(rank, 1)) for d in dim]
     for d in given:
         if given.count(d) > 1:
             raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
     dims = sorted(given) if dim and rank else list(range(rank))
-    result = tuple(1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims)
+    result = tuple(
+        1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims
+    )
     if not dims:
         return result, None, 0, 0
     if dims[-1] - dims[0] < len(dims):
@@ -69,8 +78,17 @@ def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype)
     while True:
         t = tiling(x.shape, first, last, PER_THREAD, LONGEST)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
-        y = x.new_empty((parts, t.lines) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32)
-        launch(sum_kernel, (t.grid[0] * parts, 1, 1), (x, y), (*t.sizes, t.grid[0], t.lines), t.layout, t.num_warps)
+        y = x.new_empty(
+            (parts, t.lines) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32
+        )
+        launch(
+            sum_kernel,
+            (t.grid[0] * parts, 1, 1),
+            (x, y),
+            (*t.sizes, t.grid[0], t.lines),
+            t.layout,
+            t.num_warps,
+        )
         if parts == 1:
             return y
         x, first, last = y, 0, 0
@@ -80,8 +98,11 @@ def sum_torch(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) 
     return torch.sum(x, tuple(dim), keepdim, dtype=torch.float32).to(dtype)
 
 
-def sum(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """Sum over ``dim`` (an empty sequence: over all) accumulated in FP32, rounded once to ``dtype``.
+def sum(
+    x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
+    """Sum over ``dim`` (an empty sequence: over all) accumulated in FP32, rounded once to
+    ``dtype``.
 
     Args:
         x: float16, bfloat16 or float32, any shape and strides.

@@ -1,7 +1,9 @@
-"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element forward, 6 backward.
+"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element forward, 6
+backward.
 
-Several short lines make up a tile; a longer line fills a program's registers; a long one is read twice, the second time
-out of L2 and from its end; few long ones are shared by several programs, in two launches.
+Several short lines make up a tile; a longer line fills a program's registers; a long one is read
+twice, the second time out of L2 and from its end; few long ones are shared by several programs, in
+two launches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +22,17 @@ from tritonamp.kernels._lines import (
 )
 
 PER_THREAD = 32  # elements that a thread holds
-MAX_REGISTERS = 64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
+MAX_REGISTERS = (
+    64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
+)
 LONGEST = 32768  # line that registers hold, half as long in backward: it has two inputs
 
 
 @triton.jit
 def _exp(d, SHIFT: tl.constexpr):
-    """exp(d) * 2**SHIFT. Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3 near 6e4."""
+    """exp(d) * 2**SHIFT. Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3
+    near 6e4.
+    """
     return tl.exp2(d * 1.4426950408889634 + SHIFT)
 
 
@@ -35,12 +41,19 @@ def _max_and_sum(
     x_ptr, lines, valid, begin, end, rows, n,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Of columns ``begin`` to ``end``: the maximum m, and the sum of exp(x - m) (of exp(x) where m is -inf)."""
+    """Of columns ``begin`` to ``end``: the maximum m, and the sum of exp(x - m) (of exp(x) where m
+    is -inf).
+    """
     m = tl.full([ROWS, 1], -float("inf"), tl.float32)
     s = tl.zeros([ROWS, 1], tl.float32)
     for at in range(begin, end, BLOCK):
         columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        x = tl.load(x_ptr + lines + columns, mask=valid & exist, other=-float("inf"), eviction_policy="evict_last")
+        x = tl.load(
+            x_ptr + lines + columns,
+            mask=valid & exist,
+            other=-float("inf"),
+            eviction_policy="evict_last",
+        )
         x = x.to(tl.float32)
         largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
         base = tl.where(largest == -float("inf"), 0.0, largest)
@@ -60,9 +73,13 @@ def _write(
         at = begin + (end - begin - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
         offs, mask = lines + columns, valid & exist
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         y = x - m - scale if LOG else _exp(x - m, SHIFT) * scale
-        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        tl.store(
+            y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        )
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
@@ -106,7 +123,18 @@ def softmax_part_kernel(
     split = tl.program_id(1)
     begin = split.to(tl.int64) * steps * BLOCK
     m, s = _max_and_sum(
-        x_ptr, lines, valid, begin, min(begin + steps * BLOCK, n), rows, n, ROW_MAJOR, ALIGN, ROWS, BLOCK, SHIFT
+        x_ptr,
+        lines,
+        valid,
+        begin,
+        min(begin + steps * BLOCK, n),
+        rows,
+        n,
+        ROW_MAJOR,
+        ALIGN,
+        ROWS,
+        BLOCK,
+        SHIFT,
     )
     tl.store(m_ptr + split * count + numbers, m, mask=valid)
     tl.store(s_ptr + split * count + numbers, s, mask=valid)
@@ -136,7 +164,8 @@ def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
     t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST)
-    # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away from there
+    # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away
+    # from there
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
     if t.lines * t.n == 0:
         return y
@@ -146,8 +175,18 @@ def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
         launch(kernel, t.grid, (x, y), t.sizes, (log, shift, *t.layout), t.num_warps, maxnreg)
         return y
     m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
-    launch(softmax_part_kernel, t.grid, (x, m, s), (*t.sizes, t.steps, t.lines), (shift, *t.layout), t.num_warps)
-    sizes, constants = (*t.sizes, t.steps, t.lines, t.splits), (log, shift, power_of_two(t.splits), *t.layout)
+    launch(
+        softmax_part_kernel,
+        t.grid,
+        (x, m, s),
+        (*t.sizes, t.steps, t.lines),
+        (shift, *t.layout),
+        t.num_warps,
+    )
+    sizes, constants = (
+        (*t.sizes, t.steps, t.lines, t.splits),
+        (log, shift, power_of_two(t.splits), *t.layout),
+    )
     launch(softmax_rest_kernel, t.grid, (x, m, s, y), sizes, constants, t.num_warps)
     return y
 
@@ -179,7 +218,9 @@ def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """x - max - log(sum(exp(x - max))) along ``dim``, computed in FP32 and rounded once. Arguments as ``softmax``."""
+    """x - max - log(sum(exp(x - max))) along ``dim``, computed in FP32 and rounded once. Arguments
+    as ``softmax``.
+    """
     return LOG_SOFTMAX(backend, x, dim, dtype)
 
 
@@ -220,10 +261,16 @@ def _write_gradient(
         at = begin + (end - begin - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
         offs, mask = lines + columns, valid & exist
-        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         dx = _gradient(g, y, total, LOG)
-        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        tl.store(
+            dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        )
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
@@ -249,7 +296,9 @@ def softmax_backward_long_kernel(
     """Lines that registers cannot hold, read twice."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
     total = _total(g_ptr, y_ptr, lines, valid, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
-    _write_gradient(g_ptr, y_ptr, dx_ptr, lines, valid, total, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK)
+    _write_gradient(
+        g_ptr, y_ptr, dx_ptr, lines, valid, total, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
+    )
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
@@ -262,7 +311,9 @@ def softmax_backward_part_kernel(
     split = tl.program_id(1)
     begin = split.to(tl.int64) * steps * BLOCK
     end = min(begin + steps * BLOCK, n)
-    total = _total(g_ptr, y_ptr, lines, valid, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
+    total = _total(
+        g_ptr, y_ptr, lines, valid, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK
+    )
     tl.store(total_ptr + split * count + numbers, total, mask=valid)
 
 
@@ -279,11 +330,15 @@ def softmax_backward_rest_kernel(
     total = tl.sum(parts, 1, keep_dims=True)
     begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
     end = min(begin + steps * BLOCK, n)
-    _write_gradient(g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK)
+    _write_gradient(
+        g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
+    )
 
 
 def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
-    """Loops over two inputs take registers, and so do the addresses of single elements and of columns."""
+    """Loops over two inputs take registers, and so do the addresses of single elements and of
+    columns.
+    """
     rank, per_thread = max(len(shape), 1), PER_THREAD
     n = shape[dim % rank] if shape else 1
     columns = n > 1024 and dim % rank != rank - 1
@@ -304,9 +359,23 @@ def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) 
         return dx
     totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
     sizes = *t.sizes, t.steps, t.lines
-    launch(softmax_backward_part_kernel, t.grid, (grad, y, totals), sizes, (log, *t.layout), t.num_warps)
+    launch(
+        softmax_backward_part_kernel,
+        t.grid,
+        (grad, y, totals),
+        sizes,
+        (log, *t.layout),
+        t.num_warps,
+    )
     constants = log, power_of_two(t.splits), *t.layout
-    launch(softmax_backward_rest_kernel, t.grid, (grad, y, totals, dx), (*sizes, t.splits), constants, t.num_warps)
+    launch(
+        softmax_backward_rest_kernel,
+        t.grid,
+        (grad, y, totals, dx),
+        (*sizes, t.splits),
+        constants,
+        t.num_warps,
+    )
     return dx
 
 
@@ -319,8 +388,12 @@ def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype
     return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
 
 
-def softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to ``dtype``."""
+def softmax_backward(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
+    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to
+    ``dtype``.
+    """
     return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
 
@@ -333,8 +406,12 @@ def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.d
     return (g - y.float().exp() * g.sum(dim, keepdim=True)).to(dtype)
 
 
-def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to ``dtype``."""
+def log_softmax_backward(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
+    """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to
+    ``dtype``.
+    """
     return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
 
@@ -345,7 +422,9 @@ LOG_SOFTMAX_BACKWARD = Operation(log_softmax_backward_triton, log_softmax_backwa
 
 
 def shipped() -> Iterator[Shipped]:
-    """The regimes of n, both orders of memory, the dtypes that the op policy and its options lead to."""
+    """The regimes of n, both orders of memory, the dtypes that the op policy and its options lead
+    to.
+    """
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
     lengths = 32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257
     shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in lengths}
@@ -358,6 +437,8 @@ def shipped() -> Iterator[Shipped]:
             if log:  # stores twice as much
                 yield Shipped(name, log_softmax_triton, (x, 1, result), 80, 15, 1)
             else:
-                yield Shipped(name, softmax_triton, (x, 1, result), 64, 12, 1 if shape[1] <= LONGEST else 2)
+                yield Shipped(
+                    name, softmax_triton, (x, 1, result), 64, 12, 1 if shape[1] <= LONGEST else 2
+                )
             backward = log_softmax_backward_triton if log else softmax_backward_triton
             yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), 96, 10, int(log))

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Without a GPU the kernels run in Triton's interpreter; triton.jit asks for it where a kernel is defined.
+    # Without a GPU the kernels run in Triton's interpreter; triton.jit asks for it where a kernel
+    # is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tritonamp.casts import dispatch
 from tritonamp.kernels import _launch
 
 if _launch.INTERPRETED and _launch.triton_version() < "3.7":
-    # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes no index of
+    # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
+    # no index of
     from triton.runtime import interpreter
 
     def _patch(tensor, scope, original=interpreter._patch_lang_tensor):
@@ -24,7 +26,9 @@ if _launch.INTERPRETED and _launch.triton_version() < "3.7":
 
     interpreter._patch_lang_tensor = _patch
 
-torch.set_num_threads(1)  # small tensors: threads that wait for a busy core cost more than they bring
+torch.set_num_threads(
+    1
+)  # small tensors: threads that wait for a busy core cost more than they bring
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
@@ -40,6 +44,10 @@ def _seeds_and_leaks() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
-    if dispatch.is_registered() and not registered_before:  # only the test that leaked fails, not all after it
+    if (
+        dispatch.is_registered() and not registered_before
+    ):  # only the test that leaked fails, not all after it
         gc.collect()  # an enabled model in a reference cycle is not a leak
-        assert not dispatch.is_registered(), "this test left an enabled model behind: call amp.disable()"
+        assert not dispatch.is_registered(), (
+            "this test left an enabled model behind: call amp.disable()"
+        )

@@ -1,4 +1,6 @@
-"""Unusual gradients, parameters, batches, threads and processes: they train right, or are refused clearly."""
+"""Unusual gradients, parameters, batches, threads and processes: they train right, or are refused
+clearly.
+"""
 
 import os
 import threading
@@ -57,7 +59,10 @@ def bits(*holders: Any) -> list[Tensor]:
             found += holder.parameters()
         else:
             groups = [p for g in holder.param_groups for p in g["params"]]
-            found += [*groups, *(v for p in groups for v in holder.state[p].values() if isinstance(v, Tensor))]
+            found += [
+                *groups,
+                *(v for p in groups for v in holder.state[p].values() if isinstance(v, Tensor)),
+            ]
     return [t.detach().clone() for t in found]
 
 
@@ -83,7 +88,9 @@ def transposed(grad: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [expanded, strided, transposed], ids=lambda form: form.__name__)
 @each_optimizer
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_gradients_in_other_layouts(enable: Any, device: torch.device, level: str, kind: Any, form: Any) -> None:
+def test_gradients_in_other_layouts(
+    enable: Any, device: torch.device, level: str, kind: Any, form: Any
+) -> None:
     """Assigned by hand; the same numbers as from contiguous memory. A bad one among them is found."""
     runs = []
     for lays_out in (form, lambda grad: form(grad).contiguous()):
@@ -93,7 +100,9 @@ def test_gradients_in_other_layouts(enable: Any, device: torch.device, level: st
         for i in range(3):
             amp.backward(model(x(device, i)).square().mean())
             grad = model.first.weight.grad
-            model.first.weight.grad = lays_out(torch.where(grad == grad[0, 0], torch.inf, grad) if i == 1 else grad)
+            model.first.weight.grad = lays_out(
+                torch.where(grad == grad[0, 0], torch.inf, grad) if i == 1 else grad
+            )
             optimizer.step()
             optimizer.zero_grad()
         assert amp.stats() == {**amp.stats(), "steps": 2, "skipped": 1}
@@ -103,7 +112,9 @@ def test_gradients_in_other_layouts(enable: Any, device: torch.device, level: st
 
 @each_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_of_another_dtype(enable: Any, device: torch.device, dtype: torch.dtype, kind: Any) -> None:
+def test_gradients_of_another_dtype(
+    enable: Any, device: torch.device, dtype: torch.dtype, kind: Any
+) -> None:
     """Where torch lets them be assigned: ``grad_dtype`` allows it."""
     runs = []
     for given in (dtype, torch.float16):
@@ -111,7 +122,10 @@ def test_gradients_of_another_dtype(enable: Any, device: torch.device, dtype: to
         optimizer = kind(model.parameters(), lr=0.1)
         amp = enable(model, optimizer, level="O2", loss_scale=4.0)
         amp.backward(model(x(device)).square().mean())
-        weight, grad = model.first.weight, torch.full_like(model.first.weight, 0.25)  # exact in all of them
+        weight, grad = (
+            model.first.weight,
+            torch.full_like(model.first.weight, 0.25),
+        )  # exact in all of them
         weight.grad = None
         weight.grad_dtype = given
         weight.grad = grad.to(given)
@@ -143,8 +157,12 @@ def test_gradients_that_are_none(enable: Any, device: torch.device, level: str, 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("value", [torch.finfo(torch.float16).max, 1.0])
-def test_sparse_gradients_with_duplicates(enable: Any, device: torch.device, level: str, value: float) -> None:
-    """The sum of an index's gradients counts: two of 65504 are inf in half, and skip the step there."""
+def test_sparse_gradients_with_duplicates(
+    enable: Any, device: torch.device, level: str, value: float
+) -> None:
+    """The sum of an index's gradients counts: two of 65504 are inf in half, and skip the step
+    there.
+    """
     model = nn.Embedding(6, 2, sparse=True).to(device)
     optimizer = SGD(model.parameters(), lr=0.5)
     amp = enable(model, optimizer, level=level, loss_scale=1.0)
@@ -157,12 +175,19 @@ def test_sparse_gradients_with_duplicates(enable: Any, device: torch.device, lev
         assert amp.stats()["skipped"] == 1
         assert same(bits(model), [before])
     else:
-        moved = before.float() - 0.5 * value * torch.tensor([0, 2.0, 0, 0, 1, 0], device=device)[:, None]
-        torch.testing.assert_close(model.weight.float(), moved, rtol=1e-3 if half else 1e-6, atol=1e-3 if half else 0)
+        moved = (
+            before.float()
+            - 0.5 * value * torch.tensor([0, 2.0, 0, 0, 1, 0], device=device)[:, None]
+        )
+        torch.testing.assert_close(
+            model.weight.float(), moved, rtol=1e-3 if half else 1e-6, atol=1e-3 if half else 0
+        )
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_sparse_adam_trains_and_adamw_refuses(enable: Any, device: torch.device, level: str) -> None:
+def test_sparse_adam_trains_and_adamw_refuses(
+    enable: Any, device: torch.device, level: str
+) -> None:
     for kind in (torch.optim.SparseAdam, ADAM):
         model = nn.Embedding(6, 2, sparse=True).to(device)
         optimizer = kind(list(model.parameters()), lr=0.5)
@@ -170,7 +195,9 @@ def test_sparse_adam_trains_and_adamw_refuses(enable: Any, device: torch.device,
         before = bits(model)[0]
         amp.backward(model(torch.tensor([1, 4, 1], device=device)).sum())
         if kind is ADAM:
-            with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam"):
+            with pytest.raises(
+                RuntimeError, match="does not support sparse gradients, please consider SparseAdam"
+            ):
                 optimizer.step()
             assert same(bits(model), [before])
             assert amp.stats()["steps"] == 0
@@ -237,7 +264,9 @@ def test_complex_parameters(enable: Any, device: torch.device, level: str) -> No
 
 @each_optimizer
 @pytest.mark.parametrize("level", SCALED)
-def test_parameters_that_come_later(enable: Any, device: torch.device, level: str, kind: Any) -> None:
+def test_parameters_that_come_later(
+    enable: Any, device: torch.device, level: str, kind: Any
+) -> None:
     """By ``add_param_group``, or appended to a group by hand: they train, and are judged."""
     model = net(device)
     optimizer = kind([*model.first.parameters()], lr=0.1)
@@ -326,7 +355,9 @@ def test_batches_of_other_sizes(enable: Any, device: torch.device, level: str, r
 
 @pytest.mark.parametrize(("reduce", "skips"), [("mean", True), ("sum", False)])
 @pytest.mark.parametrize("level", SCALED)
-def test_an_empty_batch(enable: Any, device: torch.device, level: str, reduce: str, skips: bool) -> None:
+def test_an_empty_batch(
+    enable: Any, device: torch.device, level: str, reduce: str, skips: bool
+) -> None:
     """Its mean is NaN: a fault, and the scale stays. Its sum is 0, with gradients of 0."""
     model = net(device)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -335,11 +366,18 @@ def test_an_empty_batch(enable: Any, device: torch.device, level: str, reduce: s
     amp.backward(getattr(model(x(device, rows=0)).square(), reduce)())
     optimizer.step()
     assert same(bits(model), before)
-    assert amp.stats() == {**amp.stats(), "skipped": int(skips), "forward_faults": int(skips), "scale": 2.0**16}
+    assert amp.stats() == {
+        **amp.stats(),
+        "skipped": int(skips),
+        "forward_faults": int(skips),
+        "scale": 2.0**16,
+    }
 
 
 @pytest.mark.parametrize("level", SCALED)
-def test_a_loss_of_one_element_and_one_of_many(enable: Any, device: torch.device, level: str) -> None:
+def test_a_loss_of_one_element_and_one_of_many(
+    enable: Any, device: torch.device, level: str
+) -> None:
     model = net(device)
     optimizer = SGD(model.parameters(), lr=0.1)
     amp = enable(model, optimizer, level=level)
@@ -347,7 +385,9 @@ def test_a_loss_of_one_element_and_one_of_many(enable: Any, device: torch.device
     optimizer.step()
     optimizer.zero_grad()
     before = bits(model)
-    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+    with pytest.raises(
+        RuntimeError, match="grad can be implicitly created only for scalar outputs"
+    ):
         amp.backward(model(x(device)).square())
     assert same(bits(model), before)
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -359,10 +399,15 @@ def test_a_loss_of_one_element_and_one_of_many(enable: Any, device: torch.device
 
 @each_optimizer
 @pytest.mark.parametrize("level", SCALED)
-def test_backward_twice_and_step_twice(enable: Any, device: torch.device, level: str, kind: Any) -> None:
+def test_backward_twice_and_step_twice(
+    enable: Any, device: torch.device, level: str, kind: Any
+) -> None:
     once, twice = net(device), net(device)
     optimizers = [kind(m.parameters(), lr=0.1) for m in (once, twice)]
-    amps = [enable(m, o, level=level, loss_scale=2.0**8) for m, o in zip((once, twice), optimizers, strict=True)]
+    amps = [
+        enable(m, o, level=level, loss_scale=2.0**8)
+        for m, o in zip((once, twice), optimizers, strict=True)
+    ]
     amps[0].backward(once(x(device)).square().mean() * 2)
     loss = twice(x(device)).square().mean()
     amps[1].backward(loss, retain_graph=True)
@@ -370,7 +415,10 @@ def test_backward_twice_and_step_twice(enable: Any, device: torch.device, level:
     for optimizer in optimizers:
         optimizer.step()
     # sums of two equal halves are exact, and so is twice a half, unless it was subnormal
-    assert all(torch.allclose(p, q, rtol=1e-3, atol=1e-4) for p, q in zip(bits(once), bits(twice), strict=True))
+    assert all(
+        torch.allclose(p, q, rtol=1e-3, atol=1e-4)
+        for p, q in zip(bits(once), bits(twice), strict=True)
+    )
     with pytest.raises(RuntimeError, match=r"call step\(\) once per backward"):
         optimizers[1].step()
 
@@ -430,7 +478,9 @@ def test_integers_only(enable: Any, device: torch.device, level: str) -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2)).to(device)
     optimizer = ADAM(model.parameters(), lr=0.1)
     amp = enable(model, optimizer, level=level)
-    amp.backward(model(torch.tensor([[1, 6], [0, 1]], device=device)).square().mean() * float("nan"))
+    amp.backward(
+        model(torch.tensor([[1, 6], [0, 1]], device=device)).square().mean() * float("nan")
+    )
     optimizer.step()
     assert amp.history[-1].cause == "forward fault"
 
@@ -489,7 +539,9 @@ def test_data_loader_workers(enable: Any, device: torch.device) -> None:
         model = net(device)
         optimizer = ADAM(model.parameters(), lr=0.1)
         amp = enable(model, optimizer, level="O2", loss_scale=8.0)
-        for data in DataLoader(Squares(), batch_size=4, num_workers=workers, multiprocessing_context=_context(workers)):
+        for data in DataLoader(
+            Squares(), batch_size=4, num_workers=workers, multiprocessing_context=_context(workers)
+        ):
             amp.backward(model(data.to(device)).square().mean())
             optimizer.step()
             optimizer.zero_grad()

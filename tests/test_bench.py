@@ -1,4 +1,5 @@
-"""bench/: the arithmetic of the rows, what the report makes of them, and that nothing is claimed without a GPU.
+"""bench/: the arithmetic of the rows, what the report makes of them, and that nothing is claimed
+without a GPU.
 
 ``pytest bench`` itself runs every case of every peer.
 """
@@ -17,13 +18,29 @@ from tritonamp.kernels import _launch
 
 pytest.importorskip("matplotlib")
 CPU = torch.device("cpu")
-MACHINE = {"device": "NVIDIA Test", "torch": "2.15.0", "triton": "3.9.0", "tritonamp": "0.1.0", "commit": "abc"}
+MACHINE = {
+    "device": "NVIDIA Test",
+    "torch": "2.15.0",
+    "triton": "3.9.0",
+    "tritonamp": "0.1.0",
+    "commit": "abc",
+}
 
 
 @pytest.fixture(scope="module")
 def bench() -> SimpleNamespace:
     """The modules of bench/, which pytest's ``pythonpath`` finds by name."""
-    names = "convergence", "host", "matrix", "pictures", "report", "row_ops", "run", "steps", "timing"
+    names = (
+        "convergence",
+        "host",
+        "matrix",
+        "pictures",
+        "report",
+        "row_ops",
+        "run",
+        "steps",
+        "timing",
+    )
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -34,7 +51,9 @@ def stopwatch(bench: SimpleNamespace) -> Any:
 
 @pytest.fixture(scope="module")
 def rows(bench: SimpleNamespace) -> list[dict[str, Any]]:
-    """Made up: every peer takes 100 us on every case, ours 50, but 200 in the last of the softmax forward cases."""
+    """Made up: every peer takes 100 us on every case, ours 50, but 200 in the last of the softmax
+    forward cases.
+    """
     made = []
     cases = bench.matrix.all_cases(toy=True)
     lost = [case.name for case in cases if case.group == "softmax forward"][-1]
@@ -64,7 +83,9 @@ def test_rows_can_be_recomputed(rows: list[dict[str, Any]]) -> None:
             rate = row["elements"] * row["bytes_per_element"] / (row["us"] * 1e-6)
             assert row["gb_per_s"] == pytest.approx(rate / 1e9)
             assert row["fraction_of_copy"] == pytest.approx(rate / (row["copy_gb_per_s"] * 1e9))
-        others = {peer: t for (case, peer), t in us.items() if case == row["case"] and peer != row["peer"]}
+        others = {
+            peer: t for (case, peer), t in us.items() if case == row["case"] and peer != row["peer"]
+        }
         assert row["ratio"] == {peer: t / row["us"] for peer, t in others.items()}
         assert row.keys() >= {"host_us", "peak_bytes", *MACHINE}
 
@@ -82,13 +103,21 @@ def test_declared_bytes(bench: SimpleNamespace) -> None:
     by_name = {case.name: case for case in bench.matrix.all_cases()}
     softmax = by_name["softmax backward bfloat16 131072x1024"]
     assert softmax.bytes == 6 and softmax.path_bytes["autocast"] == 36
-    assert by_name["full step GPT-2 124M"].path_bytes == {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54}
+    assert by_name["full step GPT-2 124M"].path_bytes == {
+        "tritonamp": 30,
+        "half pipeline": 60,
+        "torch.amp": 54,
+    }
     assert by_name["full step GPT-2 124M"].elements == 124_439_808  # as counted by its authors
     assert 1.25e9 < by_name["full step 1.3B"].elements < 1.35e9
 
 
-@pytest.mark.parametrize(("name", "count"), [("GPT-2 124M", 148), ("148 small", 148), ("4000 tiny", 4000)])
-def test_parameter_sets_have_the_tensors_they_are_named_for(bench: SimpleNamespace, name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"), [("GPT-2 124M", 148), ("148 small", 148), ("4000 tiny", 4000)]
+)
+def test_parameter_sets_have_the_tensors_they_are_named_for(
+    bench: SimpleNamespace, name: str, count: int
+) -> None:
     with torch.device("meta"):
         assert len(list(bench.steps.SETS[name][0]().parameters())) == count
     assert len(list(bench.steps.SETS["148 small"][1]().parameters())) == 148
@@ -99,11 +128,15 @@ def test_parameter_sets_have_the_tensors_they_are_named_for(bench: SimpleNamespa
 def test_peers_compute_the_same(bench: SimpleNamespace, name: str, backward: bool) -> None:
     op = next(op for op in bench.row_ops.OPS if op.name == name)
     work = bench.row_ops.backward_work if backward else bench.row_ops.forward_work
-    peers = ["tritonamp", "eager"] if op.wide else ["tritonamp", "eager", "autocast"]  # torch's CPU lists have none
+    peers = (
+        ["tritonamp", "eager"] if op.wide else ["tritonamp", "eager", "autocast"]
+    )  # torch's CPU lists have none
     results = {}
     for peer in peers:
         torch.manual_seed(0)
-        results[peer] = work(bench.row_ops.forwards(op, False)[peer], (4, 65), torch.bfloat16, CPU).calls[0]()
+        results[peer] = work(
+            bench.row_ops.forwards(op, False)[peer], (4, 65), torch.bfloat16, CPU
+        ).calls[0]()
     for result in results.values():
         torch.testing.assert_close(result, results["eager"], rtol=2e-2, atol=2e-2)
 
@@ -113,7 +146,9 @@ def test_peers_compute_the_same(bench: SimpleNamespace, name: str, backward: boo
 
 def test_cpu_timing_says_that_it_is_one(stopwatch: Any, bench: SimpleNamespace) -> None:
     closed = []
-    timing = stopwatch.measure(lambda: bench.timing.Work([lambda: time.sleep(1e-3)], lambda: closed.append(True)))
+    timing = stopwatch.measure(
+        lambda: bench.timing.Work([lambda: time.sleep(1e-3)], lambda: closed.append(True))
+    )
     assert timing.us >= 1000
     assert (timing.clock, timing.host_us, timing.peak_bytes, closed) == ("host", None, None, [True])
 
@@ -125,7 +160,9 @@ def test_a_failing_peer_does_not_end_the_run(stopwatch: Any, bench: SimpleNamesp
     def works(device: torch.device) -> Any:
         return bench.timing.Work([lambda: None])
 
-    case = bench.matrix.Case("g", "n", "float16", "1", 1, 2, {"eager": fails, "autocast": works, "compile": works})
+    case = bench.matrix.Case(
+        "g", "n", "float16", "1", 1, 2, {"eager": fails, "autocast": works, "compile": works}
+    )
     bad, good = bench.run.measure("torch", [case], stopwatch, time.time() + 100)
     assert bad == {"case": "n", "peer": "eager", "reason": "MemoryError: too much"}
     assert good["peer"] == "autocast" and good["us"] >= 0
@@ -135,7 +172,10 @@ def test_a_failing_peer_does_not_end_the_run(stopwatch: Any, bench: SimpleNamesp
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
 def test_run_writes_nothing_without_a_gpu(
-    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(bench.run, "RESULTS", tmp_path)
     assert bench.run.main([]) == 2
@@ -193,14 +233,25 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     text = bench.report.README.read_text()
     speed = bench.report.speed(bench.report.load(bench.report.RESULTS), "bench/results")
     trained = bench.report.training_results(bench.report.RESULTS)
-    assert text == bench.report.filled(bench.report.filled(text, "speed", speed), "convergence", trained)
+    assert text == bench.report.filled(
+        bench.report.filled(text, "speed", speed), "convergence", trained
+    )
 
 
 def test_table_of_final_losses(bench: SimpleNamespace) -> None:
     runs = [
-        {"task": "digits", "mode": mode, "seed": seed, "loss": 1.0 + seed + (mode == "O2") / 8, "score": 99.0}
+        {
+            "task": "digits",
+            "mode": mode,
+            "seed": seed,
+            "loss": 1.0 + seed + (mode == "O2") / 8,
+            "score": 99.0,
+        }
         for mode in ("O0", "O2")
         for seed in (0, 1)
     ]
     lines = bench.convergence.table(runs).splitlines()
-    assert lines[-1] == "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) | 0.1250 |"
+    assert (
+        lines[-1]
+        == "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) | 0.1250 |"
+    )

@@ -1,4 +1,6 @@
-"""enable and disable: same objects, copies, pickles, schedulers, groups, checkpoints, odd parameters."""
+"""enable and disable: same objects, copies, pickles, schedulers, groups, checkpoints, odd
+parameters.
+"""
 
 import copy
 import gc
@@ -50,7 +52,9 @@ def make(device: torch.device) -> tuple[Net, torch.optim.Optimizer, Tensor]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 1, 4, 4).to(device)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, amp: Any, x: Tensor, steps: int = 3) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, amp: Any, x: Tensor, steps: int = 3
+) -> None:
     for _ in range(steps):
         amp.backward(model(x).square().mean() * 1e-2)  # small enough for the initial scale
         optimizer.step()
@@ -63,12 +67,18 @@ def dispatch_tables() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_enable_and_disable_leave_everything_as_it_was(handles: Any, device: torch.device, level: str) -> None:
+def test_enable_and_disable_leave_everything_as_it_was(
+    handles: Any, device: torch.device, level: str
+) -> None:
     tables = dispatch_tables()
     model, optimizer, _ = make(device)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     values = {name: t.clone() for name, t in model.state_dict().items()}
-    params, groups, attributes = list(model.parameters()), copy.copy(optimizer.param_groups), set(vars(optimizer))
+    params, groups, attributes = (
+        list(model.parameters()),
+        copy.copy(optimizer.param_groups),
+        set(vars(optimizer)),
+    )
     amp = handles(model, optimizer, level=level)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert isinstance(model, Net)
@@ -85,7 +95,10 @@ def test_enable_and_disable_leave_everything_as_it_was(handles: Any, device: tor
     assert scheduler.optimizer is optimizer
     assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
     assert all(a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True))
-    assert all(torch.equal(v, values[k]) and v.dtype == values[k].dtype for k, v in model.state_dict().items())
+    assert all(
+        torch.equal(v, values[k]) and v.dtype == values[k].dtype
+        for k, v in model.state_dict().items()
+    )
     assert not hasattr(model, "_tritonamp")
     assert dispatch_tables() == tables
 
@@ -100,7 +113,10 @@ def test_disable_keeps_what_was_trained_and_the_optimizer_goes_on(
     trained = {k: v.clone() for k, v in model.state_dict().items()}
     moments = [optimizer.state[p]["exp_avg"].clone() for p in optimizer.param_groups[0]["params"]]
     amp.disable()
-    assert all(v.dtype == trained[k].dtype and torch.equal(v, trained[k]) for k, v in model.state_dict().items())
+    assert all(
+        v.dtype == trained[k].dtype and torch.equal(v, trained[k])
+        for k, v in model.state_dict().items()
+    )
     for p, m in zip(model.parameters(), moments, strict=True):
         assert torch.equal(optimizer.state[p]["exp_avg"], m)
     model(x).square().mean().backward()
@@ -109,7 +125,9 @@ def test_disable_keeps_what_was_trained_and_the_optimizer_goes_on(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copies_and_pickles_behave_like_the_original(handles: Any, device: torch.device, level: str) -> None:
+def test_copies_and_pickles_behave_like_the_original(
+    handles: Any, device: torch.device, level: str
+) -> None:
     model, optimizer, x = make(device)
     amp = handles(model, optimizer, level=level)
     train(model, optimizer, amp, x)
@@ -186,7 +204,9 @@ def test_add_param_group_later(handles: Any, device: torch.device) -> None:
     optimizer.add_param_group({"params": model.last.parameters(), "lr": 0.01})
     master = optimizer.param_groups[1]["params"][0]
     assert master.dtype == torch.float32
-    assert torch.equal(master, original), "the master starts from the FP32 value, not from the rounded one"
+    assert torch.equal(master, original), (
+        "the master starts from the FP32 value, not from the rounded one"
+    )
     train(model, optimizer, amp, x, 1)
     assert not torch.equal(master, original)
     assert torch.equal(model.last.weight, master.half())
@@ -217,7 +237,9 @@ def test_moving_an_enabled_model_moves_its_op_policy(handles: Any, device: torch
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_stock_checkpoints_beside_an_enabled_model(handles: Any, device: torch.device, reentrant: bool) -> None:
+def test_stock_checkpoints_beside_an_enabled_model(
+    handles: Any, device: torch.device, reentrant: bool
+) -> None:
     from torch.utils.checkpoint import checkpoint
 
     def run() -> tuple[Tensor, Tensor | None]:
@@ -296,7 +318,9 @@ def test_state_dict_dtype_half(handles: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_loading_after_enable_refreshes_the_masters(handles: Any, device: torch.device, level: str, wrap: bool) -> None:
+def test_loading_after_enable_refreshes_the_masters(
+    handles: Any, device: torch.device, level: str, wrap: bool
+) -> None:
     model, optimizer, x = make(device)
     torch.manual_seed(5)
     other = Net().to(device).state_dict()
@@ -307,7 +331,9 @@ def test_loading_after_enable_refreshes_the_masters(handles: Any, device: torch.
     start = [p.detach().clone() for p in amp.master_params()]
     train(model, optimizer, amp, x, 1)
     for p, q in zip(start, amp.master_params(), strict=True):
-        assert (p - q).abs().max() <= 1.1e-2 + 1e-3  # one AdamW step of lr 1e-2 away from what was loaded
+        assert (
+            p - q
+        ).abs().max() <= 1.1e-2 + 1e-3  # one AdamW step of lr 1e-2 away from what was loaded
 
 
 def test_writing_to_a_half_parameter_reaches_the_master(handles: Any, device: torch.device) -> None:
@@ -336,7 +362,9 @@ def test_writing_to_a_master_reaches_the_forward(handles: Any, device: torch.dev
     assert torch.equal(model(x), model.table + torch.ones_like(model.table).expand(8, 3))
 
 
-def test_ema_over_masters_moves_where_a_half_one_is_stuck(handles: Any, device: torch.device) -> None:
+def test_ema_over_masters_moves_where_a_half_one_is_stuck(
+    handles: Any, device: torch.device
+) -> None:
     model = nn.Linear(8, 8).to(device)
     nn.init.uniform_(model.weight, 0.5, 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -357,7 +385,9 @@ def test_ema_over_masters_moves_where_a_half_one_is_stuck(handles: Any, device: 
     assert (precise[0] < began[0]).all()
 
 
-def test_two_half_formats_of_the_same_model_agree_on_inference(handles: Any, device: torch.device) -> None:
+def test_two_half_formats_of_the_same_model_agree_on_inference(
+    handles: Any, device: torch.device
+) -> None:
     model, _, x = make(device)
     model.eval()
     expected = model(x)
@@ -441,7 +471,9 @@ def test_optimizer_with_state_goes_on(handles: Any, device: torch.device) -> Non
     steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
     amp = handles(model, optimizer, level="O2")
     train(model, optimizer, amp, x, 1)
-    assert [float(optimizer.state[p]["step"]) for p in amp.master_params()] == [s + 1 for s in steps]
+    assert [float(optimizer.state[p]["step"]) for p in amp.master_params()] == [
+        s + 1 for s in steps
+    ]
     assert set(optimizer.state) == set(amp.master_params())
 
 
@@ -469,7 +501,10 @@ class OwnAdam(torch.optim.AdamW):
 
 
 OPTIMIZERS = {
-    **{name: getattr(torch.optim, name) for name in ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adam", "Adamax")},
+    **{
+        name: getattr(torch.optim, name)
+        for name in ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adam", "Adamax")
+    },
     "Adadelta": torch.optim.Adadelta,
     "ASGD": torch.optim.ASGD,
     "Rprop": torch.optim.Rprop,
@@ -482,7 +517,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_every_optimizer_follows_fp32(handles: Any, device: torch.device, level: str, name: str) -> None:
+def test_every_optimizer_follows_fp32(
+    handles: Any, device: torch.device, level: str, name: str
+) -> None:
     runs = []
     for enabled in (False, True):
         torch.manual_seed(0)
@@ -498,13 +535,17 @@ def test_every_optimizer_follows_fp32(handles: Any, device: torch.device, level:
                 amp.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        runs.append([p.detach().clone() for p in (amp.master_params() if amp else model.parameters())])
+        runs.append(
+            [p.detach().clone() for p in (amp.master_params() if amp else model.parameters())]
+        )
         if name == "OwnAdam":
             assert optimizer.stepped
     for a, b in zip(*runs, strict=True):
-        # a gradient near zero may round to the other sign: steps of about lr (of 10 lr at first for RMSprop and Rprop)
-        # whatever its size, ten of them
-        torch.testing.assert_close(b, a, rtol=0, atol=2e-2 if name in ("RMSprop", "Rprop") else 5e-3)
+        # a gradient near zero may round to the other sign: steps of about lr (of 10 lr at first for
+        # RMSprop and Rprop) whatever its size, ten of them
+        torch.testing.assert_close(
+            b, a, rtol=0, atol=2e-2 if name in ("RMSprop", "Rprop") else 5e-3
+        )
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -518,7 +559,9 @@ def test_muon(handles: Any, device: torch.device) -> None:
 
 
 def test_sparse_gradients(handles: Any, device: torch.device) -> None:
-    """Duplicate indices are summed before they are judged, and SGD takes the sparse gradient as it is."""
+    """Duplicate indices are summed before they are judged, and SGD takes the sparse gradient as it
+    is.
+    """
     for level in ("O1", "O2"):
         model = nn.Embedding(5, 3, sparse=True).to(device)
         start = model.weight.detach().clone()
@@ -527,7 +570,9 @@ def test_sparse_gradients(handles: Any, device: torch.device) -> None:
         amp.backward(model(torch.tensor([1, 1, 3], device=device)).sum())
         optimizer.step()
         moved = start - next(amp.master_params()).detach()
-        assert torch.equal(moved.round(), torch.tensor([0.0, 2, 0, 1, 0], device=device)[:, None].expand(5, 3))
+        assert torch.equal(
+            moved.round(), torch.tensor([0.0, 2, 0, 1, 0], device=device)[:, None].expand(5, 3)
+        )
 
 
 def test_compiled_model(handles: Any, device: torch.device) -> None:
@@ -541,7 +586,9 @@ def test_compiled_model(handles: Any, device: torch.device) -> None:
         assert dispatch.active_policy() is None
 
 
-def test_enabling_a_compiled_wrapper_enables_the_original(handles: Any, device: torch.device) -> None:
+def test_enabling_a_compiled_wrapper_enables_the_original(
+    handles: Any, device: torch.device
+) -> None:
     model, optimizer, x = make(device)
     compiled = torch.compile(model, backend="aot_eager")
     amp = handles(compiled, optimizer, level="O2")

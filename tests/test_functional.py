@@ -30,7 +30,9 @@ TORCHS: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def operator(name: str, variant: str) -> Any:
-    with torch.backends.__allow_nonbracketed_mutation():  # this import would forbid it to every later test
+    with (
+        torch.backends.__allow_nonbracketed_mutation()
+    ):  # this import would forbid it to every later test
         from torch.testing._internal.common_methods_invocations import op_db
     return next(info for info in op_db if (info.name, info.variant_test_name) == (name, variant))
 
@@ -44,9 +46,13 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
     assert ((actual.double() - exact).abs() <= bound).all()
 
 
-def value_bound(name: str, x: Tensor, dims: Any, keepdim: bool, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """One rounding to ``dtype``, and what FP32 leaves for small samples: 16 u of exp(x - max) with |x - max| < 20 and
-    at most 10 terms; for sum the contract's (log2 n + 2) u sum |x|, n < 16. Half of the smallest subnormal besides."""
+def value_bound(
+    name: str, x: Tensor, dims: Any, keepdim: bool, exact: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """One rounding to ``dtype``, and what FP32 leaves for small samples: 16 u of exp(x - max) with
+    |x - max| < 20 and at most 10 terms; for sum the contract's (log2 n + 2) u sum |x|, n < 16. Half
+    of the smallest subnormal besides.
+    """
     info, u32 = torch.finfo(dtype), 2.0**-24
     scale = {"softmax": exact.abs(), "log_softmax": torch.ones_like(exact)}.get(name)
     if scale is None:
@@ -54,8 +60,12 @@ def value_bound(name: str, x: Tensor, dims: Any, keepdim: bool, exact: Tensor, d
     return unit(dtype) * exact.abs() + 32 * u32 * scale + info.tiny * info.eps / 2
 
 
-def gradient_bound(name: str, y: Tensor, grad: Tensor, dim: Any, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """From y rounded to ``dtype``: u |y| in softmax, the same inside exp in log_softmax; one rounding, FP32 errors."""
+def gradient_bound(
+    name: str, y: Tensor, grad: Tensor, dim: Any, exact: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """From y rounded to ``dtype``: u |y| in softmax, the same inside exp in log_softmax; one
+    rounding, FP32 errors.
+    """
     if name == "sum":
         return torch.zeros_like(exact)
     info, u = torch.finfo(dtype), unit(dtype)
@@ -75,9 +85,17 @@ def gradient_bound(name: str, y: Tensor, grad: Tensor, dim: Any, exact: Tensor, 
 @each_dtype
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("softmax", ""), ("softmax", "with_dtype"), ("log_softmax", ""), ("log_softmax", "with_dtype"), ("sum", "")],
+    [
+        ("softmax", ""),
+        ("softmax", "with_dtype"),
+        ("log_softmax", ""),
+        ("log_softmax", "with_dtype"),
+        ("sum", ""),
+    ],
 )
-def test_operator_database(device: torch.device, name: str, variant: str, dtype: torch.dtype) -> None:
+def test_operator_database(
+    device: torch.device, name: str, variant: str, dtype: torch.dtype
+) -> None:
     info = operator(name, variant)
     samples = list(info.sample_inputs(device.type, dtype, requires_grad=True))
     assert len(samples) >= 7
@@ -98,8 +116,12 @@ def test_operator_database(device: torch.device, name: str, variant: str, dtype:
         (exact_dx,) = torch.autograd.grad(exact, wide, grad.double())
         dim = sample.args[0] if sample.args else kwargs.get("dim")
         exact = exact.detach()
-        assert_within(y, exact, value_bound(name, x, dim, kwargs.get("keepdim", False), exact, dtype))
-        assert_within(dx, exact_dx, gradient_bound(name, exact, grad.double(), dim, exact_dx, dtype))
+        assert_within(
+            y, exact, value_bound(name, x, dim, kwargs.get("keepdim", False), exact, dtype)
+        )
+        assert_within(
+            dx, exact_dx, gradient_bound(name, exact, grad.double(), dim, exact_dx, dtype)
+        )
 
 
 # arguments
@@ -108,9 +130,12 @@ def test_operator_database(device: torch.device, name: str, variant: str, dtype:
 @each_dtype
 @pytest.mark.parametrize("out", [*DTYPES, None], ids=str)
 @each_name
-def test_dtype_of_the_result(device: torch.device, name: str, dtype: torch.dtype, out: torch.dtype | None) -> None:
-    """From half: one rounding of the FP32 (for ``out`` FP64 the FP64) value, while torch rounds the input to a half
-    ``out`` first. 32 u of FP32 as in ``value_bound``."""
+def test_dtype_of_the_result(
+    device: torch.device, name: str, dtype: torch.dtype, out: torch.dtype | None
+) -> None:
+    """From half: one rounding of the FP32 (for ``out`` FP64 the FP64) value, while torch rounds the
+    input to a half ``out`` first. 32 u of FP32 as in ``value_bound``.
+    """
     x = torch.randn(5, 7, device=device).to(dtype)
     y, reference = OURS[name](x, 1, dtype=out), TORCHS[name](x, 1, dtype=out)
     assert y.dtype is reference.dtype is (out or dtype)
@@ -130,13 +155,31 @@ def test_sum_of_other_dtypes_is_torchs(device: torch.device, dtype: torch.dtype)
         assert torch.equal(result, reference)
 
 
-DIMS = [None, 0, 1, -1, -3, (), [], (0,), (0, 2), (-1, 0), (-3, -1), (-2, -3), [2, 0, 1], np.int64(1), torch.Size([1])]
+DIMS = [
+    None,
+    0,
+    1,
+    -1,
+    -3,
+    (),
+    [],
+    (0,),
+    (0, 2),
+    (-1, 0),
+    (-3, -1),
+    (-2, -3),
+    [2, 0, 1],
+    np.int64(1),
+    torch.Size([1]),
+]
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
 @pytest.mark.parametrize("dim", DIMS, ids=repr)
 @each_half
-def test_dims_of_sum_and_their_gradients(device: torch.device, half: torch.dtype, dim: Any, keepdim: bool) -> None:
+def test_dims_of_sum_and_their_gradients(
+    device: torch.device, half: torch.dtype, dim: Any, keepdim: bool
+) -> None:
     """Sums of few small integers are exact, and so is the gradient."""
     x = torch.randint(-4, 5, (3, 4, 5), device=device).to(half).transpose(0, 2).requires_grad_()
     y, reference = functional.sum(x, dim, keepdim), torch.sum(x.double(), dim, keepdim)
@@ -151,18 +194,26 @@ def test_dims_of_sum_and_their_gradients(device: torch.device, half: torch.dtype
 def test_keywords(device: torch.device, half: torch.dtype) -> None:
     x = torch.tensor([[1.0, 2.0], [4.0, 8.0]], device=device, dtype=half)
     assert functional.sum(x) == functional.sum(input=x, dim=None) == 15
-    assert functional.sum(input=x, dim=0, keepdim=True, dtype=torch.float32).tolist() == [[5.0, 10.0]]
+    assert functional.sum(input=x, dim=0, keepdim=True, dtype=torch.float32).tolist() == [
+        [5.0, 10.0]
+    ]
     for name in ("softmax", "log_softmax"):
         assert torch.equal(OURS[name](input=x, dim=0), OURS[name](x, 0))
-        assert torch.equal(OURS[name](x, 0, 3, torch.float32), OURS[name](x, dim=0, dtype=torch.float32))
+        assert torch.equal(
+            OURS[name](x, 0, 3, torch.float32), OURS[name](x, dim=0, dtype=torch.float32)
+        )
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_an_implicit_dim_warns_at_the_callers_line(device: torch.device, dtype: torch.dtype, name: str) -> None:
+def test_an_implicit_dim_warns_at_the_callers_line(
+    device: torch.device, dtype: torch.dtype, name: str
+) -> None:
     for shape, dim in (((4,), 0), ((2, 3), 1), ((2, 3, 4), 0)):
         x = torch.randn(shape, device=device).to(dtype)
-        with pytest.warns(UserWarning, match=f"Implicit dimension choice for {name} has been deprecated") as caught:
+        with pytest.warns(
+            UserWarning, match=f"Implicit dimension choice for {name} has been deprecated"
+        ) as caught:
             y = OURS[name](x)
         assert caught[0].filename == __file__
         assert torch.equal(y, OURS[name](x, dim))
@@ -191,7 +242,9 @@ def test_errors_are_torchs(device: torch.device, name: str, args: tuple[Any, ...
         TORCHS[name](x, *args)
     with pytest.raises(torchs.type) as ours:
         OURS[name](x, *args)
-    if not isinstance(torchs.value, TypeError):  # those list the overloads of the op that was called
+    if not isinstance(
+        torchs.value, TypeError
+    ):  # those list the overloads of the op that was called
         assert str(ours.value) == str(torchs.value)
 
 
@@ -207,7 +260,9 @@ def test_integers_are_refused_as_in_torch(name: str) -> None:
 @each_half
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("out", [None, torch.float32], ids=str)
-def test_gradients(device: torch.device, name: str, half: torch.dtype, out: torch.dtype | None) -> None:
+def test_gradients(
+    device: torch.device, name: str, half: torch.dtype, out: torch.dtype | None
+) -> None:
     x = (torch.randn(6, 40, 3, device=device) * 2).to(half).transpose(0, 2).requires_grad_()
     y = OURS[name](x, 1, dtype=out)
     grad = torch.randn_like(y)
@@ -217,7 +272,11 @@ def test_gradients(device: torch.device, name: str, half: torch.dtype, out: torc
     (exact_dx,) = torch.autograd.grad(exact, wide, grad.double())
     assert dx.dtype is half
     kept = gradient_bound(name, exact.detach(), grad.double(), 1, exact_dx, out or half)
-    assert_within(dx, exact_dx, kept + unit(half) * exact_dx.abs() + torch.finfo(half).tiny * torch.finfo(half).eps)
+    assert_within(
+        dx,
+        exact_dx,
+        kept + unit(half) * exact_dx.abs() + torch.finfo(half).tiny * torch.finfo(half).eps,
+    )
 
 
 @each_name
@@ -235,22 +294,36 @@ def test_double_backward(device: torch.device, name: str, half: torch.dtype) -> 
 
     def second(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        (dx,) = torch.autograd.grad((function(x, 1).reshape(5, -1).square() * w[:, :1]).sum(), x, create_graph=True)
+        (dx,) = torch.autograd.grad(
+            (function(x, 1).reshape(5, -1).square() * w[:, :1]).sum(), x, create_graph=True
+        )
         return torch.autograd.grad((dx * w).sum(), x)[0]
 
     exact = second(TORCHS[name], x.double(), w.double())
     result = second(OURS[name], x, w)
     assert result.dtype is half
-    torch.testing.assert_close(result.double(), exact, rtol=0, atol=20 * unit(half) * exact.abs().max().item())
+    torch.testing.assert_close(
+        result.double(), exact, rtol=0, atol=20 * unit(half) * exact.abs().max().item()
+    )
 
 
 @each_half
 def test_masked_entries_have_no_gradient(device: torch.device, half: torch.dtype) -> None:
-    rows = [[0.0, -INF, 1.0], [-INF, -INF, 2.0], [-INF, -INF, -INF], [NAN, 0.0, 0.0], [65504.0, 65504.0, -65504.0]]
+    rows = [
+        [0.0, -INF, 1.0],
+        [-INF, -INF, 2.0],
+        [-INF, -INF, -INF],
+        [NAN, 0.0, 0.0],
+        [65504.0, 65504.0, -65504.0],
+    ]
     x = torch.tensor(rows, device=device).to(half).requires_grad_()
     y = functional.softmax(x, 1)
-    (dx,) = torch.autograd.grad(y, x, torch.tensor([1.0, 2.0, 3.0], device=device).to(half).expand_as(y))
-    assert torch.equal(y.isnan().all(1), torch.tensor([False, False, True, True, False], device=device))
+    (dx,) = torch.autograd.grad(
+        y, x, torch.tensor([1.0, 2.0, 3.0], device=device).to(half).expand_as(y)
+    )
+    assert torch.equal(
+        y.isnan().all(1), torch.tensor([False, False, True, True, False], device=device)
+    )
     assert torch.equal(dx.isnan(), y.isnan())
     assert not dx[0, 1] and not dx[1].any()
     assert dx[4].tolist() == [-0.25, 0.25, 0.0]
@@ -261,7 +334,7 @@ def test_only_the_half_output_is_kept_for_backward(device: torch.device, half: t
     x = torch.randn(4, 5, device=device).to(half).requires_grad_()
     for name, kept in (("softmax", 1), ("log_softmax", 1), ("sum", 0)):
         packed: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):  # noqa: B023
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
             y = OURS[name](x, 1)
         assert [t.dtype for t in packed] == [half] * kept
         assert all(t.data_ptr() == y.data_ptr() for t in packed)
@@ -279,31 +352,43 @@ def test_an_overwritten_output_is_noticed(device: torch.device, name: str) -> No
 # transforms
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.11 tracing a Function
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # torch 2.11 tracing a Function
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @each_name
-def test_compile_sees_one_graph(device: torch.device, name: str, dtype: torch.dtype, dynamic: bool) -> None:
+def test_compile_sees_one_graph(
+    device: torch.device, name: str, dtype: torch.dtype, dynamic: bool
+) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: OURS[name](x, -1), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(
+        lambda x: OURS[name](x, -1), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
     for rows in (3, 5):
         x = torch.randn(rows, 4, device=device).to(dtype).requires_grad_()
         y, expected = compiled(x), OURS[name](x, -1)
         grad = torch.randn_like(expected)
         assert torch.equal(y, expected)
-        assert torch.equal(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
+        assert torch.equal(
+            torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, x, grad)[0]
+        )
 
 
 @each_half
 @each_name
 def test_function_transforms(device: torch.device, name: str, half: torch.dtype) -> None:
-    """Under torch.func they are torch's own functions, which it can look into: ensembles, per-sample gradients. On a
-    CPU those round more than once: 4 u of |value| <= 8, then of a gradient made of such values."""
+    """Under torch.func they are torch's own functions, which it can look into: ensembles,
+    per-sample gradients. On a CPU those round more than once: 4 u of |value| <= 8, then of a
+    gradient made of such values.
+    """
     x = torch.randn(4, 6, device=device).to(half)
     function = OURS[name]
     batched = torch.func.vmap(lambda row: function(row, 0))(x)
     assert batched.dtype is half
-    torch.testing.assert_close(batched.double(), TORCHS[name](x.double(), 1), rtol=0, atol=4 * unit(half) * 8)
+    torch.testing.assert_close(
+        batched.double(), TORCHS[name](x.double(), 1), rtol=0, atol=4 * unit(half) * 8
+    )
     per_sample = torch.func.vmap(torch.func.grad(lambda row: function(row, 0).square().sum()))(x)
     leaf = x.clone().requires_grad_()
     function(leaf, 1).square().sum().backward()

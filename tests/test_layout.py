@@ -1,4 +1,6 @@
-"""The structure that design and README promise, read from the sources: who imports whom, and what a kernel file has."""
+"""The structure that design and README promise, read from the sources: who imports whom, and what a
+kernel file has.
+"""
 
 import ast
 import importlib
@@ -20,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "tests", "bench"}
 
-# A room is a package or a file directly in tritonamp/, and kernels/. Each knows only rooms of earlier tiers.
+# A room is a package or a file directly in tritonamp/, and kernels/. Each knows only rooms of
+# earlier tiers.
 TIERS = [
     "kernels policy",
     "functional readback scaler",
@@ -58,11 +61,19 @@ def room(name: str) -> str:
 
 each_file = pytest.mark.parametrize("path", FILES, ids=shown)
 each_core_file = pytest.mark.parametrize(
-    "path", [p for p in FILES if room(f"tritonamp.{p.relative_to(PACKAGE).parts[0].removesuffix('.py')}") not in
-             PUBLIC_ONLY], ids=shown
+    "path",
+    [
+        p
+        for p in FILES
+        if room(f"tritonamp.{p.relative_to(PACKAGE).parts[0].removesuffix('.py')}")
+        not in PUBLIC_ONLY
+    ],
+    ids=shown,
 )
 each_entry_file = pytest.mark.parametrize(
-    "path", [p for p in FILES if p.relative_to(PACKAGE).parts[0].removesuffix(".py") in PUBLIC_ONLY], ids=shown
+    "path",
+    [p for p in FILES if p.relative_to(PACKAGE).parts[0].removesuffix(".py") in PUBLIC_ONLY],
+    ids=shown,
 )
 each_kernel_file = pytest.mark.parametrize("path", KERNEL_FILES, ids=shown)
 each_op_file = pytest.mark.parametrize("path", OP_FILES, ids=shown)
@@ -77,7 +88,9 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names of everything that ``path`` imports, at any depth; ``from a import b`` counts as ``a.b``."""
+    """Dotted names of everything that ``path`` imports, at any depth; ``from a import b`` counts as
+    ``a.b``.
+    """
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -86,7 +99,9 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
-            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
+            yield from (
+                ".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names
+            )
 
 
 def our_imports(path: Path) -> Iterator[str]:
@@ -108,7 +123,9 @@ def submodules(package: ModuleType) -> list[str]:
 
 
 def is_public(name: str) -> bool:
-    """``tritonamp``, ``tritonamp.X`` with X in ``__all__``, or the same one public module further down."""
+    """``tritonamp``, ``tritonamp.X`` with X in ``__all__``, or the same one public module further
+    down.
+    """
     _, *parts = name.split(".")
     scope = tritonamp
     for part in parts:
@@ -150,7 +167,9 @@ def test_entry_points_use_public_names(path: Path) -> None:
     """The commands and the drop-in show that the public names are enough."""
     neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {room(module_name(path))}
     allowed = ["tritonamp.kernels._launch", *(f"tritonamp.{name}" for name in neighbours)]
-    wrong = [name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)]
+    wrong = [
+        name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)
+    ]
     attributes = {
         node.attr
         for node in ast.walk(ast.parse(path.read_text()))
@@ -165,7 +184,9 @@ def test_entry_points_use_public_names(path: Path) -> None:
 # Names and files
 
 
-@pytest.mark.parametrize("package", [tritonamp, tritonamp.kernels], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [tritonamp, tritonamp.kernels], ids=lambda package: package.__name__
+)
 def test_no_name_hides_its_module(package: ModuleType) -> None:
     """Re-exporting ``softmax`` from a module ``softmax`` would rebind the module."""
     for name in submodules(package):
@@ -181,7 +202,9 @@ def test_public_names_exist() -> None:
 def test_top_level_is_fixed() -> None:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("git says which files belong to the project, and this is not a checkout")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     top_level = {name.split("/")[0] for name in tracked.splitlines()}
     assert {name for name in top_level if not name.startswith(".")} <= TOP_LEVEL
 
@@ -192,12 +215,20 @@ def test_top_level_is_fixed() -> None:
 @each_op_file
 def test_twins_have_one_signature(path: Path) -> None:
     module = importlib.import_module(module_name(path))
-    functions = {name: function for name, function in vars(module).items() if inspect.isfunction(function)}
+    functions = {
+        name: function for name, function in vars(module).items() if inspect.isfunction(function)
+    }
     operations = {name.removesuffix("_torch") for name in functions if name.endswith("_torch")}
     assert operations, "an op file holds at least one op_torch"
-    assert {name.removesuffix("_triton") for name in functions if name.endswith("_triton")} <= operations
+    assert {
+        name.removesuffix("_triton") for name in functions if name.endswith("_triton")
+    } <= operations
     for name in operations:
-        twins = [functions[other] for other in (name, f"{name}_torch", f"{name}_triton") if other in functions]
+        twins = [
+            functions[other]
+            for other in (name, f"{name}_torch", f"{name}_triton")
+            if other in functions
+        ]
         assert name in functions
         op, *others = (inspect.signature(twin) for twin in twins)
         op = op.replace(parameters=[p for p in op.parameters.values() if p.name != "backend"])
@@ -206,8 +237,15 @@ def test_twins_have_one_signature(path: Path) -> None:
 
 def test_the_list_of_kernels_is_what_there_is() -> None:
     modules = [importlib.import_module(module_name(path)) for path in OP_FILES]
-    names = {name for module in modules for name, value in vars(module).items() if inspect.isfunction(value)}
-    assert {name.removesuffix("_triton") for name in names if name.endswith("_triton")} == _launch.TRITON_OPS
+    names = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+    }
+    assert {
+        name.removesuffix("_triton") for name in names if name.endswith("_triton")
+    } == _launch.TRITON_OPS
 
 
 @each_op_file

@@ -36,24 +36,48 @@ def replaced_step(model: nn.Module) -> torch.optim.Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
-    "zero for O": (adamw, {"level": "02"}, "unknown level '02'.*capital letter O.*'O2'.*allowed are 'O0', 'O1'"),
+    "zero for O": (
+        adamw,
+        {"level": "02"},
+        "unknown level '02'.*capital letter O.*'O2'.*allowed are 'O0', 'O1'",
+    ),
     "lower case": (adamw, {"level": "o1"}, "unknown level 'o1'.*'O1'"),
     "level 7": (adamw, {"level": "O7"}, "unknown level 'O7': allowed are 'O0'"),
-    "dtype": (adamw, {"dtype": torch.float32}, "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16"),
-    "backend": (adamw, {"backend": "cuda"}, "unknown backend 'cuda': allowed are 'auto', 'triton', 'eager'"),
+    "dtype": (
+        adamw,
+        {"dtype": torch.float32},
+        "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16",
+    ),
+    "backend": (
+        adamw,
+        {"backend": "cuda"},
+        "unknown backend 'cuda': allowed are 'auto', 'triton', 'eager'",
+    ),
     "field": (
         adamw,
         {"keep_batchnorm_fp32": True},
         "unknown policy field.*keep_batchnorm_fp32: allowed are cast_inputs",
     ),
-    "conflict": (adamw, {"level": "O1", "master_weights": True}, "master_weights=True needs cast_model=True"),
-    "fp32_modules": (adamw, {"fp32_modules": "encoder"}, "'encoder' matches no module.*its modules are 0, 1"),
+    "conflict": (
+        adamw,
+        {"level": "O1", "master_weights": True},
+        "master_weights=True needs cast_model=True",
+    ),
+    "fp32_modules": (
+        adamw,
+        {"fp32_modules": "encoder"},
+        "'encoder' matches no module.*its modules are 0, 1",
+    ),
     "torch's scaler": (
         adamw,
         {"scaler": torch.amp.GradScaler("cpu")},
         r"scaler: got torch\.amp.*allowed is a tritonamp.GradScaler",
     ),
-    "scaler that is off": (adamw, {"scaler": tritonamp.GradScaler("cpu", enabled=False)}, "got a disabled GradScaler"),
+    "scaler that is off": (
+        adamw,
+        {"scaler": tritonamp.GradScaler("cpu", enabled=False)},
+        "got a disabled GradScaler",
+    ),
     "two scales": (
         adamw,
         {"scaler": tritonamp.GradScaler("cpu"), "loss_scale": 2.0},
@@ -64,8 +88,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         {},
         r"2 parameter.* not the model's \(group 0, number 0, shape \(5, 3\)",
     ),
-    "LBFGS": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS calls its closure many times"),
-    "closure needed": (lambda m: NeedsClosure(m.parameters()), {}, "step of this NeedsClosure needs a closure"),
+    "LBFGS": (
+        lambda m: torch.optim.LBFGS(m.parameters()),
+        {},
+        "LBFGS calls its closure many times",
+    ),
+    "closure needed": (
+        lambda m: NeedsClosure(m.parameters()),
+        {},
+        "step of this NeedsClosure needs a closure",
+    ),
     "level and policy": (adamw, {"policy": tritonamp.O1}, "got both level='O2' and policy"),
     "not an optimizer": (lambda m: "adam", {}, "optimizer: got str"),
     "twice": (two, {}, "the same optimizer is in the list twice"),
@@ -82,7 +114,10 @@ def test_refused_before_anything_changes(case: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){text}"):
         tritonamp.enable(model, optimizer, **{"level": "O2", **arguments})
     assert type(model) is nn.Sequential
-    assert all(v.dtype == torch.float32 and torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(
+        v.dtype == torch.float32 and torch.equal(v, before[k])
+        for k, v in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2).weight, [], [net(), "net"], None])
@@ -134,13 +169,19 @@ def test_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     monkeypatch.setattr(_launch, "INTERPRETED", False)
-    with pytest.raises(tritonamp.UnsupportedDeviceError, match="backend='triton' cannot run: cpu is not an NVIDIA GPU"):
+    with pytest.raises(
+        tritonamp.UnsupportedDeviceError,
+        match="backend='triton' cannot run: cpu is not an NVIDIA GPU",
+    ):
         tritonamp.enable(net(), backend="triton")
 
 
 def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "capability", lambda device: (7, 5))
-    with pytest.raises(tritonamp.UnsupportedDeviceError, match=r"needs compute capability 8.0, cpu has 7.5.*float16"):
+    with pytest.raises(
+        tritonamp.UnsupportedDeviceError,
+        match=r"needs compute capability 8.0, cpu has 7.5.*float16",
+    ):
         tritonamp.enable(net(), dtype=torch.bfloat16)
 
 
@@ -178,7 +219,9 @@ def test_plain_backward_is_explained_not_trained(run: Any) -> None:
     model, optimizer, amp = run
     before = [p.detach().clone() for p in amp.master_params()]
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"4 parameter\(s\) have gradients, but no amp.backward\(loss\)"):
+    with pytest.raises(
+        RuntimeError, match=r"4 parameter\(s\) have gradients, but no amp.backward\(loss\)"
+    ):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(), strict=True))
     optimizer.zero_grad()
@@ -208,7 +251,9 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
         amp.backward(model(torch.ones(1, 4)).sum())
     amp.disable()
     amp = tritonamp.enable(model, adamw(model))
-    with pytest.raises(ValueError, match=r"optimizer 0 \(AdamW\) was not given to tritonamp.enable"):
+    with pytest.raises(
+        ValueError, match=r"optimizer 0 \(AdamW\) was not given to tritonamp.enable"
+    ):
         amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
     with pytest.raises(ValueError, match="loss_id: got 'gen', allowed is an int"):
         amp.backward(model(torch.ones(1, 4)).sum(), loss_id="gen")
@@ -223,7 +268,9 @@ def test_raise_on_nonfinite() -> None:
     amp = tritonamp.enable(model, optimizer, level="O2", on_nonfinite="raise")
     before = [p.detach().clone() for p in amp.master_params()]
     amp.backward(model(torch.ones(1, 4)).sum() * float("inf"))
-    with pytest.raises(tritonamp.NonFiniteError, match="forward fault: the loss itself was inf or NaN"):
+    with pytest.raises(
+        tritonamp.NonFiniteError, match="forward fault: the loss itself was inf or NaN"
+    ):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(), strict=True))
     optimizer.zero_grad()
@@ -253,7 +300,8 @@ def test_explain_on_nonfinite(caplog: pytest.LogCaptureFixture) -> None:
 def test_states_of_another_kind(run: Any) -> None:
     _, _, amp = run
     with pytest.raises(
-        ValueError, match=r"got the keys \['model', 'step'\]; allowed are .*'counts', 'loss_scale', 'loss_s"
+        ValueError,
+        match=r"got the keys \['model', 'step'\]; allowed are .*'counts', 'loss_scale', 'loss_s",
     ):
         amp.load_state_dict({"model": {}, "step": 3})
     amp.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 128.0})
@@ -261,7 +309,9 @@ def test_states_of_another_kind(run: Any) -> None:
     dynamic = amp.state_dict()
     model = net()
     fixed = tritonamp.enable(model, adamw(model), level="O2", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1.0"):
+    with pytest.raises(
+        ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1.0"
+    ):
         fixed.load_state_dict(dynamic)
     amp.load_state_dict(fixed.state_dict())  # no reason to begin at 1
     assert amp.stats()["scale"] == 128.0
@@ -279,7 +329,9 @@ def test_moved_after_enable(run: Any) -> None:
     model, optimizer, amp = run
     model.cuda()
     amp.backward(model(torch.ones(1, 4, device="cuda")).sum())
-    with pytest.raises(RuntimeError, match=r"is on cuda:0, its FP32 master on cpu: move the model .* before"):
+    with pytest.raises(
+        RuntimeError, match=r"is on cuda:0, its FP32 master on cpu: move the model .* before"
+    ):
         optimizer.step()
     model.cpu()
 

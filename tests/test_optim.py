@@ -1,4 +1,6 @@
-"""optim.Adam and optim.AdamW: torch's optimizers on FP32, FP64 and complex parameters, FP32 masters on half ones."""
+"""optim.Adam and optim.AdamW: torch's optimizers on FP32, FP64 and complex parameters, FP32 masters
+on half ones.
+"""
 
 import copy
 import functools
@@ -26,7 +28,13 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "default": {},
     "eps": {"eps": 0.5},
     "betas": {"betas": (0.5, 0.75)},
-    "all": {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+    "all": {
+        "lr": 0.02,
+        "betas": (0.8, 0.9),
+        "weight_decay": 0.1,
+        "amsgrad": True,
+        "maximize": True,
+    },
 }
 
 each_name = pytest.mark.parametrize("name", TORCHS)
@@ -38,7 +46,10 @@ def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list
     generator = torch.Generator().manual_seed(1)
     shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (4, 6)]
     real = dtype.to_real()
-    data = [torch.randn(shape + (2,) * dtype.is_complex, generator=generator).to(real) for shape in shapes]
+    data = [
+        torch.randn(shape + (2,) * dtype.is_complex, generator=generator).to(real)
+        for shape in shapes
+    ]
     data = [torch.view_as_complex(d) for d in data] if dtype.is_complex else data
     data[-1] = data[-1].t()
     return [Parameter(d.to(device)) for d in data]
@@ -51,7 +62,9 @@ def gradients(
 
     def one(param: Parameter) -> Tensor:
         wide = torch.complex64 if param.is_complex() else torch.float32
-        return torch.randn(param.shape, generator=generator, dtype=wide).to(param.device, dtype or param.dtype)
+        return torch.randn(param.shape, generator=generator, dtype=wide).to(
+            param.device, dtype or param.dtype
+        )
 
     return [[one(param) for param in params] for _ in range(steps)]
 
@@ -87,14 +100,17 @@ def bits(tensor: Tensor) -> Tensor:
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
     """NaN equals itself here."""
     return len(a) == len(b) and all(
-        (x.dtype, x.shape) == (y.dtype, y.shape) and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True)
+        (x.dtype, x.shape) == (y.dtype, y.shape) and torch.equal(bits(x), bits(y))
+        for x, y in zip(a, b, strict=True)
     )
 
 
 def assert_follows(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer, steps: int) -> None:
-    """A step rounds p twice, u |p| each, in each of the two runs, and its update, at most 2 lr here, carries under 64
-    roundings. With weight decay the deviation of p is fed back, lr times smaller. m forgets: 10 steps of 4 u |g|; v
-    sums up to 5 u relatively a step. A tensor lr or beta of FP32 makes torch's update FP32."""
+    """A step rounds p twice, u |p| each, in each of the two runs, and its update, at most 2 lr
+    here, carries under 64 roundings. With weight decay the deviation of p is fed back, lr times
+    smaller. m forgets: 10 steps of 4 u |g|; v sums up to 5 u relatively a step. A tensor lr or beta
+    of FP32 makes torch's update FP32.
+    """
     for group, reference in zip(ours.param_groups, torchs.param_groups, strict=True):
         hypers = [h for h in (group["lr"], *group["betas"]) if isinstance(h, Tensor)]
         for p, q in zip(group["params"], reference["params"], strict=True):
@@ -112,7 +128,9 @@ def assert_follows(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer, s
             torch.testing.assert_close(state["exp_avg"], expected["exp_avg"], rtol=0, atol=atol)
             for key in ("exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
                 rtol = 5 * min(steps, 1000) * u_update
-                torch.testing.assert_close(state[key], expected[key], rtol=rtol, atol=8 * group["weight_decay"] * drift)
+                torch.testing.assert_close(
+                    state[key], expected[key], rtol=rtol, atol=8 * group["weight_decay"] * drift
+                )
 
 
 def assert_same_format(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
@@ -122,7 +140,11 @@ def assert_same_format(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
         assert list(ours["state"][number]) == list(state)
         for key, value in state.items():
             mine = ours["state"][number][key]
-            assert (mine.dtype, mine.shape, mine.stride()) == (value.dtype, value.shape, value.stride())
+            assert (mine.dtype, mine.shape, mine.stride()) == (
+                value.dtype,
+                value.shape,
+                value.stride(),
+            )
             assert mine.device == value.device or key == "step"
 
 
@@ -131,7 +153,9 @@ def assert_same_format(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
 
 @functools.cache
 def database() -> dict[str, Any]:
-    with torch.backends.__allow_nonbracketed_mutation():  # this import would forbid it to every later test
+    with (
+        torch.backends.__allow_nonbracketed_mutation()
+    ):  # this import would forbid it to every later test
         from torch.testing._internal.common_optimizers import optim_db
     return {info.optim_cls.__name__: info for info in optim_db}
 
@@ -139,14 +163,19 @@ def database() -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 @each_name
 def test_optimizer_database(device: torch.device, name: str, dtype: torch.dtype) -> None:
-    """Asked for "cuda", it also yields the inputs with tensor lr and betas, which are capturable there."""
+    """Asked for "cuda", it also yields the inputs with tensor lr and betas, which are capturable
+    there.
+    """
     inputs = database()[name].optim_inputs_func(device="cuda")
     assert len(inputs) >= 10
     for case in inputs:
         params, others = (parameters(device, dtype)[::3] for _ in range(2))
         kwargs, reference = copy.deepcopy(case.kwargs), copy.deepcopy(case.kwargs)
         reference.pop("capturable", None)  # torch has none of it on a CPU
-        ours, torchs = OURS[name](params, **kwargs), TORCHS[name](others, **reference, foreach=False)
+        ours, torchs = (
+            OURS[name](params, **kwargs),
+            TORCHS[name](others, **reference, foreach=False),
+        )
         for optimizer in (ours, torchs):
             train(optimizer, gradients(params, 100))
         assert_follows(ours, torchs, 100)
@@ -169,7 +198,10 @@ def test_error_inputs_of_the_database(name: str) -> None:
     for error in errors:
         case = error.optimizer_error_input
         params = [Parameter(torch.zeros(1))] if case.params is None else case.params
-        ours, torchs = (outcome(lambda cls=cls: cls(params, **case.kwargs)) for cls in (OURS[name], TORCHS[name]))  # noqa: B023
+        ours, torchs = (
+            outcome(lambda cls=cls: cls(params, **case.kwargs))
+            for cls in (OURS[name], TORCHS[name])
+        )
         assert ours == torchs
         assert ours[0] is error.error_type
         assert re.search(error.error_regex, ours[1])
@@ -199,10 +231,16 @@ def test_groups_and_schedules(device: torch.device, name: str) -> None:
         ]
         optimizer = cls(groups, lr=0.05, weight_decay=0.1)
         schedulers = [
-            torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.01, 0.2], total_steps=100),
+            torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=[0.1, 0.01, 0.2], total_steps=100
+            ),
             torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
         ]
-        train(optimizer, gradients([first, second, third, fourth], 100), lambda s=schedulers: [x.step() for x in s])
+        train(
+            optimizer,
+            gradients([first, second, third, fourth], 100),
+            lambda s=schedulers: [x.step() for x in s],
+        )
         runs.append(optimizer)
     assert runs[0].param_groups[0]["lr"] == runs[1].param_groups[0]["lr"] != 0.01
     for group in (*runs[0].param_groups, *runs[1].param_groups):
@@ -213,7 +251,9 @@ def test_groups_and_schedules(device: torch.device, name: str) -> None:
 @each_name
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64], ids=str)
-def test_a_tensor_lr(device: torch.device, name: str, shape: tuple[int, ...], kind: torch.dtype) -> None:
+def test_a_tensor_lr(
+    device: torch.device, name: str, shape: tuple[int, ...], kind: torch.dtype
+) -> None:
     """A schedule writes to it in place, so it is read anew every step."""
     runs = []
     for cls in (OURS[name], TORCHS[name]):
@@ -240,7 +280,13 @@ def test_a_tiny_lr(device: torch.device, name: str) -> None:
 @each_name
 def test_implementation_choices_make_no_difference(device: torch.device, name: str) -> None:
     results = []
-    for choice in ({}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}):
+    for choice in (
+        {},
+        {"foreach": True},
+        {"foreach": False},
+        {"fused": True},
+        {"capturable": True},
+    ):
         optimizer = OURS[name](parameters(device), lr=0.1, **choice)
         train(optimizer, gradients(parameters(device), 3))
         results.append(everything(optimizer))
@@ -278,7 +324,9 @@ def test_parameters_without_gradient_are_left_alone(device: torch.device, name: 
     for i, param in enumerate(params):
         assert (param in optimizer.state) == (i % 2 == 0)
         assert torch.equal(param, before[i]) == (i % 2 == 1 or param.numel() == 0)
-    params[1].requires_grad_(True).grad = torch.ones_like(params[1])  # unfrozen later: its own step count
+    params[1].requires_grad_(True).grad = torch.ones_like(
+        params[1]
+    )  # unfrozen later: its own step count
     params[2].requires_grad_(False)  # frozen with a gradient left: as in torch, the gradient counts
     optimizer.step()
     assert [optimizer.state[p]["step"].item() for p in params[:3]] == [2, 1, 2]
@@ -298,7 +346,10 @@ def test_closure_and_return_value(device: torch.device, name: str) -> None:
         return loss
 
     with torch.no_grad():
-        assert [optimizer.step(closure=closure).item(), optimizer.step(closure).item() < 3] == [3.0, True]
+        assert [optimizer.step(closure=closure).item(), optimizer.step(closure).item() < 3] == [
+            3.0,
+            True,
+        ]
     assert not param.grad_fn
 
 
@@ -342,7 +393,9 @@ def test_the_state_has_torchs_keys_and_formats(
 @pytest.mark.parametrize("way", ["torch, ours", "ours, torch", "ours, ours", "torch, ours, torch"])
 @each_setting
 @each_name
-def test_a_run_continues_in_the_other_optimizer(device: torch.device, name: str, setting: str, way: str) -> None:
+def test_a_run_continues_in_the_other_optimizer(
+    device: torch.device, name: str, setting: str, way: str
+) -> None:
     kwargs = HYPERPARAMETERS[setting]
     params, whole = parameters(device), parameters(device)
     grads = gradients(params, 30)
@@ -352,7 +405,9 @@ def test_a_run_continues_in_the_other_optimizer(device: torch.device, name: str,
     for i, which in enumerate(way.split(", ")):
         state = None if optimizer is None else saved_and_loaded(optimizer.state_dict())
         params = clone(params)  # and an lr that the loaded state has to replace
-        optimizer = {"torch": TORCHS, "ours": OURS}[which][name](params, **(kwargs if state is None else {"lr": 9.0}))
+        optimizer = {"torch": TORCHS, "ours": OURS}[which][name](
+            params, **(kwargs if state is None else {"lr": 9.0})
+        )
         if state is not None:
             optimizer.load_state_dict(state)
         train(optimizer, grads[10 * i : 10 * i + 10])
@@ -460,30 +515,43 @@ def test_half_parameters_are_the_rounded_masters(
         assert all(value.dtype is torch.float32 for value in state.values())
     train(optimizer, gradients(params, 3, dtype=grad_dtype))
     for param, earlier in zip(params, writes, strict=True):
-        assert optimizer.state[param]["master_param"]._version <= earlier + 3, "more than one pass a step"
+        assert optimizer.state[param]["master_param"]._version <= earlier + 3, (
+            "more than one pass a step"
+        )
 
 
 @each_half
 @each_name
-def test_updates_below_half_an_ulp_add_up(device: torch.device, name: str, half: torch.dtype) -> None:
-    """1000 steps of lr, each under 1 / 150 of the ulp at 1/16, move 3 to 4 ulps together; torch's never move. The
-    master is rounded by at most 2**-29 a step (half an ulp below 1/16)."""
+def test_updates_below_half_an_ulp_add_up(
+    device: torch.device, name: str, half: torch.dtype
+) -> None:
+    """1000 steps of lr, each under 1 / 150 of the ulp at 1/16, move 3 to 4 ulps together; torch's
+    never move. The master is rounded by at most 2**-29 a step (half an ulp below 1/16).
+    """
     lr = {torch.float16: 1e-7, torch.bfloat16: 1e-6}[half]
     kwargs = {"lr": lr, "eps": 1e-3, "weight_decay": 0.0}
-    ours, torchs = (Parameter(torch.full((3,), 0.0625, dtype=half, device=device)) for _ in range(2))
+    ours, torchs = (
+        Parameter(torch.full((3,), 0.0625, dtype=half, device=device)) for _ in range(2)
+    )
     optimizers = [OURS[name]([ours], **{**kwargs, "eps": 1e-8}), TORCHS[name]([torchs], **kwargs)]
     for optimizer in optimizers:
         train(optimizer, [[torch.ones_like(ours)]] * 1000)
     assert torch.equal(torchs, torch.full_like(torchs, 0.0625))
     assert (0.0625 - ours).min() >= 2 * torch.finfo(half).eps / 32
     master = optimizers[0].state[ours]["master_param"]
-    torch.testing.assert_close(master, torch.full_like(master, 0.0625 - 1000 * lr), rtol=0, atol=1000 * 2.0**-29)
+    torch.testing.assert_close(
+        master, torch.full_like(master, 0.0625 - 1000 * lr), rtol=0, atol=1000 * 2.0**-29
+    )
 
 
 @each_half
 @each_name
-def test_what_the_user_writes_to_a_parameter_counts(device: torch.device, name: str, half: torch.dtype) -> None:
-    """Where the parameter still is the rounded master, the master's own bits go on; elsewhere the new value does."""
+def test_what_the_user_writes_to_a_parameter_counts(
+    device: torch.device, name: str, half: torch.dtype
+) -> None:
+    """Where the parameter still is the rounded master, the master's own bits go on; elsewhere the
+    new value does.
+    """
     params = parameters(device, half)[:1]
     optimizer = OURS[name](params, lr=0.01)
     train(optimizer, gradients(params, 3))
@@ -500,19 +568,26 @@ def test_what_the_user_writes_to_a_parameter_counts(device: torch.device, name: 
     for one in (optimizer, twin):
         train(one, gradients(params, 1, seed=7))
     assert torch.equal(params[0][:2], twin_param[:2])
-    assert same_bits([optimizer.state[params[0]]["master_param"][:2]], [twin.state[twin_param]["master_param"][:2]])
+    assert same_bits(
+        [optimizer.state[params[0]]["master_param"][:2]],
+        [twin.state[twin_param]["master_param"][:2]],
+    )
     assert params[0].isnan().sum() == 1
 
     params[0].data = torch.full_like(params[0], 3.0)  # other storage
     optimizer.state[params[0]]["exp_avg"].zero_()
     train(optimizer, [[torch.zeros_like(params[0])]])
     decay = 1 - 0.01 * 0.01 if name == "AdamW" else 1.0
-    torch.testing.assert_close(params[0].float(), torch.full((3, 5), 3.0 * decay, device=device).to(half).float())
+    torch.testing.assert_close(
+        params[0].float(), torch.full((3, 5), 3.0 * decay, device=device).to(half).float()
+    )
 
 
 @each_half
 @each_name
-def test_loading_never_rounds_fp32_state(device: torch.device, name: str, half: torch.dtype) -> None:
+def test_loading_never_rounds_fp32_state(
+    device: torch.device, name: str, half: torch.dtype
+) -> None:
     """torch makes moments of 1e-9 zero here, and masters half."""
     params = parameters(device, half)
     optimizer = OURS[name](params, amsgrad=True)
@@ -529,7 +604,9 @@ def test_loading_never_rounds_fp32_state(device: torch.device, name: str, half: 
 
 @each_half
 @each_name
-def test_loading_respects_the_users_hooks(device: torch.device, name: str, half: torch.dtype) -> None:
+def test_loading_respects_the_users_hooks(
+    device: torch.device, name: str, half: torch.dtype
+) -> None:
     """A pre-hook may replace the state, here one saved under another layout."""
     params = parameters(device, half)
     optimizer = OURS[name](params)
@@ -546,7 +623,9 @@ def test_loading_respects_the_users_hooks(device: torch.device, name: str, half:
 
 @each_half
 @each_name
-def test_fp32_state_of_torch_goes_into_half_parameters(device: torch.device, name: str, half: torch.dtype) -> None:
+def test_fp32_state_of_torch_goes_into_half_parameters(
+    device: torch.device, name: str, half: torch.dtype
+) -> None:
     """A run begun in FP32 with torch, continued with half parameters: the same as masters by hand."""
     wide = [Parameter(p.detach().float()) for p in parameters(device, half)]
     torchs = TORCHS[name](wide, lr=0.01)
@@ -564,7 +643,9 @@ def test_fp32_state_of_torch_goes_into_half_parameters(device: torch.device, nam
 
 @each_half
 @each_name
-def test_state_that_torch_has_rounded_becomes_fp32_again(device: torch.device, name: str, half: torch.dtype) -> None:
+def test_state_that_torch_has_rounded_becomes_fp32_again(
+    device: torch.device, name: str, half: torch.dtype
+) -> None:
     params = parameters(device, half)
     first = OURS[name](params, eps=1e-4)
     train(first, gradients(params, 2))
@@ -585,7 +666,9 @@ def test_state_that_torch_has_rounded_becomes_fp32_again(device: torch.device, n
         expected.optimizer.state[master] = state
     for grads in gradients(params, 50, seed=2):
         expected.step(grads)
-    assert same_bits([p.detach() for p in last.param_groups[0]["params"]], [p.detach() for p in expected.params])
+    assert same_bits(
+        [p.detach() for p in last.param_groups[0]["params"]], [p.detach() for p in expected.params]
+    )
     assert any((a - b).any() for a, b in zip(start, expected.masters, strict=True))
 
 
@@ -612,7 +695,9 @@ def test_any_found_inf_changes_no_bit(
         assert same_bits(everything(optimizer), before)
     del optimizer.found_inf, optimizer.grad_scale
     train(optimizer, gradients(params, 2, seed=5))
-    untouched = OURS[name](fresh := parameters(device, dtype), lr=0.1, amsgrad=True, weight_decay=0.1)
+    untouched = OURS[name](
+        fresh := parameters(device, dtype), lr=0.1, amsgrad=True, weight_decay=0.1
+    )
     train(untouched, gradients(fresh, steps) + gradients(fresh, 2, seed=5))
     assert same_bits(everything(optimizer), everything(untouched))
 
@@ -638,7 +723,10 @@ def test_grad_scale_divides_the_gradients(
 def test_the_inverse_scale_is_correctly_rounded(device: torch.device) -> None:
     start = torch.ones(1, device=device)
     results = []
-    for grad, scale in ((torch.full((1,), 3.0, device=device) * torch.tensor(1 / 3, device=device), None), (3.0, 3.0)):
+    for grad, scale in (
+        (torch.full((1,), 3.0, device=device) * torch.tensor(1 / 3, device=device), None),
+        (3.0, 3.0),
+    ):
         optimizer = optim.AdamW([param := Parameter(start.clone())], lr=0.1)
         if scale is not None:
             optimizer.grad_scale = torch.tensor(scale, device=device)
@@ -650,7 +738,9 @@ def test_the_inverse_scale_is_correctly_rounded(device: torch.device) -> None:
 
 @pytest.mark.parametrize("flag", [None, 0.0])
 def test_a_scale_too_small_to_invert_skips(device: torch.device, flag: float | None) -> None:
-    """torch's scaler has no floor. 1 / 2**-130 is inf, and inf times a healthy gradient would make every weight NaN."""
+    """torch's scaler has no floor. 1 / 2**-130 is inf, and inf times a healthy gradient would make
+    every weight NaN.
+    """
     params = [*parameters(device), *parameters(device, torch.float16)]
     optimizer = optim.AdamW(params)
     train(optimizer, gradients(params, 1))
@@ -662,13 +752,22 @@ def test_a_scale_too_small_to_invert_skips(device: torch.device, flag: float | N
     assert same_bits(everything(optimizer), before)
 
 
-SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {"torch": torch.amp.GradScaler, "ours": tritonamp.GradScaler}
+SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {
+    "torch": torch.amp.GradScaler,
+    "ours": tritonamp.GradScaler,
+}
 
 
 def loop(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, params: list[Parameter], steps: int, bad: int | None
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    params: list[Parameter],
+    steps: int,
+    bad: int | None,
 ) -> Iterator[None]:
-    """Losses that give each parameter a gradient of few bits, so that no scale rounds it; one overflows."""
+    """Losses that give each parameter a gradient of few bits, so that no scale rounds it; one
+    overflows.
+    """
     for i, grads in enumerate(gradients(params, steps, dtype=torch.bfloat16)):
         optimizer.zero_grad()
         loss = sum((p.float() * g.float()).sum() for p, g in zip(params, grads, strict=True))
@@ -685,7 +784,9 @@ def loop(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", SCALERS)
 @each_name
-def test_the_scale_of_a_scaler_cancels(device: torch.device, name: str, kind: str, dtype: torch.dtype) -> None:
+def test_the_scale_of_a_scaler_cancels(
+    device: torch.device, name: str, kind: str, dtype: torch.dtype
+) -> None:
     results = []
     for exponent in (0, 5, 16):
         params = parameters(device, dtype)
@@ -702,7 +803,9 @@ def test_the_scale_of_a_scaler_cancels(device: torch.device, name: str, kind: st
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", SCALERS)
 @each_name
-def test_a_scaler_skips_the_step_that_overflows(device: torch.device, name: str, kind: str, dtype: torch.dtype) -> None:
+def test_a_scaler_skips_the_step_that_overflows(
+    device: torch.device, name: str, kind: str, dtype: torch.dtype
+) -> None:
     params = parameters(device, dtype)
     optimizer = OURS[name](params, lr=0.1)
     scaler = SCALERS[kind](device.type, init_scale=2.0**8)
@@ -739,7 +842,9 @@ def test_nothing_reads_the_device(
 
     def counting(read: str) -> Callable[..., Any]:
         original = getattr(Tensor, read)
-        return lambda self, *args, **kwargs: (reads.append(read), original(self, *args, **kwargs))[1]
+        return lambda self, *args, **kwargs: (reads.append(read), original(self, *args, **kwargs))[
+            1
+        ]
 
     for read in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(Tensor, read, counting(read))

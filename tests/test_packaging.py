@@ -18,14 +18,18 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False
+    )
 
 
 def test_every_package_folder_is_listed() -> None:
     inside = [path.parent.relative_to(ROOT) for path in (ROOT / "tritonamp").rglob("__init__.py")]
     folders = {".".join(path.parts) for path in inside} | {"tritonamp.kernels"}
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders
-    assert not [path for path in (ROOT / "kernels").rglob("__init__.py") if path.parent != ROOT / "kernels"]
+    assert not [
+        path for path in (ROOT / "kernels").rglob("__init__.py") if path.parent != ROOT / "kernels"
+    ]
 
 
 def test_every_python_file_is_in_a_package() -> None:
@@ -39,7 +43,10 @@ def test_every_python_file_is_in_a_package() -> None:
 
 
 def test_core_dependencies_are_torch_and_triton() -> None:
-    assert PYPROJECT["project"]["dependencies"] == ["torch>=2.11", "triton>=3.6; sys_platform == 'linux'"]
+    assert PYPROJECT["project"]["dependencies"] == [
+        "torch>=2.11",
+        "triton>=3.6; sys_platform == 'linux'",
+    ]
 
 
 def test_version_is_the_same_in_both_places() -> None:
@@ -65,7 +72,8 @@ def test_kernels_are_not_importable_from_the_repository_root() -> None:
 
 
 def test_import_leaves_cuda_alone(tmp_path: Path) -> None:
-    # The stand-ins make this fail on machines without a GPU too, where is_initialized() is always False.
+    # The stand-ins make this fail on machines without a GPU too, where is_initialized() is always
+    # False.
     code = """
 import torch
 def touched(*args, **kwargs):

@@ -1,4 +1,6 @@
-"""Policy and levels: frozen values, checked together at construction, errors that say what to change."""
+"""Policy and levels: frozen values, checked together at construction, errors that say what to
+change.
+"""
 
 import copy
 import dataclasses
@@ -52,7 +54,11 @@ def test_a_policy_is_a_value(level: str) -> None:
     policy = LEVELS[level]
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.loss_scale = 2.0  # type: ignore[misc]
-    for same in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dataclasses.replace(policy)):
+    for same in (
+        copy.deepcopy(policy),
+        pickle.loads(pickle.dumps(policy)),
+        dataclasses.replace(policy),
+    ):
         assert same == policy
         assert hash(same) == hash(policy)
     variant = dataclasses.replace(policy, loss_scale=128)
@@ -79,7 +85,10 @@ def test_bf16_has_the_range_of_fp32_and_is_not_scaled_unless_asked(level: str) -
 @pytest.mark.parametrize(("name", "level"), [("O4", "O1"), ("O5", "O2")])
 def test_the_bf16_levels_of_the_rocm_fork(name: str, level: str) -> None:
     assert resolve(name) == resolve(name, BF16) == resolve(level, BF16)
-    with pytest.raises(ValueError, match=f"level='{name}' means torch.bfloat16, got dtype=torch.float16: drop dtype"):
+    with pytest.raises(
+        ValueError,
+        match=f"level='{name}' means torch.bfloat16, got dtype=torch.float16: drop dtype",
+    ):
         resolve(name, FP16)
 
 
@@ -96,7 +105,8 @@ def test_half_state_dicts_follow_the_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "scaled"), [("O0", False), ("O1", True), ("O2", True), ("O3", False), ("O4", False), ("O5", False)]
+    ("level", "scaled"),
+    [("O0", False), ("O1", True), ("O2", True), ("O3", False), ("O4", False), ("O5", False)],
 )
 def test_scales_loss(level: str, scaled: bool) -> None:
     assert resolve(level).scales_loss is scaled
@@ -104,7 +114,9 @@ def test_scales_loss(level: str, scaled: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["head", nn.LayerNorm, ["head", nn.LayerNorm], (name for name in ("head",)), {"head"}], ids=repr
+    "given",
+    ["head", nn.LayerNorm, ["head", nn.LayerNorm], (name for name in ("head",)), {"head"}],
+    ids=repr,
 )
 def test_fp32_modules_becomes_a_tuple(given: Any) -> None:
     modules = resolve("O1", fp32_modules=given).fp32_modules
@@ -113,76 +125,130 @@ def test_fp32_modules_becomes_a_tuple(given: Any) -> None:
     assert modules
 
 
-@pytest.mark.parametrize(("given", "means"), [(True, True), (FP16, True), (False, False), (None, False)])
+@pytest.mark.parametrize(
+    ("given", "means"), [(True, True), (FP16, True), (False, False), (None, False)]
+)
 def test_cast_inputs_may_be_written_like_cast_outputs(given: Any, means: bool) -> None:
     assert resolve("O1", cast_inputs=given).cast_inputs is means
 
 
 @pytest.mark.parametrize("level", ["02", "o2", "O2 ", 2, None, "O6", "", "00", "o5"])
 def test_unknown_level(level: Any) -> None:
-    with pytest.raises(ValueError, match=r"allowed are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5', or a tritonamp.Policy") as e:
+    with pytest.raises(
+        ValueError, match=r"allowed are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5', or a tritonamp.Policy"
+    ) as e:
         resolve(level)
     assert f"unknown level {level!r}" in str(e.value)
 
 
-@pytest.mark.parametrize(("level", "meant"), [("02", "O2"), ("o2", "O2"), ("00", "O0"), ("o0", "O0"), ("o5", "O5")])
+@pytest.mark.parametrize(
+    ("level", "meant"), [("02", "O2"), ("o2", "O2"), ("00", "O0"), ("o0", "O0"), ("o5", "O5")]
+)
 def test_the_letter_o(level: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"it begins with the capital letter O, not the digit zero: '{meant}'"):
+    with pytest.raises(
+        ValueError, match=f"it begins with the capital letter O, not the digit zero: '{meant}'"
+    ):
         resolve(level)
 
 
 def test_unknown_fields_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown policy field\(s\) keep_batchnorm, opt_level: allowed are .*cast_"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown policy field\(s\) keep_batchnorm, opt_level: allowed are .*cast_",
+    ):
         resolve("O2", opt_level="O2", keep_batchnorm=True)
 
 
 ALLOWED_SCALES = "allowed are 'dynamic' and a positive finite number"
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": FP32}, "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16 (for FP32 training use"),
+    (
+        {"dtype": FP32},
+        "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16 (for FP32 training use",
+    ),
     ({"dtype": "float16"}, "dtype=float16: allowed are torch.float16 and torch.bfloat16"),
-    *[({"loss_scale": s}, f"loss_scale={s!r}: {ALLOWED_SCALES}") for s in (0.0, -1.0, float("inf"), float("nan"))],
-    *[({"loss_scale": s}, f"loss_scale={s!r}: {ALLOWED_SCALES}") for s in ("static", True, None, [1.0])],
+    *[
+        ({"loss_scale": s}, f"loss_scale={s!r}: {ALLOWED_SCALES}")
+        for s in (0.0, -1.0, float("inf"), float("nan"))
+    ],
+    *[
+        ({"loss_scale": s}, f"loss_scale={s!r}: {ALLOWED_SCALES}")
+        for s in ("static", True, None, [1.0])
+    ],
     *[
         ({name: 1}, f"{name}=1: allowed are True and False")
         for name in ("cast_model", "keep_norms_fp32", "op_policy", "master_weights", "cast_inputs")
     ],
     ({"cast_inputs": BF16}, "cast_inputs=torch.bfloat16: allowed are True and False"),
-    ({"cast_outputs": torch.float64}, "cast_outputs=torch.float64: allowed are torch.float32, a half dtype, and None"),
+    (
+        {"cast_outputs": torch.float64},
+        "cast_outputs=torch.float64: allowed are torch.float32, a half dtype, and None",
+    ),
     ({"cast_outputs": False}, "cast_outputs=False: allowed are"),
-    ({"softmax_dtype": FP16}, "softmax_dtype=torch.float16: allowed are None (keep the input's dtype) and"),
-    ({"state_dict_dtype": BF16}, "state_dict_dtype=torch.bfloat16: allowed are torch.float32 and the policy's torch.f"),
+    (
+        {"softmax_dtype": FP16},
+        "softmax_dtype=torch.float16: allowed are None (keep the input's dtype) and",
+    ),
+    (
+        {"state_dict_dtype": BF16},
+        "state_dict_dtype=torch.bfloat16: allowed are torch.float32 and the policy's torch.f",
+    ),
     ({"state_dict_dtype": None}, "state_dict_dtype=None: allowed are torch.float32 and"),
     ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': allowed are 'skip', 'explain'"),
     ({"fp32_modules": None}, "fp32_modules=None: allowed are module names and module classes"),
     ({"fp32_modules": 3}, "fp32_modules=3: allowed are module names and module classes"),
-    ({"fp32_modules": ("head", 3)}, "fp32_modules=('head', 3): allowed are module names and module classes"),
+    (
+        {"fp32_modules": ("head", 3)},
+        "fp32_modules=('head', 3): allowed are module names and module classes",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "text"), BAD_VALUES, ids=repr)
 def test_bad_values(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as e:  # noqa: PT011 - the text is asserted below, with its brackets
+    with pytest.raises(ValueError) as e:
         resolve("O2", **fields)
     assert text in str(e.value)
 
 
 def test_a_module_instance_in_fp32_modules() -> None:
-    with pytest.raises(ValueError, match=r"fp32_modules=.*LayerNorm.*allowed are module names and module classes"):
+    with pytest.raises(
+        ValueError, match=r"fp32_modules=.*LayerNorm.*allowed are module names and module classes"
+    ):
         resolve("O2", fp32_modules=[nn.LayerNorm(2)])
     with pytest.raises(ValueError, match="allowed are module names and module classes"):
         resolve("O2", fp32_modules=nn.Sequential(nn.LayerNorm(2)))
 
 
 CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
-    ("O0", {"master_weights": True}, r"master_weights=True needs cast_model=True: .*\(drop master_weights, or use"),
+    (
+        "O0",
+        {"master_weights": True},
+        r"master_weights=True needs cast_model=True: .*\(drop master_weights, or use",
+    ),
     ("O1", {"master_weights": True}, "the parameters are the masters .*use level='O2'"),
     ("O2", {"cast_model": False}, "master_weights=True needs cast_model=True"),
-    ("O1", {"keep_norms_fp32": True}, "keep_norms_fp32=True needs cast_model=True: .*every parameter is FP32 already"),
-    ("O0", {"cast_inputs": True}, "cast_inputs=True needs cast_model=True or op_policy=True: FP32 layers refuse half"),
-    ("O3", {"cast_inputs": False}, "cast_model=True with op_policy=False needs cast_inputs=True: half layers refuse"),
+    (
+        "O1",
+        {"keep_norms_fp32": True},
+        "keep_norms_fp32=True needs cast_model=True: .*every parameter is FP32 already",
+    ),
+    (
+        "O0",
+        {"cast_inputs": True},
+        "cast_inputs=True needs cast_model=True or op_policy=True: FP32 layers refuse half",
+    ),
+    (
+        "O3",
+        {"cast_inputs": False},
+        "cast_model=True with op_policy=False needs cast_inputs=True: half layers refuse",
+    ),
     ("O0", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
     ("O3", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
-    ("O0", {"fp32_modules": "head"}, "fp32_modules needs cast_model=True or op_policy=True: .*FP32 already"),
+    (
+        "O0",
+        {"fp32_modules": "head"},
+        "fp32_modules needs cast_model=True or op_policy=True: .*FP32 already",
+    ),
 ]
 
 
@@ -193,7 +259,9 @@ def test_conflicts(level: str, fields: dict[str, Any], text: str) -> None:
 
 
 def test_every_problem_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"loss_scale='static'.*; on_nonfinite=0.*; softmax_dtype needs op_policy"):
+    with pytest.raises(
+        ValueError, match=r"loss_scale='static'.*; on_nonfinite=0.*; softmax_dtype needs op_policy"
+    ):
         Policy(loss_scale="static", on_nonfinite=0, softmax_dtype=FP32)  # type: ignore[arg-type]
 
 
@@ -204,7 +272,13 @@ def test_every_problem_is_named_at_once() -> None:
         {"level": tritonamp.O2},
         {"policy": tritonamp.O2},
         {"policy": "O2"},
-        {"level": "O1", **{name: TABLE[name][2] for name in ("cast_model", "keep_norms_fp32", "master_weights")}, "cast_inputs": True},  # noqa: E501
+        {
+            "level": "O1",
+            **{
+                name: TABLE[name][2] for name in ("cast_model", "keep_norms_fp32", "master_weights")
+            },
+            "cast_inputs": True,
+        },
     ],
     ids=repr,
 )
@@ -237,7 +311,9 @@ class Inner:
     [
         *LEVELS.values(),
         resolve("O5", fp32_modules=["head", nn.LayerNorm, Inner.Block]),
-        resolve("O2", softmax_dtype=FP32, state_dict_dtype=FP16, cast_outputs=FP16, loss_scale=128.0),
+        resolve(
+            "O2", softmax_dtype=FP32, state_dict_dtype=FP16, cast_outputs=FP16, loss_scale=128.0
+        ),
     ],
 )
 def test_a_policy_survives_as_text(policy: Policy) -> None:
@@ -265,9 +341,18 @@ def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
         ("no JSON", "Expecting value"),
         ('{"dtype": "float8"}', "dtype=float8: allowed are torch.float16"),
         ('{"master_weights": true}', "master_weights=True needs cast_model=True"),
-        ('{"op_policy": true, "fp32_modules": ["torch.nn:Nothing"]}', "no class 'Nothing' can be imported from"),
-        ('{"op_policy": true, "fp32_modules": ["no_such_module:Net"]}', "no class 'Net' can be imported from"),
-        ('{"op_policy": true, "fp32_modules": ["math:pi"]}', "'math:pi' is float, allowed are classes of modules"),
+        (
+            '{"op_policy": true, "fp32_modules": ["torch.nn:Nothing"]}',
+            "no class 'Nothing' can be imported from",
+        ),
+        (
+            '{"op_policy": true, "fp32_modules": ["no_such_module:Net"]}',
+            "no class 'Net' can be imported from",
+        ),
+        (
+            '{"op_policy": true, "fp32_modules": ["math:pi"]}',
+            "'math:pi' is float, allowed are classes of modules",
+        ),
     ],
 )
 def test_texts_that_are_no_policy(text: str, message: str) -> None:

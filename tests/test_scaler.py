@@ -47,7 +47,9 @@ def setting(device: torch.device, optimizer: str) -> tuple[nn.Module, torch.opti
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_without_forward_faults_it_is_torchs(device: torch.device, optimizer: str, clip: bool) -> None:
+def test_without_forward_faults_it_is_torchs(
+    device: torch.device, optimizer: str, clip: bool
+) -> None:
     faults = ["", "gradient", "", "", "gradient", "gradient", "", "", "", ""]
     runs = []
     for cls in (torch.amp.GradScaler, GradScaler):
@@ -99,7 +101,18 @@ def test_hysteresis_waits_for_overflows_in_a_row(device: torch.device) -> None:
     model, opt = setting(device, "SGD")
     scaler = GradScaler(device.type, init_scale=64.0, hysteresis=3)
     seen = []
-    for fault in ["gradient", "gradient", "", "gradient", "gradient", "gradient", "gradient", "loss", "gradient", ""]:
+    for fault in [
+        "gradient",
+        "gradient",
+        "",
+        "gradient",
+        "gradient",
+        "gradient",
+        "gradient",
+        "loss",
+        "gradient",
+        "",
+    ]:
         one_step(scaler, model, opt, fault)
         seen.append(scaler.get_scale())
     assert seen == [64, 64, 64, 64, 64, 32, 16, 16, 8, 8]
@@ -167,7 +180,9 @@ def test_lists_of_losses(device: torch.device) -> None:
     scaler = GradScaler(device.type, init_scale=4.0)
     loss = torch.ones((), device=device)
     assert scaler.scale([loss, (loss, loss * 2)]) == [4.0, (4.0, 8.0)]
-    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors, got int"):
+    with pytest.raises(
+        ValueError, match="outputs must be a Tensor or an iterable of Tensors, got int"
+    ):
         scaler.scale(3)
 
 
@@ -176,7 +191,9 @@ def test_half_gradients_are_explained(device: torch.device) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler(device.type)
     scaler.scale(model.weight.float().sum()).backward()
-    with pytest.raises(ValueError, match=r'Attempting to unscale FP16 gradients.*level="O2"\) keeps FP32 masters'):
+    with pytest.raises(
+        ValueError, match=r'Attempting to unscale FP16 gradients.*level="O2"\) keeps FP32 masters'
+    ):
         scaler.step(opt)
 
 
@@ -185,12 +202,16 @@ def test_misuse_is_torchs(device: torch.device) -> None:
     scaler = GradScaler(device.type)
     scaler.scale(model(torch.ones(1, 4, device=device)).sum()).backward()
     scaler.unscale_(opt)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last"):
+    with pytest.raises(
+        RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last"
+    ):
         scaler.unscale_(opt)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(opt, lambda: None)
     scaler.step(opt, None)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
+    with pytest.raises(
+        RuntimeError, match=r"step\(\) has already been called since the last update"
+    ):
         scaler.step(opt)
 
 
@@ -298,7 +319,9 @@ def test_headroom_is_back_soon_after_a_burst(device: torch.device, form: str) ->
 def test_headroom_stays_on_poisoned_batches(device: torch.device) -> None:
     model = nn.Linear(4, 2).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    amp = tritonamp.enable(model, optimizer, level="O2", scaler=GradScaler(device.type, mode="headroom"))
+    amp = tritonamp.enable(
+        model, optimizer, level="O2", scaler=GradScaler(device.type, mode="headroom")
+    )
     for _ in range(30):
         amp.backward(model(torch.full((1, 4), float("nan"), device=device)).sum())
         optimizer.step()
@@ -327,8 +350,14 @@ def test_what_headroom_remembers_is_saved(device: torch.device) -> None:
     ("settings", "message"),
     [
         ({"mode": "fast"}, r"got mode='fast', allowed is one of \('interval', 'headroom'\)"),
-        ({"mode": "headroom", "init_scale": 3.0}, r"init_scale=3.0, .*: mode='headroom' allows powers of two"),
-        ({"mode": "headroom", "growth_factor": 1.5}, r"growth_factor=1.5, .*: mode='headroom' allows powers of two"),
+        (
+            {"mode": "headroom", "init_scale": 3.0},
+            r"init_scale=3.0, .*: mode='headroom' allows powers of two",
+        ),
+        (
+            {"mode": "headroom", "growth_factor": 1.5},
+            r"growth_factor=1.5, .*: mode='headroom' allows powers of two",
+        ),
     ],
 )
 def test_headroom_takes_powers_of_two(settings: dict[str, Any], message: str) -> None:

@@ -36,7 +36,9 @@ class Run:
             self.optimizer.step()
 
     def hooks(self) -> int:
-        modules = [h for m in self.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+        modules = [
+            h for m in self.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)
+        ]
         tensors = [p._post_accumulate_grad_hooks or {} for p in self.model.parameters()]
         return sum(map(len, [*modules, *tensors, self.optimizer._optimizer_step_pre_hooks]))
 
@@ -57,7 +59,9 @@ def test_each_kind(run: Run, kind: str, value: float) -> None:
     injector = FaultInjector(run.model, run.optimizer)
     run.step(injector)
     before = [p.detach().clone() for p in run.model.parameters()]
-    fault = Fault(kind, PLACES.get(kind, "0" if "error in" in kind and "step" not in kind else ""), value)
+    fault = Fault(
+        kind, PLACES.get(kind, "0" if "error in" in kind and "step" not in kind else ""), value
+    )
     if fault.raises:
         error = torch.OutOfMemoryError if kind == "out of memory" else InjectedError
         with pytest.raises(error, match=f"injected: {kind}"):
@@ -90,7 +94,9 @@ def test_the_same_seed_gives_the_same_faults(device: torch.device) -> None:
         for _ in range(40):
             with contextlib.suppress(InjectedError, torch.OutOfMemoryError):
                 run.step(injector)
-        assert [r.step for r in run.amp.history if r.cause] == [f.step for f in injector.injected if f.causes]
+        assert [r.step for r in run.amp.history if r.cause] == [
+            f.step for f in injector.injected if f.causes
+        ]
         run.amp.disable()
         return injector.injected
 
@@ -143,7 +149,7 @@ def test_structures_and_keywords(device: torch.device) -> None:
 
 def test_what_cannot_happen_is_said(run: Run) -> None:
     injector = FaultInjector(run.model)
-    with pytest.raises(RuntimeError, match="did not happen: nothing came by there in this step"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match="did not happen: nothing came by there in this step"):
         with injector.step(Fault("overflow", "0", INF)):
             pass
     assert injector.injected == []
@@ -155,7 +161,10 @@ def test_what_cannot_happen_is_said(run: Run) -> None:
 
 def test_a_graph_that_outlives_its_step(run: Run) -> None:
     injector = FaultInjector(run.model)
-    with pytest.raises(RuntimeError, match="did not happen"), injector.step(Fault("error in backward", "0")):
+    with (
+        pytest.raises(RuntimeError, match="did not happen"),
+        injector.step(Fault("error in backward", "0")),
+    ):
         loss = run.model(run.x).square().mean()
     run.amp.backward(loss)
     assert run.model[0].weight.grad.isfinite().all()
@@ -165,8 +174,14 @@ def test_a_graph_that_outlives_its_step(run: Run) -> None:
     ("call", "message"),
     [
         (lambda model: FaultInjector(model, rate=1.5), "rate: got 1.5, allowed is 0 to 1"),
-        (lambda model: FaultInjector(model, kinds=["lost"]), "got kind 'lost', allowed are 'batch', 'loss', 'overfl"),
-        (lambda model: FaultInjector(model, kinds=["out of memory"]), "needs the optimizer: FaultInjector.model, opt"),
+        (
+            lambda model: FaultInjector(model, kinds=["lost"]),
+            "got kind 'lost', allowed are 'batch', 'loss', 'overfl",
+        ),
+        (
+            lambda model: FaultInjector(model, kinds=["out of memory"]),
+            "needs the optimizer: FaultInjector.model, opt",
+        ),
         (
             lambda model: FaultInjector(model).step(Fault("gradient", "head")).__enter__(),
             r"got place 'head', allowed for 'gradient' are \['0.weight', '0.bias', '2.weight', '2.bias'\]",

@@ -28,18 +28,24 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5),
 }
-# by how much a step moves a parameter at most, for each unit of gradient: AdamW's lr / eps, twice for its two moments;
-# SGD's lr / (1 - momentum)
+# by how much a step moves a parameter at most, for each unit of gradient: AdamW's lr / eps, twice
+# for its two moments; SGD's lr / (1 - momentum)
 STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "SGD": 0.05 / (1 - 0.5)}
 
-RUNS = [(level, optimizer) for level in ("O1", "O2") for optimizer in OPTIMIZERS] + [("O0", "AdamW"), ("O3", "SGD")]
+RUNS = [(level, optimizer) for level in ("O1", "O2") for optimizer in OPTIMIZERS] + [
+    ("O0", "AdamW"),
+    ("O3", "SGD"),
+]
 each_run = pytest.mark.parametrize(("level", "optimizer"), RUNS)
 each_half_run = pytest.mark.parametrize(("level", "optimizer"), RUNS[:4])
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and not torch.cuda.is_available(), reason="inductor needs a C++ compiler on the CPU"
+    shutil.which("g++") is None and not torch.cuda.is_available(),
+    reason="inductor needs a C++ compiler on the CPU",
 )
 
-COMPILED = [("O2", "reduce-overhead")]  # the same as "default" on the CPU, where compiling takes its time
+COMPILED = [
+    ("O2", "reduce-overhead")
+]  # the same as "default" on the CPU, where compiling takes its time
 if torch.cuda.is_available():
     COMPILED += [("O2", "default"), ("O1", "reduce-overhead"), ("O1", "default")]
 
@@ -101,7 +107,9 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](self.net.parameters())
         scaler = tritonamp.GradScaler(device.type, init_scale=SCALE, growth_interval=3)
         with inside():
-            self.amp = tritonamp.enable(self.net, self.optimizer, level=level, scaler=scaler, **options)
+            self.amp = tritonamp.enable(
+                self.net, self.optimizer, level=level, scaler=scaler, **options
+            )
         self.model: Callable[..., Tensor] = self.net
         self.largest = 0.0  # true gradient so far
 
@@ -109,9 +117,17 @@ class Run:
         """Number, input, target, and what to multiply the loss by."""
         generator = torch.Generator().manual_seed(1)
         for number in range(STEPS):
-            x, y = torch.randn(8, 2, 4, 4, generator=generator), torch.randn(8, 3, generator=generator)
+            x, y = (
+                torch.randn(8, 2, 4, 4, generator=generator),
+                torch.randn(8, 3, generator=generator),
+            )
             torch.manual_seed(number)  # for dropout
-            yield number, x.to(self.device), y.to(self.device), TOO_LARGE if number == OVERFLOWS else 1.0
+            yield (
+                number,
+                x.to(self.device),
+                y.to(self.device),
+                TOO_LARGE if number == OVERFLOWS else 1.0,
+            )
 
     def loss(self, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
         return (self.model(x) - y).square().mean() * factor
@@ -124,7 +140,11 @@ class Run:
 
     def take(self) -> None:
         scale = self.amp.scaler.get_scale()
-        grads = [float(p.grad.float().abs().max()) / scale for p in self.net.parameters() if p.grad is not None]
+        grads = [
+            float(p.grad.float().abs().max()) / scale
+            for p in self.net.parameters()
+            if p.grad is not None
+        ]
         self.largest = max([self.largest] + [g for g in grads if g < float("inf")])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -158,7 +178,8 @@ def ended(run: Run, losses: list[Tensor], scales: list[float]) -> Trajectory:
     counts = {key: value for key, value in run.amp.stats().items() if key in keys}
     state = [t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     masters, others = (
-        [t.detach().clone() for t in tensors] for tensors in (run.amp.master_params(), [*run.net.parameters(), *state])
+        [t.detach().clone() for t in tensors]
+        for tensors in (run.amp.master_params(), [*run.net.parameters(), *state])
     )
     run.amp.disable()
     return Trajectory(losses, masters, others, scales, counts, run.largest)
@@ -169,7 +190,10 @@ def plain(device: torch.device, level: str, optimizer: str, **options: Any) -> T
     trajectory = train(Run(device, level, optimizer, **options))
     assert trajectory.counts["skipped"] == trajectory.counts["scale_overflows"] == 1
     assert trajectory.counts["steps"] == STEPS - 1
-    assert max(trajectory.scales) > SCALE and trajectory.scales[OVERFLOWS] < trajectory.scales[OVERFLOWS - 1]
+    assert (
+        max(trajectory.scales) > SCALE
+        and trajectory.scales[OVERFLOWS] < trajectory.scales[OVERFLOWS - 1]
+    )
     return trajectory
 
 
@@ -182,8 +206,8 @@ def assert_same_bits(found: Trajectory, expected: Trajectory) -> None:
 def assert_close(found: Trajectory, expected: Trajectory, optimizer: str, roundings: int) -> None:
     """The same decisions, and values that differ by what other roundings of the gradients can do.
 
-    ``roundings`` of each gradient are half a float16 unit of at most the largest one, 2: what a difference of one step
-    adds in the later ones.
+    ``roundings`` of each gradient are half a float16 unit of at most the largest one, 2: what a
+    difference of one step adds in the later ones.
     """
     assert (found.scales, found.counts) == (expected.scales, expected.counts)
     bound = STEPS * STEP_SIZES[optimizer] * expected.largest * 2 * roundings * 2.0**-11
@@ -274,12 +298,16 @@ WAYS: list[Step] = [
 @each_run
 def test_the_same_bits(device: torch.device, way: Step, level: str, optimizer: str) -> None:
     found = train(Run(device, level, optimizer), way)
-    assert_same_bits(found._replace(largest=0.0), plain(device, level, optimizer)._replace(largest=0.0))
+    assert_same_bits(
+        found._replace(largest=0.0), plain(device, level, optimizer)._replace(largest=0.0)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @each_half_run
-def test_a_batch_that_anomaly_detection_stops_never_was(device: torch.device, level: str, optimizer: str) -> None:
+def test_a_batch_that_anomaly_detection_stops_never_was(
+    device: torch.device, level: str, optimizer: str
+) -> None:
     def step(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
         with torch.autograd.detect_anomaly():
             if factor == 1.0:
@@ -311,14 +339,18 @@ def test_deterministic_algorithms(
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @each_run
-def test_activation_checkpointing(device: torch.device, level: str, optimizer: str, use_reentrant: bool) -> None:
+def test_activation_checkpointing(
+    device: torch.device, level: str, optimizer: str, use_reentrant: bool
+) -> None:
     run = Run(device, level, optimizer, dropout=0.2)
     run.net.part = functools.partial(checkpoint, use_reentrant=use_reentrant)
     assert_same_bits(train(run), plain(device, level, optimizer, dropout=0.2))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_of_two_models_that_take_turns(device: torch.device, use_reentrant: bool) -> None:
+def test_checkpoints_of_two_models_that_take_turns(
+    device: torch.device, use_reentrant: bool
+) -> None:
     """Each is recomputed under its own policy, whichever ran last."""
     kinds = [("O1", {"softmax_dtype": torch.float32}), ("O2", {})]
 
@@ -342,17 +374,25 @@ def test_checkpoints_of_two_models_that_take_turns(device: torch.device, use_ree
 
 
 @each_run
-def test_replicas_in_threads(device: torch.device, monkeypatch: pytest.MonkeyPatch, level: str, optimizer: str) -> None:
+def test_replicas_in_threads(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, level: str, optimizer: str
+) -> None:
     """What nn.DataParallel does, with copies on one device."""
 
-    def broadcast(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
+    def broadcast(
+        tensors: list[Tensor], devices: list[int], detach: bool = False
+    ) -> list[list[Tensor]]:
         return [[(t.detach() if detach else t).clone() for t in tensors] for _ in devices]
 
-    monkeypatch.setattr(sys.modules[replicate.__module__], "_broadcast_coalesced_reshape", broadcast)
+    monkeypatch.setattr(
+        sys.modules[replicate.__module__], "_broadcast_coalesced_reshape", broadcast
+    )
 
     def model(run: Run, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(2) as threads:
-            return torch.cat(list(threads.map(lambda m, part: m(part), replicate(run.net, [0, 1]), x.chunk(2))))
+            return torch.cat(
+                list(threads.map(lambda m, part: m(part), replicate(run.net, [0, 1]), x.chunk(2)))
+            )
 
     threaded, plainly = Run(device, level, optimizer), Run(device, level, optimizer)
     threaded.model = functools.partial(model, threaded)
@@ -383,7 +423,9 @@ def chunks(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
 @each_half_run
 def test_micro_batches(device: torch.device, level: str, optimizer: str) -> None:
     """Rounded in each of two parts, and in their sum."""
-    assert_close(train(Run(device, level, optimizer), chunks), plain(device, level, optimizer), optimizer, 3)
+    assert_close(
+        train(Run(device, level, optimizer), chunks), plain(device, level, optimizer), optimizer, 3
+    )
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -439,7 +481,9 @@ def test_traced(device: torch.device, level: str, optimizer: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("level", "mode"), COMPILED)
 def test_compiled(device: torch.device, level: str, mode: str) -> None:
-    """Between operations that it makes one, inductor does not round to half: eight times on the way back."""
+    """Between operations that it makes one, inductor does not round to half: eight times on the way
+    back.
+    """
     torch.compiler.reset()
     run = Run(device, level, "AdamW", make=Small)
     run.model = torch.compile(run.net, mode=mode, fullgraph=True)
@@ -449,11 +493,15 @@ def test_compiled(device: torch.device, level: str, mode: str) -> None:
 # CUDA graphs
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU; see also test_in_use.py")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="CUDA graphs need a GPU; see also test_in_use.py"
+)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_captured_training_step(level: str, max_norm: float | None) -> None:
-    """Forward, backward and step, replayed with other learning rates, an overflow, and a batch with NaN."""
+    """Forward, backward and step, replayed with other learning rates, an overflow, and a batch with
+    NaN.
+    """
     device, trajectories = torch.device("cuda"), []
     for captured in (False, True):
         run = Run(device, level, "AdamW")
@@ -472,7 +520,9 @@ def test_a_captured_training_step(level: str, max_norm: float | None) -> None:
                 with torch.cuda.graph(graph):
                     loss = step()
             if loss is None:
-                with torch.cuda.stream(torch.cuda.Stream()):  # warm-up, as torch.cuda.graph wants it
+                with torch.cuda.stream(
+                    torch.cuda.Stream()
+                ):  # warm-up, as torch.cuda.graph wants it
                     torch.cuda.synchronize()
                     losses.append(step().clone())
                     torch.cuda.synchronize()

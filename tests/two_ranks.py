@@ -27,7 +27,9 @@ SCENARIOS: dict[str, Callable[..., Any]] = {}
 
 
 def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Makes ``function`` one that runs on both ranks; it takes a Pair, and returns what they returned."""
+    """Makes ``function`` one that runs on both ranks; it takes a Pair, and returns what they
+    returned.
+    """
     SCENARIOS[function.__name__] = function
     return lambda pair, **arguments: pair.run(function.__name__, **arguments)
 
@@ -36,7 +38,12 @@ class Pair:
     """Two processes that have met, and do what they are told."""
 
     def __init__(self, folder: Path, file: str) -> None:
-        self._folder, self._file, self._starts, self._ranks = folder, file, 0, list[subprocess.Popen[str]]()
+        self._folder, self._file, self._starts, self._ranks = (
+            folder,
+            file,
+            0,
+            list[subprocess.Popen[str]](),
+        )
 
     def run(self, name: str, **arguments: Any) -> list[Any]:
         if not self._ranks:
@@ -52,18 +59,33 @@ class Pair:
         failed = [answer for answer in answers if not answer.startswith("[")]
         if failed:
             self.stop()
-            pytest.fail("\n".join(json.loads(text) if text else "a rank has died" for text in failed))
+            pytest.fail(
+                "\n".join(json.loads(text) if text else "a rank has died" for text in failed)
+            )
         return [json.loads(answer)[0] for answer in answers]
 
     def _start(self) -> None:
         self._starts += 1
         paths = [str(Path(tritonamp.__file__).parent.parent), str(Path(__file__).parent)]
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-        environment = {**os.environ, **on_cpu, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            **on_cpu,
+            "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        }
         for rank in range(RANKS):
-            command = [sys.executable, "-W", "error", self._file, str(self._folder / f"store{self._starts}"), str(rank)]
+            command = [
+                sys.executable,
+                "-W",
+                "error",
+                self._file,
+                str(self._folder / f"store{self._starts}"),
+                str(rank),
+            ]
             pipe = subprocess.PIPE
-            self._ranks.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+            self._ranks.append(
+                subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+            )
 
     def stop(self) -> None:
         for rank in self._ranks:
@@ -78,7 +100,9 @@ def serve(store: str, rank: str) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS, timeout=timeout
+    )
     for line in sys.stdin:
         name, arguments = json.loads(line)
         torch.manual_seed(0)

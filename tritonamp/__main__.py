@@ -38,33 +38,66 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tritonamp", description=tritonamp.__doc__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-    _add_check(commands.add_parser("check", help="what half precision would do to a model, before it is trained"))
-    demo.add_arguments(commands.add_parser("demo", help="train two small models at every level: a table and a picture"))
-    commands.add_parser("doctor", help="what this machine has, which backend each operation will use, and why")
+    _add_check(
+        commands.add_parser(
+            "check", help="what half precision would do to a model, before it is trained"
+        )
+    )
+    demo.add_arguments(
+        commands.add_parser(
+            "demo", help="train two small models at every level: a table and a picture"
+        )
+    )
+    commands.add_parser(
+        "doctor", help="what this machine has, which backend each operation will use, and why"
+    )
     return parser
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.description = "One forward and backward in FP32 says what would overflow or vanish in half."
-    parser.epilog = "Exit status: 0 no problems, 1 problems, 2 the command could not be carried out."
-    parser.add_argument(
-        "factory", metavar="module:factory", help=f"a function without arguments that returns {RETURNS}"
+    parser.description = (
+        "One forward and backward in FP32 says what would overflow or vanish in half."
     )
-    parser.add_argument("--level", default="O2", choices=("O0", "O1", "O2", "O3"), help="default: %(default)s")
-    parser.add_argument(
-        "--dtype", default="float16", choices=("float16", "bfloat16"), help="the half format (default: %(default)s)"
+    parser.epilog = (
+        "Exit status: 0 no problems, 1 problems, 2 the command could not be carried out."
     )
-    parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
-    parser.add_argument("--policy", type=Path, help="write the policy for tritonamp.enable, as JSON, to this file")
-    parser.add_argument("--picture", type=Path, help="draw the exponents against the format's range, to this .png file")
+    parser.add_argument(
+        "factory",
+        metavar="module:factory",
+        help=f"a function without arguments that returns {RETURNS}",
+    )
+    parser.add_argument(
+        "--level", default="O2", choices=("O0", "O1", "O2", "O3"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float16",
+        choices=("float16", "bfloat16"),
+        help="the half format (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything that was measured as JSON"
+    )
+    parser.add_argument(
+        "--policy", type=Path, help="write the policy for tritonamp.enable, as JSON, to this file"
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        help="draw the exponents against the format's range, to this .png file",
+    )
 
 
 def _check(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     for path in (args.policy, args.picture):
         if path is not None and not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}")
-    if args.picture is not None and (args.picture.suffix != ".png" or find_spec("matplotlib") is None):
-        fail(f'--picture {args.picture}: needs a name that ends in .png, and matplotlib: pip install "tritonamp[demo]"')
+    if args.picture is not None and (
+        args.picture.suffix != ".png" or find_spec("matplotlib") is None
+    ):
+        fail(
+            f'--picture {args.picture}: needs a name that ends in .png, and matplotlib: pip install "tritonamp[demo]"'
+        )
     try:
         arguments = _made(args.factory)
         forecast = tritonamp.check(*arguments, level=args.level, dtype=getattr(torch, args.dtype))
@@ -93,18 +126,30 @@ def _made(factory: str) -> tuple[Any, ...]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"cannot import {module_name!r}: {type(error).__name__}: {error}"
+        ) from error
     finally:
         sys.path.pop(0)
     if not callable(getattr(module, name, None)):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"{module_name!r} has no function {name!r}; it has {', '.join(functions) or 'none'}")
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
+        raise ValueError(
+            f"{module_name!r} has no function {name!r}; it has {', '.join(functions) or 'none'}"
+        )
     try:
         made = getattr(module, name)()
     except Exception as error:
         raise ValueError(f"{factory} raised {type(error).__name__}: {error}") from error
     sizes = {2: "model, batch", 3: "model, optimizer, batch", 4: "with loss_fn"}
-    if not isinstance(made, tuple) or len(made) not in sizes or not isinstance(made[0], torch.nn.Module):
+    if (
+        not isinstance(made, tuple)
+        or len(made) not in sizes
+        or not isinstance(made[0], torch.nn.Module)
+    ):
         got = (
             f"a tuple of {', '.join(type(m).__name__ for m in made)}"
             if isinstance(made, tuple)

@@ -20,7 +20,8 @@ class AmpState(NamedTuple):
         counts: decisions by outcome.
         loss_scale: of the policy.
         healed: names of modules.
-        faults: what ``Response`` counts, and the gradients of the last good step, which faults are told by.
+        faults: what ``Response`` counts, and the gradients of the last good step, which faults are
+            told by.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -32,7 +33,9 @@ class AmpState(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "loss_scalers": {str(loss_id): state for loss_id, state in (self.scalers or {}).items()},
+            "loss_scalers": {
+                str(loss_id): state for loss_id, state in (self.scalers or {}).items()
+            },
             "counts": list(self.counts),
             "loss_scale": self.loss_scale,
             "healed": self.healed,
@@ -41,20 +44,24 @@ class AmpState(NamedTuple):
 
 
 def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpState:
-    """From a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of ``apex.amp``.
+    """From a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of
+    ``apex.amp``.
 
     Args:
         loss_scale: of the policy that is to take it.
         scaler: what apex does not save is as it is there.
 
     Raises:
-        ValueError: other keys (listed), numbers that no scaler has, or a loss scale that the policy does not have.
+        ValueError: other keys (listed), numbers that no scaler has, or a loss scale that the policy
+            does not have.
     """
     state = _parse(state_dict, loss_scale, scaler)
     for loss_id, scaler_state in (state.scalers or {}).items():
         scale = scaler_state["scale"]
         if not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-            raise ValueError(f"amp.load_state_dict: loss_id {loss_id} has the scale {scale!r}, allowed are finite ones")
+            raise ValueError(
+                f"amp.load_state_dict: loss_id {loss_id} has the scale {scale!r}, allowed are finite ones"
+            )
     if state.loss_scale == loss_scale:
         return state
     if loss_scale != "dynamic":
@@ -75,19 +82,31 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpS
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
     elif keys and all(map(_is_apex, state_dict.items())):
-        scalers = {int(key.removeprefix("loss_scaler")): _from_apex(state, scaler) for key, state in state_dict.items()}
+        scalers = {
+            int(key.removeprefix("loss_scaler")): _from_apex(state, scaler)
+            for key, state in state_dict.items()
+        }
     else:
-        got = f"the keys {_listed(keys)}" if isinstance(state_dict, dict) else type(state_dict).__name__
+        got = (
+            f"the keys {_listed(keys)}"
+            if isinstance(state_dict, dict)
+            else type(state_dict).__name__
+        )
         raise ValueError(
             f"amp.load_state_dict: got {got}; allowed are those of amp.state_dict() ({sorted(_OWN)}), of a GradScaler "
             f"({sorted(_SCALER)}) and of apex.amp (loss_scaler0, ...)"
         )
-    same = all(state["scale"] == loss_scale for state in scalers.values())  # they do not tell whether it was fixed
+    same = all(
+        state["scale"] == loss_scale for state in scalers.values()
+    )  # they do not tell whether it was fixed
     return AmpState(scalers, (0, 0, 0), loss_scale if same else "dynamic", [], {})
 
 
 def _is_scaler(state: Any) -> bool:
-    return isinstance(state, dict) and _SCALER <= set(state) <= _SCALER | {"_hysteresis_tracker", "_ceiling"}
+    return isinstance(state, dict) and _SCALER <= set(state) <= _SCALER | {
+        "_hysteresis_tracker",
+        "_ceiling",
+    }
 
 
 def _is_apex(item: tuple[Any, Any]) -> bool:
@@ -97,7 +116,11 @@ def _is_apex(item: tuple[Any, Any]) -> bool:
 
 
 def _from_apex(state: dict[str, Any], scaler: GradScaler) -> dict[str, Any]:
-    return {**scaler.state_dict(), "scale": float(state["loss_scale"]), "_growth_tracker": int(state["unskipped"])}
+    return {
+        **scaler.state_dict(),
+        "scale": float(state["loss_scale"]),
+        "_growth_tracker": int(state["unskipped"]),
+    }
 
 
 def _listed(keys: set[Any]) -> str:

@@ -25,7 +25,9 @@ def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
     found: list[nn.Module] = []
     for model in models:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model: got {type(model).__name__}, allowed is a torch.nn.Module or a list of them")
+            raise ValueError(
+                f"model: got {type(model).__name__}, allowed is a torch.nn.Module or a list of them"
+            )
         original = _unwrapped(model)
         if original in found:
             raise ValueError(f"model: {type(original).__name__} is in the list twice")
@@ -43,7 +45,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _check_model(model: nn.Module, policy: Policy) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(f"model: {kind} is a ScriptModule, whose class cannot be changed: enable the original module")
+        raise ValueError(
+            f"model: {kind} is a ScriptModule, whose class cannot be changed: enable the original module"
+        )
     for name, module in model.named_modules():
         if hasattr(module, "_tritonamp"):
             where = f"its submodule {name!r}" if name else "it"
@@ -60,7 +64,9 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
     half = [name for name, p in model.named_parameters() if p.dtype in HALF_DTYPES]
     only_half = policy.cast_model and not policy.master_weights
     if half and not (only_half or policy.half_parameters):
-        dtypes = ", ".join(sorted({str(p.dtype) for p in model.parameters() if p.dtype in HALF_DTYPES}))
+        dtypes = ", ".join(
+            sorted({str(p.dtype) for p in model.parameters() if p.dtype in HALF_DTYPES})
+        )
         raise ValueError(
             f"model: {kind} has {len(half)} parameter(s) of {dtypes} already ({', '.join(half[:3])}"
             f"{', ...' if len(half) > 3 else ''}): this level starts from FP32 values. Load the model in FP32 (for "
@@ -73,7 +79,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
     """The optimizers to enable.
 
     Raises:
-        ValueError: not optimizers, enabled already, of a kind that cannot skip, or over foreign parameters.
+        ValueError: not optimizers, enabled already, of a kind that cannot skip, or over foreign
+            parameters.
     """
     known = {p for model in models for p in model.parameters()}
     for optimizer in optimizers:
@@ -83,7 +90,9 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
             )
         kind = type(optimizer).__name__
         if hasattr(optimizer, "_stepper"):
-            raise ValueError(f"optimizer: {kind} is enabled already: call amp.disable() on the first handle")
+            raise ValueError(
+                f"optimizer: {kind} is enabled already: call amp.disable() on the first handle"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "optimizer: LBFGS calls its closure many times inside one step, so a step cannot be skipped or "
@@ -95,7 +104,9 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
                 f"optimizer: the step of this {kind} needs a closure, which a skipped step cannot run again: "
                 "enable the optimizer it is built on, or train in plain FP32"
             )
-        if "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched"):
+        if "step" in vars(optimizer) and not hasattr(
+            vars(optimizer)["step"], "_wrapped_by_lr_sched"
+        ):
             raise ValueError(
                 f"optimizer: the step of this {kind} was replaced on the instance: "
                 "call tritonamp.enable first, then wrap it"
@@ -118,12 +129,18 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
 
 
 def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
-    """Raises ValueError for a scaler of another kind, a disabled one, or one beside a fixed loss scale."""
+    """Raises ValueError for a scaler of another kind, a disabled one, or one beside a fixed loss
+    scale.
+    """
     if not isinstance(scaler, GradScaler):
         kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
-        raise ValueError(f"scaler: got {kind}, allowed is a tritonamp.GradScaler (it takes the same arguments)")
+        raise ValueError(
+            f"scaler: got {kind}, allowed is a tritonamp.GradScaler (it takes the same arguments)"
+        )
     if not scaler.is_enabled():
-        raise ValueError("scaler: got a disabled GradScaler; for no loss scaling use loss_scale=1.0 and no scaler")
+        raise ValueError(
+            "scaler: got a disabled GradScaler; for no loss scaling use loss_scale=1.0 and no scaler"
+        )
     if policy_fields.get("loss_scale", "dynamic") != "dynamic":
         raise ValueError(
             f"got both a scaler and loss_scale={policy_fields['loss_scale']!r}: drop one (a fixed scale is loss_scale)"

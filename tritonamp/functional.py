@@ -1,8 +1,8 @@
 """Differentiable softmax, log_softmax and sum: half storage, FP32 arithmetic.
 
-The signatures are those of ``torch.nn.functional`` and ``torch``. On float16 and bfloat16 the arithmetic is FP32 and
-each result is rounded once; every other dtype is handed to torch, and so are inputs on a GPU that are too small to gain
-by a kernel: torch's own do the same there.
+The signatures are those of ``torch.nn.functional`` and ``torch``. On float16 and bfloat16 the
+arithmetic is FP32 and each result is rounded once; every other dtype is handed to torch, and so are
+inputs on a GPU that are too small to gain by a kernel: torch's own do the same there.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,12 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
-        return _softmax.log_softmax_backward(grads[0], y, dim, dtype, _once(backend)), None, None, None
+        return (
+            _softmax.log_softmax_backward(grads[0], y, dim, dtype, _once(backend)),
+            None,
+            None,
+            None,
+        )
 
 
 class _Sum(torch.autograd.Function):
@@ -67,18 +72,25 @@ class _Sum(torch.autograd.Function):
         grad = grads[0]
         rank = len(ctx.shape)
         if rank and not ctx.keepdim:
-            for d in sorted(d % rank for d in ctx.dims):  # of all dims: expand alone broadcasts the scalar
+            for d in sorted(
+                d % rank for d in ctx.dims
+            ):  # of all dims: expand alone broadcasts the scalar
                 grad = grad.unsqueeze(d)
         return grad.to(ctx.dtype).expand(ctx.shape), None, None, None, None
 
 
 def _once(backend: str) -> str:
-    """The backend of a backward. One that is to be differentiated again is made of torch's own operations."""
+    """The backend of a backward. One that is to be differentiated again is made of torch's own
+    operations.
+    """
     return "eager" if torch.is_grad_enabled() else backend
 
 
-def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.nn.functional.softmax``; on half input computed in FP32, result in ``dtype`` or the input's dtype.
+def softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``torch.nn.functional.softmax``; on half input computed in FP32, result in ``dtype`` or the
+    input's dtype.
 
     Args:
         input: any shape.
@@ -95,7 +107,9 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 def log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``torch.nn.functional.log_softmax``; on half input computed in FP32, result in ``dtype`` or the input's dtype."""
+    """``torch.nn.functional.log_softmax``; on half input computed in FP32, result in ``dtype`` or
+    the input's dtype.
+    """
     if not _takes(input, dtype):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
@@ -104,9 +118,14 @@ def log_softmax(
 
 
 def sum(
-    input: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    input: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``torch.sum``; on half input accumulated in FP32, result rounded once to ``dtype`` or the input's dtype.
+    """``torch.sum``; on half input accumulated in FP32, result rounded once to ``dtype`` or the
+    input's dtype.
 
     Args:
         input: any shape.
@@ -123,7 +142,11 @@ def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
 
 def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether the function is ours for this input and result."""
-    if not isinstance(input, Tensor) or input.dtype not in _HALF or torch._C._are_functorch_transforms_active():
+    if (
+        not isinstance(input, Tensor)
+        or input.dtype not in _HALF
+        or torch._C._are_functorch_transforms_active()
+    ):
         return False  # under torch.func a Function would hide what torch has to see
     if input.is_cuda and input.numel() < MIN_NUMEL and dtype in (None, input.dtype, torch.float32):
         return False
@@ -131,7 +154,9 @@ def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
 
 
 def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
-    """``function`` of autograd; where there is no gradient to compute the bare operation, which costs the host less."""
+    """``function`` of autograd; where there is no gradient to compute the bare operation, which
+    costs the host less.
+    """
     if input.requires_grad and torch.is_grad_enabled():
         return function.apply(input, *args)
     return operation(input, *args)
@@ -140,7 +165,9 @@ def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args
 # more rules of the op table: what these ops do inside an enabled forward
 
 
-def _softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _softmax_rule(
+    stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
     policy, backend = forward
     if not policy.op_policy or input.dtype not in _HALF:
         return stock(input, dim, dtype)
@@ -152,7 +179,9 @@ def _softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torc
     return stock.run(_Softmax.apply, input, dim, dtype, "eager")
 
 
-def _log_softmax_rule(stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _log_softmax_rule(
+    stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
     policy, backend = forward
     if not policy.op_policy or input.dtype not in _HALF:
         return stock(input, dim, dtype)

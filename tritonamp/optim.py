@@ -20,7 +20,8 @@ __all__ = ["Adam", "AdamW"]
 
 
 class AdamSteps:
-    """The steps of an Adam or AdamW optimizer, its hyperparameters and state read from and left in torch's format.
+    """The steps of an Adam or AdamW optimizer, its hyperparameters and state read from and left in
+    torch's format.
 
     Args:
         optimizer: a torch.optim.Adam or AdamW.
@@ -37,13 +38,19 @@ class AdamSteps:
         self._amsgrad: list[bool] = []  # of each parameter; empty: none
 
     def take(
-        self, tensors: TensorLists, params: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        tensors: TensorLists,
+        params: Sequence[Tensor],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         """One step.
 
         Args:
-            tensors: "params", which are updated, "grads", and "copies", which receive the rounded parameters.
-            params: for each place of the lists, what ``param_groups`` and ``state`` know the parameter as.
+            tensors: "params", which are updated, "grads", and "copies", which receive the rounded
+                parameters.
+            params: for each place of the lists, what ``param_groups`` and ``state`` know the
+                parameter as.
             grad_scale: 0-d factor on the gradients, or None.
             found_inf: 0-d, any value other than 0 skips on the device; None: always step.
         """
@@ -74,9 +81,14 @@ class AdamSteps:
         lists.steps.release("steps")
 
     def _moments(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Both moments, maxima (the second moments again where there are none) and step counts, from the state."""
+        """Both moments, maxima (the second moments again where there are none) and step counts,
+        from the state.
+        """
         groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
-        everything, amsgrad = [list(map(id, group["params"])) for group in groups], [g["amsgrad"] for g in groups]
+        everything, amsgrad = (
+            [list(map(id, group["params"])) for group in groups],
+            [g["amsgrad"] for g in groups],
+        )
         seen = everything, list(map(id, params)), list(map(id, states)), amsgrad
         if seen == self._seen:
             try:
@@ -107,14 +119,19 @@ _ITEM = {name: operator.itemgetter(name) for name in ("exp_avg", "exp_avg_sq", "
 
 def _ids(moments: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     exp_avgs, exp_avg_sqs, maxima, steps = moments
-    return [list(map(id, m)) for m in (exp_avgs, exp_avg_sqs, steps, *([maxima] if maxima is not exp_avg_sqs else []))]
+    return [
+        list(map(id, m))
+        for m in (exp_avgs, exp_avg_sqs, steps, *([maxima] if maxima is not exp_avg_sqs else []))
+    ]
 
 
 def _read(states: Sequence[Mapping[str, Tensor]], amsgrad: Sequence[bool]) -> list[list[Tensor]]:
     exp_avgs, exp_avg_sqs, steps = (list(map(_ITEM[name], states)) for name in _ITEM)
     maxima = exp_avg_sqs
     if amsgrad:
-        maxima = [s["max_exp_avg_sq" if a else "exp_avg_sq"] for s, a in zip(states, amsgrad, strict=True)]
+        maxima = [
+            s["max_exp_avg_sq" if a else "exp_avg_sq"] for s, a in zip(states, amsgrad, strict=True)
+        ]
     return [exp_avgs, exp_avg_sqs, maxima, steps]
 
 
@@ -124,7 +141,9 @@ def refuse_sparse() -> None:
 
 
 def _state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> dict[str, Any]:
-    """The state of one parameter in torch's format, made or brought to FP32 moments and a step count on the device."""
+    """The state of one parameter in torch's format, made or brought to FP32 moments and a step
+    count on the device.
+    """
     dtype = torch.promote_types(param.dtype, torch.float32)
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -146,7 +165,9 @@ def _scalar(value: Any) -> Any:
 
 
 class _Fp32State:
-    """What Adam and AdamW here add to torch's: FP32 masters of half parameters, and skips on the device."""
+    """What Adam and AdamW here add to torch's: FP32 masters of half parameters, and skips on the
+    device.
+    """
 
     _step_supports_amp_scaling = True
     defaults: dict[str, Any]
@@ -155,7 +176,8 @@ class _Fp32State:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Reads the attributes ``grad_scale`` (the loss scale) and ``found_inf`` where a scaler set them.
+        """One step. Reads the attributes ``grad_scale`` (the loss scale) and ``found_inf`` where a
+        scaler set them.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -182,20 +204,29 @@ class _Fp32State:
         tensors.set("params", targets, lasting=True)
         tensors.set("grads", [grads[i] for i in numbers])
         tensors.set("copies", params, lasting=True)
-        scale, found_inf = _scalar(getattr(self, "grad_scale", None)), _scalar(getattr(self, "found_inf", None))
+        scale, found_inf = (
+            _scalar(getattr(self, "grad_scale", None)),
+            _scalar(getattr(self, "found_inf", None)),
+        )
         grad_scale = None
         if scale is not None:
             grad_scale = scale.double().reciprocal().float()
-            overflow = (~torch.isfinite(grad_scale)).float()  # of a scale that torch's scaler let sink too far
+            overflow = (
+                ~torch.isfinite(grad_scale)
+            ).float()  # of a scale that torch's scaler let sink too far
             found_inf = overflow if found_inf is None else torch.maximum(found_inf, overflow)
         steps.take(tensors, params, grad_scale, found_inf)
         tensors.release("grads")
-        self._precise.written([p for p, target in zip(params, targets, strict=True) if p is not target])
+        self._precise.written(
+            [p for p, target in zip(params, targets, strict=True) if p is not target]
+        )
         return loss
 
     @property
     def _precise(self) -> PreciseValues:
-        return self.__dict__.setdefault("_precise_values", PreciseValues())  # copies and pickles come without it
+        return self.__dict__.setdefault(
+            "_precise_values", PreciseValues()
+        )  # copies and pickles come without it
 
     @property
     def _steps(self) -> tuple[AdamSteps, TensorLists]:
@@ -204,32 +235,40 @@ class _Fp32State:
     def _master(self, param: Tensor) -> Tensor:
         """The FP32 master of a half parameter; it lives in the state, under ``master_param``."""
         state = self.state[param]
-        master = state.get("master_param", param.detach())  # half itself if it has been through a torch optimizer
+        master = state.get(
+            "master_param", param.detach()
+        )  # half itself if it has been through a torch optimizer
         state["master_param"] = master.float()
         return self._precise.adopt(param, state["master_param"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but FP32 state of half parameters stays FP32; takes a state of apex's FusedAdam, too.
+        """As in torch, but FP32 state of half parameters stays FP32; takes a state of apex's
+        FusedAdam, too.
 
         Raises:
-            ValueError: it is no state of an Adam or AdamW over such parameters; nothing was changed then.
+            ValueError: it is no state of an Adam or AdamW over such parameters; nothing was changed
+                then.
         """
         load_state(self, super().load_state_dict, state_dict)  # type: ignore[arg-type,misc]
 
 
 class Adam(_Fp32State, torch.optim.Adam):
-    """``torch.optim.Adam`` for parameters of any floating dtype: same arguments, same ``state_dict`` format.
+    """``torch.optim.Adam`` for parameters of any floating dtype: same arguments, same
+    ``state_dict`` format.
 
-    Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the parameter is the rounded
-    master. With a GradScaler the step unscales, and skips where ``found_inf`` is not 0, without a host read. The
-    implementation choices ``foreach``, ``fused`` and ``capturable`` are accepted and make no difference.
+    Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
+    parameter is the rounded master. With a GradScaler the step unscales, and skips where
+    ``found_inf`` is not 0, without a host read. The implementation choices ``foreach``, ``fused``
+    and ``capturable`` are accepted and make no difference.
     """
 
 
 class AdamW(_Fp32State, torch.optim.AdamW):
-    """``torch.optim.AdamW`` for parameters of any floating dtype: same arguments, same ``state_dict`` format.
+    """``torch.optim.AdamW`` for parameters of any floating dtype: same arguments, same
+    ``state_dict`` format.
 
-    Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the parameter is the rounded
-    master. With a GradScaler the step unscales, and skips where ``found_inf`` is not 0, without a host read. The
-    implementation choices ``foreach``, ``fused`` and ``capturable`` are accepted and make no difference.
+    Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
+    parameter is the rounded master. With a GradScaler the step unscales, and skips where
+    ``found_inf`` is not 0, without a host read. The implementation choices ``foreach``, ``fused``
+    and ``capturable`` are accepted and make no difference.
     """

@@ -17,31 +17,41 @@ ON_NONFINITE = ("skip", "explain", "heal", "raise")
 
 @dataclass(frozen=True)
 class Policy:
-    """What runs in which precision. Build variants with ``dataclasses.replace`` or by keywords of ``enable``.
+    """What runs in which precision. Build variants with ``dataclasses.replace`` or by keywords of
+    ``enable``.
 
-    All fields are checked together at construction; a conflict is a ValueError that says what to change.
+    All fields are checked together at construction; a conflict is a ValueError that says what to
+    change.
 
     Attributes:
         dtype: the half format, torch.float16 or torch.bfloat16.
         cast_model: parameters are stored in ``dtype``.
         keep_norms_fp32: normalisation layers keep FP32 parameters (only with ``cast_model``).
         op_policy: the forward runs under the op table (autocast plus overrides).
-        master_weights: the optimizer steps on FP32 copies of the half parameters (only with ``cast_model`` or
-            ``half_parameters``).
+        master_weights: the optimizer steps on FP32 copies of the half parameters (only with
+            ``cast_model`` or ``half_parameters``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
-        cast_inputs: FP32 tensors given to the model are cast to ``dtype`` (which may stand for True, None for False).
-        cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave them alone.
-        softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the input's
-            (FP32 accumulation inside either way), torch.float32 is what torch.autocast does.
-        state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or ``dtype``.
-        half_parameters: parameters that are half before ``enable`` stay half; without it such a model is refused.
-        fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and arithmetic.
-        on_nonfinite: what is done beside skipping the step, where a lower scale cannot help. "skip": a line in the log;
-            "explain": the failing batch runs again, and the operation is named; "heal": also a module with such faults
-            computes in FP32 from then on; "raise": NonFiniteError. All but "skip" read the decision on the host at
-            every step, and keep the gradients of the model's outputs until then.
+        cast_inputs: FP32 tensors given to the model are cast to ``dtype`` (which may stand for
+            True, None for False).
+        cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave
+            them alone.
+        softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the
+            input's (FP32 accumulation inside either way), torch.float32 is what torch.autocast
+            does.
+        state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or
+            ``dtype``.
+        half_parameters: parameters that are half before ``enable`` stay half; without it such a
+            model is refused.
+        fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
+            arithmetic.
+        on_nonfinite: what is done beside skipping the step, where a lower scale cannot help.
+            "skip": a line in the log; "explain": the failing batch runs again, and the operation is
+            named; "heal": also a module with such faults computes in FP32 from then on; "raise":
+            NonFiniteError. All but "skip" read the decision on the host at every step, and keep the
+            gradients of the model's outputs until then.
         raise_after: faults in a row until "raise" raises.
-        track_lost_updates: Adam and AdamW count the parameters whose half value an update did not change.
+        track_lost_updates: Adam and AdamW count the parameters whose half value an update did not
+            change.
     """
 
     dtype: torch.dtype = torch.float16
@@ -66,9 +76,13 @@ class Policy:
             modules = (modules,)
         modules = tuple(modules) if isinstance(modules, Iterable) else (modules,)
         if not all(isinstance(m, (str, type)) for m in modules):
-            raise ValueError(f"fp32_modules={self.fp32_modules!r}: allowed are module names and module classes")
+            raise ValueError(
+                f"fp32_modules={self.fp32_modules!r}: allowed are module names and module classes"
+            )
         object.__setattr__(self, "fp32_modules", modules)
-        if self.cast_inputs is None or self.cast_inputs is self.dtype:  # what one writes for cast_outputs
+        if (
+            self.cast_inputs is None or self.cast_inputs is self.dtype
+        ):  # what one writes for cast_outputs
             object.__setattr__(self, "cast_inputs", self.cast_inputs is not None)
         if self.loss_scale != "dynamic" and _is_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
@@ -77,10 +91,16 @@ class Policy:
             raise ValueError("Policy: " + "; ".join(problems))
 
     def to_json(self) -> str:
-        """The policy as text: dtypes by name, classes in ``fp32_modules`` as "module:name". See ``from_json``."""
+        """The policy as text: dtypes by name, classes in ``fp32_modules`` as "module:name". See
+        ``from_json``.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: _dtype_name(v) if isinstance(v, torch.dtype) else v for name, v in fields.items()}
-        plain["fp32_modules"] = [_class_name(m) if isinstance(m, type) else m for m in self.fp32_modules]
+        plain = {
+            name: _dtype_name(v) if isinstance(v, torch.dtype) else v for name, v in fields.items()
+        }
+        plain["fp32_modules"] = [
+            _class_name(m) if isinstance(m, type) else m for m in self.fp32_modules
+        ]
         return json.dumps(plain, indent=2)
 
     @classmethod
@@ -94,13 +114,21 @@ class Policy:
         """
         plain, known = json.loads(text), {field.name for field in dataclasses.fields(cls)}
         if not isinstance(plain, dict) or not plain.keys() <= known:
-            got = ", ".join(sorted(plain.keys() - known)) if isinstance(plain, dict) else type(plain).__name__
-            raise ValueError(f"Policy.from_json: got {got}, allowed are an object's keys {', '.join(sorted(known))}")
+            got = (
+                ", ".join(sorted(plain.keys() - known))
+                if isinstance(plain, dict)
+                else type(plain).__name__
+            )
+            raise ValueError(
+                f"Policy.from_json: got {got}, allowed are an object's keys {', '.join(sorted(known))}"
+            )
         for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype"):
             if isinstance(plain.get(name), str):
                 plain[name] = getattr(torch, plain[name], plain[name])
         named = plain.get("fp32_modules", ())
-        plain["fp32_modules"] = [_named_class(m) if isinstance(m, str) and ":" in m else m for m in named]
+        plain["fp32_modules"] = [
+            _named_class(m) if isinstance(m, str) and ":" in m else m for m in named
+        ]
         return cls(**plain)
 
     @property
@@ -122,9 +150,13 @@ def _named_class(text: str) -> type:
     try:
         found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"fp32_modules: no class {name!r} can be imported from {module!r}: {error}") from error
+        raise ValueError(
+            f"fp32_modules: no class {name!r} can be imported from {module!r}: {error}"
+        ) from error
     if not isinstance(found, type):
-        raise ValueError(f"fp32_modules: {text!r} is {type(found).__name__}, allowed are classes of modules")
+        raise ValueError(
+            f"fp32_modules: {text!r} is {type(found).__name__}, allowed are classes of modules"
+        )
     return found
 
 
@@ -135,7 +167,9 @@ def _is_number(value: object) -> bool:
 def _bad_values(policy: Policy) -> Iterable[str]:
     if policy.dtype not in HALF_DTYPES:
         yield f"dtype={policy.dtype}: allowed are torch.float16 and torch.bfloat16 (for FP32 training use level='O0')"
-    for name in (field.name for field in dataclasses.fields(policy) if field.type in (bool, "bool")):
+    for name in (
+        field.name for field in dataclasses.fields(policy) if field.type in (bool, "bool")
+    ):
         if not isinstance(getattr(policy, name), bool):
             yield f"{name}={getattr(policy, name)!r}: allowed are True and False"
     scale = policy.loss_scale
@@ -147,7 +181,11 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         yield f"softmax_dtype={policy.softmax_dtype!r}: allowed are None (keep the input's dtype) and torch.float32"
     if policy.state_dict_dtype not in (torch.float32, policy.dtype):
         yield f"state_dict_dtype={policy.state_dict_dtype!r}: allowed are torch.float32 and the policy's {policy.dtype}"
-    if isinstance(policy.raise_after, bool) or not isinstance(policy.raise_after, int) or policy.raise_after < 1:
+    if (
+        isinstance(policy.raise_after, bool)
+        or not isinstance(policy.raise_after, int)
+        or policy.raise_after < 1
+    ):
         yield f"raise_after={policy.raise_after!r}: allowed is a whole number from 1"
     if policy.on_nonfinite not in ON_NONFINITE:
         yield f"on_nonfinite={policy.on_nonfinite!r}: allowed are {', '.join(map(repr, ON_NONFINITE))}"
@@ -174,7 +212,9 @@ def _conflicts(policy: Policy) -> Iterable[str]:
 
 O0 = Policy()
 O1 = Policy(op_policy=True, loss_scale="dynamic", cast_outputs=torch.float32)
-O2 = dataclasses.replace(O1, cast_model=True, keep_norms_fp32=True, master_weights=True, cast_inputs=True)
+O2 = dataclasses.replace(
+    O1, cast_model=True, keep_norms_fp32=True, master_weights=True, cast_inputs=True
+)
 O3 = Policy(cast_model=True, cast_inputs=True, cast_outputs=torch.float32)
 
 LEVELS = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
@@ -186,8 +226,8 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
 
     Args:
         level: "O0" to "O3", "O4"/"O5" (bf16 O1/O2), or a Policy.
-        dtype: half format; None means the level's own. bfloat16 has FP32's range, so a level's dynamic
-            loss scale becomes 1.0 unless ``loss_scale`` is given.
+        dtype: half format; None means the level's own. bfloat16 has FP32's range, so a level's
+            dynamic loss scale becomes 1.0 unless ``loss_scale`` is given.
         fields: fields of Policy.
 
     Raises:
@@ -196,10 +236,14 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     known = {field.name for field in dataclasses.fields(Policy)}
     unknown = sorted(set(fields) - known)
     if unknown:
-        raise ValueError(f"unknown policy field(s) {', '.join(unknown)}: allowed are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown policy field(s) {', '.join(unknown)}: allowed are {', '.join(sorted(known))}"
+        )
     base, named_dtype = _base(level)
     if named_dtype is not None and dtype not in (None, named_dtype):
-        raise ValueError(f"level={level!r} means {named_dtype}, got dtype={dtype}: drop dtype, or use 'O1' or 'O2'")
+        raise ValueError(
+            f"level={level!r} means {named_dtype}, got dtype={dtype}: drop dtype, or use 'O1' or 'O2'"
+        )
     dtype = dtype or named_dtype
     if dtype is not None and dtype is not base.dtype:
         fields["dtype"] = dtype
@@ -218,7 +262,11 @@ def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
     if isinstance(level, str) and level in BF16_LEVELS:
         return BF16_LEVELS[level], torch.bfloat16
     hint = ""
-    if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in {**LEVELS, **BF16_LEVELS}:
+    if (
+        isinstance(level, str)
+        and level[:1] in ("0", "o")
+        and f"O{level[1:]}" in {**LEVELS, **BF16_LEVELS}
+    ):
         hint = f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
     allowed = ", ".join(map(repr, [*LEVELS, *BF16_LEVELS]))
     raise ValueError(f"unknown level {level!r}{hint}: allowed are {allowed}, or a tritonamp.Policy")

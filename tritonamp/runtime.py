@@ -51,8 +51,10 @@ def enable(
 
     Args:
         model: a module, already on its device and in FP32, or several.
-        optimizer: any torch.optim optimizer over the model's parameters, or several; None for inference.
-        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or a Policy.
+        optimizer: any torch.optim optimizer over the model's parameters, or several; None for
+            inference.
+        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
+            a Policy.
         dtype: torch.float16 (default) or torch.bfloat16.
         backend: "auto", "triton" or "eager".
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
@@ -63,11 +65,14 @@ def enable(
         the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
 
     Raises:
-        ValueError: arguments that contradict one another or the model, named; nothing has been changed then.
+        ValueError: arguments that contradict one another or the model, named; nothing has been
+            changed then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
     if policy is not None and level != "O1":
-        raise ValueError(f"got both level={level!r} and policy: a policy takes the place of the level, drop one")
+        raise ValueError(
+            f"got both level={level!r} and policy: a policy takes the place of the level, drop one"
+        )
     if scaler is not None:
         check_scaler(scaler, policy_fields)
         policy_fields["loss_scale"] = "dynamic"
@@ -136,7 +141,9 @@ class Amp:
             _install_model(model, self._precision)
         if policy.cast_model:
             self._ranks.rebuild()
-        self._weights = {o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers}
+        self._weights = {
+            o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers
+        }
         self._log = SkipLog(
             functools.partial(_names, models), functools.partial(_tensors, models), policy.dtype,
             speaks=policy.on_nonfinite == "skip",
@@ -147,8 +154,15 @@ class Amp:
             self._precision.forwards = self._forwards
         self._response = Response(models, policy, self._log, self._healing.heal)
         self._stepper = Stepper(
-            policy, backend.requested, scaler, self._weights, self._log, self._forwards, self._ranks,
-            functools.partial(_respond, self._response, self._healing, self._ranks), around_step,
+            policy,
+            backend.requested,
+            scaler,
+            self._weights,
+            self._log,
+            self._forwards,
+            self._ranks,
+            functools.partial(_respond, self._response, self._healing, self._ranks),
+            around_step,
         )
         for optimizer in optimizers:
             enabled_module.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
@@ -188,8 +202,10 @@ class Amp:
         *,
         scaler: GradScaler | None = None,
     ) -> Iterator[Tensor]:
-        """Yields the scaled loss, for a backward of your own inside the ``with`` block. Arguments as ``backward``;
-        a ``scaler`` takes the place of that of ``loss_id``, and is the caller's to save and load."""
+        """Yields the scaled loss, for a backward of your own inside the ``with`` block. Arguments
+        as ``backward``; a ``scaler`` takes the place of that of ``loss_id``, and is the caller's to
+        save and load.
+        """
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
             raise ValueError(f"loss: got {type(loss).__name__}, allowed is a Tensor")
@@ -206,20 +222,26 @@ class Amp:
     def _feeds(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         feeds = self._optimizers if optimizer is None else _as_list(optimizer)
         if not feeds:
-            raise RuntimeError("this model was enabled without an optimizer: tritonamp.enable(model, optimizer, ...)")
+            raise RuntimeError(
+                "this model was enabled without an optimizer: tritonamp.enable(model, optimizer, ...)"
+            )
         for i, o in enumerate(feeds):
             if o not in self._weights:
-                raise ValueError(f"optimizer {i} ({type(o).__name__}) was not given to tritonamp.enable")
+                raise ValueError(
+                    f"optimizer {i} ({type(o).__name__}) was not given to tritonamp.enable"
+                )
         return feeds
 
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
-        """Puts the true FP32 gradients into ``.grad`` of the optimizers' params, for gradient work of your own.
+        """Puts the true FP32 gradients into ``.grad`` of the optimizers' params, for gradient work
+        of your own.
 
         Args:
             optimizer: the one or ones whose gradients these are; default all that a loss has fed.
 
         Returns:
-            for each of them that has gradients a 0-d flag on the device, not 0 where its step will be skipped.
+            for each of them that has gradients a 0-d flag on the device, not 0 where its step will
+            be skipped.
 
         Raises:
             RuntimeError: called twice before a step, or before any backward.
@@ -230,11 +252,14 @@ class Amp:
             scaled = [o for o in pending if not self._weights[o].unscaled]
         else:
             scaled = pending = self._feeds(optimizer)
-        found = [self._stepper.unscale_(o) for o in scaled or pending]  # the latter refuses: called twice
+        found = [
+            self._stepper.unscale_(o) for o in scaled or pending
+        ]  # the latter refuses: called twice
         return [found_inf for found_inf in found if found_inf is not None]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the true gradients to a total 2-norm; without ``unscale_`` the clipping happens inside the step.
+        """Clips the true gradients to a total 2-norm; without ``unscale_`` the clipping happens
+        inside the step.
 
         Args:
             max_norm: of all gradients that the pending losses feed, unscaled.
@@ -262,23 +287,27 @@ class Amp:
             yield
 
     def master_params(self) -> Iterator[Tensor]:
-        """The tensors the optimizers step on, FP32 where the policy has masters, in the order of the groups."""
+        """The tensors the optimizers step on, FP32 where the policy has masters, in the order of
+        the groups.
+        """
         self._check_enabled("master_params")
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far, as plain values. Waits for the device, as ``explain`` and ``state_dict`` do.
+        """Numbers of the run so far, as plain values. Waits for the device, as ``explain`` and
+        ``state_dict`` do.
 
-        Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts twice), skipped,
-        scale_overflows, forward_faults (skips of a loss that was inf or NaN), last_skip_reason, healed (names of
-        modules that compute in FP32 since a fault), growth_tracker, backend, backend_reason, kernel_failures
-        (operation: why its Triton kernel could not be compiled; it runs in eager torch), scales (by loss_id), grad_norm
-        (of the last step that was not skipped), lost_updates (by parameter group, the share of the last Adam
-        step's updates that changed no half value though they were not zero; 0 without track_lost_updates), and
-        overflowed_parameters (names of half parameters that became inf though their FP32 master is finite: beyond 65504
-        in float16).
+        Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts
+        twice), skipped, scale_overflows, forward_faults (skips of a loss that was inf or NaN),
+        last_skip_reason, healed (names of modules that compute in FP32 since a fault),
+        growth_tracker, backend, backend_reason, kernel_failures (operation: why its Triton kernel
+        could not be compiled; it runs in eager torch), scales (by loss_id), grad_norm (of the last
+        step that was not skipped), lost_updates (by parameter group, the share of the last Adam
+        step's updates that changed no half value though they were not zero; 0 without
+        track_lost_updates), and overflowed_parameters (names of half parameters that became inf
+        though their FP32 master is finite: beyond 65504 in float16).
         """
         names = _names(self._models)
         return {
@@ -289,7 +318,9 @@ class Amp:
             "backend": self._backend.name,
             "backend_reason": self._backend.reason,
             "kernel_failures": dict(_launch.failures),
-            "overflowed_parameters": [names[p] for w in self._weights.values() for p in w.overflowed()],
+            "overflowed_parameters": [
+                names[p] for w in self._weights.values() for p in w.overflowed()
+            ],
             "lost_updates": [share for w in self._weights.values() for share in w.lost_updates()],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
@@ -298,7 +329,8 @@ class Amp:
     def history(self) -> list[StepRecord]:
         """What became of the last 1000 steps, the oldest first. Waits for the device.
 
-        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters and detail.
+        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters and
+        detail.
         """
         self._log.collect(wait=True)
         return list(self._log.history)
@@ -307,18 +339,20 @@ class Amp:
         """Why the last skipped step was skipped, and what to do. Waits for the device.
 
         Args:
-            replay: also run the failing batch again and name the operation where inf or NaN began. True: the forward of
-                the model (under ``on_nonfinite`` other than "skip" its backward, too; there it has run already, at the
-                first faults); a function that computes the loss: that, with its backward. Parameters, buffers,
-                gradients and random numbers stay as they are.
+            replay: also run the failing batch again and name the operation where inf or NaN began.
+                True: the forward of the model (under ``on_nonfinite`` other than "skip" its
+                backward, too; there it has run already, at the first faults); a function that
+                computes the loss: that, with its backward. Parameters, buffers, gradients and
+                random numbers stay as they are.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
         return self._response.explain(replay)
 
     def write_bundle(self, folder: str | Path) -> Path:
-        """Writes the failing batch of the last skip, the weights, the policy and the report into a folder, with a
-        ``replay.py`` that runs them elsewhere once it is told how to make the model. Returns the folder.
+        """Writes the failing batch of the last skip, the weights, the policy and the report into a
+        folder, with a ``replay.py`` that runs them elsewhere once it is told how to make the model.
+        Returns the folder.
 
         Raises:
             RuntimeError: there is no such batch.
@@ -328,7 +362,8 @@ class Amp:
         return self._response.write_bundle(folder)
 
     def heal(self, module: str) -> None:
-        """The module of that name computes in FP32 from now on, its parameters included; "" is the model.
+        """The module of that name computes in FP32 from now on, its parameters included; "" is the
+        model.
 
         Raises:
             ValueError: there is no such module.
@@ -353,17 +388,22 @@ class Amp:
         return self._healing.policy
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a resume needs."""
+        """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a
+        resume needs.
+        """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {**self._response.state(), "last_good": list(self._log.last_good())}
-        return AmpState(scalers, self._log.counts(), self.policy.loss_scale, self._healing.names, faults).to_dict()
+        return AmpState(
+            scalers, self._log.counts(), self.policy.loss_scale, self._healing.names, faults
+        ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of ``Amp``, of a GradScaler, of ``torch.amp.GradScaler``, or of ``apex.amp``.
+        """Takes a state of ``Amp``, of a GradScaler, of ``torch.amp.GradScaler``, or of
+        ``apex.amp``.
 
         Raises:
-            ValueError: other keys (listed), a loss scale that this policy does not have, or a healed module that the
-                model does not have; nothing was changed then.
+            ValueError: other keys (listed), a loss scale that this policy does not have, or a
+                healed module that the model does not have; nothing was changed then.
         """
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
         if state.healed != self._healing.names:
@@ -371,7 +411,9 @@ class Amp:
             self._ranks.rebuild()
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
-            self._scalers = kept | {i: self.scaler.clone() for i in state.scalers.keys() - kept.keys()}
+            self._scalers = kept | {
+                i: self.scaler.clone() for i in state.scalers.keys() - kept.keys()
+            }
             for loss_id, scaler_state in state.scalers.items():
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
@@ -422,7 +464,9 @@ class Amp:
 
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
-            raise RuntimeError(f"amp.{caller}(): this model was disabled; call tritonamp.enable again")
+            raise RuntimeError(
+                f"amp.{caller}(): this model was disabled; call tritonamp.enable again"
+            )
 
 
 def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
@@ -441,13 +485,21 @@ def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
     """Parameter to full name, with the model's number in front where there are several."""
     prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
-    return {p: prefix + name for prefix, m in zip(prefixes, models, strict=True) for name, p in m.named_parameters()}
+    return {
+        p: prefix + name
+        for prefix, m in zip(prefixes, models, strict=True)
+        for name, p in m.named_parameters()
+    }
 
 
 def _tensors(models: list[nn.Module]) -> dict[Tensor, str]:
     """The same with buffers; of sharded ones this rank's parts."""
     prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
-    buffers = {b: prefix + n for prefix, m in zip(prefixes, models, strict=True) for n, b in m.named_buffers()}
+    buffers = {
+        b: prefix + n
+        for prefix, m in zip(prefixes, models, strict=True)
+        for n, b in m.named_buffers()
+    }
     return {local(t): name for t, name in {**_names(models), **buffers}.items()}
 
 

@@ -1,4 +1,6 @@
-"""The loss scale: a drop-in for ``torch.amp.GradScaler`` that never waits for the device and cannot spiral to zero."""
+"""The loss scale: a drop-in for ``torch.amp.GradScaler`` that never waits for the device and cannot
+spiral to zero.
+"""
 
 import functools
 import math
@@ -26,13 +28,14 @@ class GradScaler(torch.amp.GradScaler):
     ::
 
         scaled loss                          = loss.float() * scale
-        gradients non-finite, loss finite   -> the scale is too high: skip, back off, never below min_scale
-        loss itself non-finite              -> a fault of the forward: skip, the scale stays
-        growth_interval clean steps in a row -> grow, never above max_scale
+        gradients non-finite, loss finite   -> the scale is too high: skip, back off, never below
+        min_scale loss itself non-finite              -> a fault of the forward: skip, the scale
+        stays growth_interval clean steps in a row -> grow, never above max_scale
 
-    Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step path reads the device
-    on the host, except for optimizers that cannot skip on the device by themselves (those without
-    ``_step_supports_amp_scaling``: one read a step); a step without gradients is a no-op, not an error.
+    Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step
+    path reads the device on the host, except for optimizers that cannot skip on the device by
+    themselves (those without ``_step_supports_amp_scaling``: one read a step); a step without
+    gradients is a no-op, not an error.
 
     Args:
         device: "cuda", "cpu", ...; None: "cuda" where there is one.
@@ -40,15 +43,17 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never goes below; positive.
         max_scale: the scale never goes above.
         hysteresis: overflows, without a clean step between them, until the scale backs off.
-        mode: "interval", or "headroom": the scale also grows, step by step, as long as the largest scaled gradient
-            leaves a factor of 16 to what float16 holds, so that it is back soon after a burst of overflows. All
-            factors and bounds must be powers of two then.
-        backoff_on_fault: a non-finite loss lowers the scale as an overflow does, which is what torch and apex do; but
-            (in a single process) not below 1, where half gradients would begin to vanish for nothing.
-        process_group: the ranks that train one model together, as for ``DistributedDataParallel``; they agree on what
-            each has seen by one all-reduce of two numbers for each optimizer. None: where there are several processes,
-            skips and scale follow the gradients alone, which DDP has reduced, and the losses, which differ from rank to
-            rank, are not looked at. Has no effect under ``tritonamp.enable``, which knows the ranks. Pickles and deep
+        mode: "interval", or "headroom": the scale also grows, step by step, as long as the largest
+            scaled gradient leaves a factor of 16 to what float16 holds, so that it is back soon
+            after a burst of overflows. All factors and bounds must be powers of two then.
+        backoff_on_fault: a non-finite loss lowers the scale as an overflow does, which is what
+            torch and apex do; but (in a single process) not below 1, where half gradients would
+            begin to vanish for nothing.
+        process_group: the ranks that train one model together, as for ``DistributedDataParallel``;
+            they agree on what each has seen by one all-reduce of two numbers for each optimizer.
+            None: where there are several processes, skips and scale follow the gradients alone,
+            which DDP has reduced, and the losses, which differ from rank to rank, are not looked
+            at. Has no effect under ``tritonamp.enable``, which knows the ranks. Pickles and deep
             copies are without it.
 
     Raises:
@@ -77,7 +82,9 @@ class GradScaler(torch.amp.GradScaler):
                 "allowed is 0 < min_scale <= init_scale <= max_scale < inf"
             )
         if hysteresis < 1 or growth_interval < 1:
-            raise ValueError(f"got hysteresis={hysteresis}, growth_interval={growth_interval}: allowed is 1 or more")
+            raise ValueError(
+                f"got hysteresis={hysteresis}, growth_interval={growth_interval}: allowed is 1 or more"
+            )
         if mode not in MODES:
             raise ValueError(f"got mode={mode!r}, allowed is one of {MODES}")
         powers = (init_scale, growth_factor, backoff_factor, min_scale, max_scale)
@@ -129,12 +136,16 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs.float() * scale``, for a tensor or an iterable of tensors; notes whether they are finite."""
+        """``outputs.float() * scale``, for a tensor or an iterable of tensors; notes whether they
+        are finite.
+        """
         if not self._enabled:
             return outputs
         if not isinstance(outputs, Tensor):
             if not isinstance(outputs, Iterable):
-                raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
+                raise ValueError(
+                    f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
+                )
             items = [self.scale(item) for item in outputs]
             return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
         scaled, nonfinite = scale_loss(outputs, self.scale_tensor(outputs.device))
@@ -151,12 +162,16 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
-        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._hysteresis_tracker = torch.full(
+            (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
+        )
         self._ceiling = torch.full((), self._init_ceiling, dtype=torch.float32, device=dev)
 
     @property
     def loss_nonfinite(self) -> Tensor | None:
-        """1 where a loss scaled since the last ``update`` was non-finite (0-d float32); None: none was scaled."""
+        """1 where a loss scaled since the last ``update`` was non-finite (0-d float32); None: none
+        was scaled.
+        """
         return self._loss_nonfinite
 
     def take_loss_nonfinite(self) -> Tensor:
@@ -170,11 +185,17 @@ class GradScaler(torch.amp.GradScaler):
         """What moves after each decision; there is one when something was scaled."""
         assert self._scale is not None and self._growth_tracker is not None
         assert self._hysteresis_tracker is not None and self._ceiling is not None
-        return ScaleState(self._scale, self._growth_tracker, self._hysteresis_tracker, self._ceiling)
+        return ScaleState(
+            self._scale, self._growth_tracker, self._hysteresis_tracker, self._ceiling
+        )
 
     def record(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
-        """Notes, for the next ``update``, a decision that was made elsewhere on gradients of magnitudes ``amax``."""
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+        """Notes, for the next ``update``, a decision that was made elsewhere on gradients of
+        magnitudes ``amax``.
+        """
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
+            found_inf.device: found_inf
+        }
         self.note(amax)
 
     def note(self, amax: Tensor) -> None:
@@ -182,7 +203,9 @@ class GradScaler(torch.amp.GradScaler):
         if self.mode == "headroom" and len(amax):
             assert self._scale is not None
             largest = amax.max() / self._scale
-            self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+            self._largest = (
+                largest if self._largest is None else torch.maximum(self._largest, largest)
+            )
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place, once between two updates.
@@ -191,7 +214,9 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: half gradients: their parameters have no FP32 masters.
             RuntimeError: called twice since the last update, or after ``step``.
         """
-        if self._enabled and hasattr(optimizer, "_amp_unscale_"):  # an enabled optimizer, which has masters
+        if self._enabled and hasattr(
+            optimizer, "_amp_unscale_"
+        ):  # an enabled optimizer, which has masters
             optimizer._amp_unscale_(self)
         else:
             super().unscale_(optimizer)
@@ -199,7 +224,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Called by torch's ``unscale_`` (to unscale) and, with ``allow_fp16``, by its ``step`` (only to check)."""
+        """Called by torch's ``unscale_`` (to unscale) and, with ``allow_fp16``, by its ``step``
+        (only to check).
+        """
         grads = _grads(optimizer)
         if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
             raise ValueError(
@@ -208,7 +235,9 @@ class GradScaler(torch.amp.GradScaler):
             )
         assert self._scale is not None
         amax, square_sum = grad_stats(TensorLists(grads=grads), self._scale.device)
-        flag = torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
+        flag = (
+            torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
+        )
         if groups := self._groups(grads):
             amax, flag = _of_all_ranks(amax, flag, groups)
         elif _several_processes():  # no rank may act on what the others do not know
@@ -232,7 +261,8 @@ class GradScaler(torch.amp.GradScaler):
         return [] if self._process_group is None else [self._process_group]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()`` on unscaled gradients, or a skip where they or the loss are non-finite.
+        """``optimizer.step()`` on unscaled gradients, or a skip where they or the loss are
+        non-finite.
 
         Raises:
             RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
@@ -251,7 +281,9 @@ class GradScaler(torch.amp.GradScaler):
                 state = self._per_optimizer_states[id(optimizer)]
                 if state["stage"] is OptState.READY:
                     self._check_inf_per_device(optimizer)
-                if any(map(bool, state["found_inf_per_device"].values())):  # such an optimizer would skip by itself
+                if any(
+                    map(bool, state["found_inf_per_device"].values())
+                ):  # such an optimizer would skip by itself
                     state["stage"] = OptState.STEPPED
                     return None
         return super().step(optimizer, *args, **kwargs)
@@ -266,7 +298,11 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
-        flags = [f.to(scale.device, non_blocking=True) for s in states for f in s["found_inf_per_device"].values()]
+        flags = [
+            f.to(scale.device, non_blocking=True)
+            for s in states
+            for f in s["found_inf_per_device"].values()
+        ]
         loss_nonfinite = self.take_loss_nonfinite()
         if flags:
             self.move(torch.stack(flags).amax(), loss_nonfinite)
@@ -281,20 +317,30 @@ class GradScaler(torch.amp.GradScaler):
             update_scale(self.scale_state, found_inf, loss_nonfinite, largest, self.rule)
             return
         scale, *_ = self.scale_state
-        floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), torch.zeros_like(scale))
-        update_scale(self.scale_state, found_inf, torch.zeros_like(loss_nonfinite), largest, self.rule)
+        floor = torch.where(
+            loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), torch.zeros_like(scale)
+        )
+        update_scale(
+            self.scale_state, found_inf, torch.zeros_like(loss_nonfinite), largest, self.rule
+        )
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
         if not _several_processes():
             scale.copy_(torch.maximum(scale, floor))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's keys; what ``hysteresis`` above 1 and "headroom" remember under keys of ours. Reads the device."""
+        """torch's keys; what ``hysteresis`` above 1 and "headroom" remember under keys of ours.
+        Reads the device.
+        """
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
             tracker = self._hysteresis_tracker
-            state["_hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker)
+            state["_hysteresis_tracker"] = (
+                self._init_hysteresis_tracker if tracker is None else int(tracker)
+            )
         if self._enabled and self.mode == "headroom":
-            state["_ceiling"] = self._init_ceiling if self._ceiling is None else float(self._ceiling)
+            state["_ceiling"] = (
+                self._init_ceiling if self._ceiling is None else float(self._ceiling)
+            )
         return state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,11 +349,19 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker)
         if self._enabled and self._ceiling is not None:
             state["_init_ceiling"] = float(self._ceiling)
-        passing = ("_hysteresis_tracker", "_ceiling", "_loss_nonfinite", "_largest", "_process_group")
+        passing = (
+            "_hysteresis_tracker",
+            "_ceiling",
+            "_loss_nonfinite",
+            "_largest",
+            "_process_group",
+        )
         return {**state, **dict.fromkeys(passing)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds goes to the bound."""
+        """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds
+        goes to the bound.
+        """
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
@@ -324,14 +378,22 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def is_watched(optimizer: Any) -> bool:
-    """Whether a ``step`` was put on the instance to see if it is called, as Accelerate does: to tell it of a skip costs
-    one host read a step. LR schedulers put one there, too, and want to know nothing."""
+    """Whether a ``step`` was put on the instance to see if it is called, as Accelerate does: to
+    tell it of a skip costs one host read a step. LR schedulers put one there, too, and want to know
+    nothing.
+    """
     step = vars(optimizer).get("step")
-    return not (step is None or hasattr(step, "_wrapped_by_lr_sched") or getattr(step, "__self__", None) is optimizer)
+    return not (
+        step is None
+        or hasattr(step, "_wrapped_by_lr_sched")
+        or getattr(step, "__self__", None) is optimizer
+    )
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``loss * scale``, a half loss in FP32 (times 65536 it would be inf), and a 0-d flag: was the loss non-finite?"""
+    """``loss * scale``, a half loss in FP32 (times 65536 it would be inf), and a 0-d flag: was the
+    loss non-finite?
+    """
     nonfinite = (~torch.isfinite(loss.detach()).all()).float().to(scale.device, non_blocking=True)
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
     return wide * scale.to(loss.device, non_blocking=True), nonfinite

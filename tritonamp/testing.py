@@ -1,4 +1,6 @@
-"""Faults on purpose, so that a test can see what a training loop makes of them: ``import tritonamp.testing``."""
+"""Faults on purpose, so that a test can see what a training loop makes of them: ``import
+tritonamp.testing``.
+"""
 
 import contextlib
 import math
@@ -26,7 +28,9 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "error in step": (),
     "out of memory": (),
 }
-"""The kinds of faults, and what ``amp.history`` may say of the step; (): it is taken, or the loop gets an exception."""
+"""The kinds of faults, and what ``amp.history`` may say of the step; (): it is taken, or the loop
+gets an exception.
+"""
 
 KINDS = tuple(CAUSES)
 _IN_STEP = ("error in step", "out of memory")
@@ -44,17 +48,22 @@ class Fault:
     Attributes:
         kind: one of ``KINDS``.
 
-            - "batch": a number of the first floating tensor that the model is given becomes ``value``;
+            - "batch": a number of the first floating tensor that the model is given becomes
+              ``value``;
             - "loss": what ``FaultInjector.loss`` is given becomes ``value``;
             - "overflow": a number of the output of module ``place`` becomes ``value``;
-            - "gradient": a number of the gradient of parameter ``place`` becomes ``value``; the loss is finite;
-            - "scale": in the backward, at the output of module ``place``, a number becomes too large for float16;
+            - "gradient": a number of the gradient of parameter ``place`` becomes ``value``; the
+              loss is finite;
+            - "scale": in the backward, at the output of module ``place``, a number becomes too
+              large for float16;
             - "missing gradient": that of parameter ``place`` becomes None;
             - "error in forward", "error in backward": module ``place`` raises ``InjectedError``;
-            - "error in step", "out of memory": ``optimizer.step`` raises it, or ``torch.OutOfMemoryError``.
+            - "error in step", "out of memory": ``optimizer.step`` raises it, or
+              ``torch.OutOfMemoryError``.
         place: a module's or a parameter's name.
         value: inf or NaN.
-        step: the number that the step has in ``amp.history``; of one that raised: that of the next attempt.
+        step: the number that the step has in ``amp.history``; of one that raised: that of the next
+            attempt.
     """
 
     kind: str
@@ -81,7 +90,8 @@ class FaultInjector:
         injector = tritonamp.testing.FaultInjector(model, optimizer, rate=0.1, seed=0)
         for x, y in loader:
             try:
-                with injector.step():                          # from the forward to the optimizer's step
+                with injector.step():                          # from the forward to the optimizer's
+                step
                     loss = criterion(model(x), y)
                     amp.backward(injector.loss(loss))
                     optimizer.step()
@@ -89,10 +99,11 @@ class FaultInjector:
                 pass
             optimizer.zero_grad()
         skipped = {record.step for record in amp.history if record.cause}
-        assert {fault.step for fault in injector.injected if fault.causes} <= skipped  # the scale may skip, too
+        assert {fault.step for fault in injector.injected if fault.causes} <= skipped  # the scale
+        may skip, too
 
-    Works by hooks, which are there inside of ``step`` only. The same seed gives the same faults; torch's random numbers
-    are left alone.
+    Works by hooks, which are there inside of ``step`` only. The same seed gives the same faults;
+    torch's random numbers are left alone.
 
     Args:
         model: enabled or not.
@@ -102,8 +113,8 @@ class FaultInjector:
         kinds: to choose from; default all (without ``optimizer`` those that need none).
 
     Attributes:
-        injected: what has happened, in order. What could not (a module that was not run, a batch of integers) is not
-            listed.
+        injected: what has happened, in order. What could not (a module that was not run, a batch of
+            integers) is not listed.
 
     Raises:
         ValueError: a rate that is none, unknown kinds.
@@ -133,7 +144,8 @@ class FaultInjector:
 
     @contextlib.contextmanager
     def step(self, fault: Fault | None = None) -> Iterator[Fault | None]:
-        """The block from the forward to the optimizer's step, in which ``fault``, or one that is drawn, happens.
+        """The block from the forward to the optimizer's step, in which ``fault``, or one that is
+        drawn, happens.
 
         Yields:
             that fault; None: this step is left alone.
@@ -269,8 +281,8 @@ class FaultInjector:
 def compile_failure() -> contextlib.AbstractContextManager[None]:
     """Inside of this block no Triton kernel can be compiled, nor run from an earlier compilation.
 
-    Under ``backend="auto"`` each operation warns once, and runs in eager torch for the rest of the block;
-    ``amp.stats()["kernel_failures"]`` lists them. ``backend="triton"`` raises. Where kernels do not run (no NVIDIA GPU)
-    nothing changes.
+    Under ``backend="auto"`` each operation warns once, and runs in eager torch for the rest of the
+    block; ``amp.stats()["kernel_failures"]`` lists them. ``backend="triton"`` raises. Where kernels
+    do not run (no NVIDIA GPU) nothing changes.
     """
     return _launch.broken_compiler()

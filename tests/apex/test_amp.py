@@ -1,4 +1,6 @@
-"""amp.initialize and amp.scale_loss: levels, their overrides, what a step does, and apex's defects staying away."""
+"""amp.initialize and amp.scale_loss: levels, their overrides, what a step does, and apex's defects
+staying away.
+"""
 
 import copy
 import gc
@@ -27,7 +29,9 @@ LEVELS = ["O0", "O1", "O2", "O3"]
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> Iterator[None]:
-    """Initialized models are cycles, collected after each test: what was there before need not be looked at again."""
+    """Initialized models are cycles, collected after each test: what was there before need not be
+    looked at again.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -45,7 +49,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8))
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8)
+        )
         self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,14 +64,18 @@ def batch(device: torch.device, n: int = 16) -> tuple[Tensor, Tensor]:
     return x.to(device), (x[:, 0] > 0).long().to(device)
 
 
-def start(device: torch.device, level: str, optimizer: Any = torch.optim.SGD, **kwargs: Any) -> tuple[Net, Any]:
+def start(
+    device: torch.device, level: str, optimizer: Any = torch.optim.SGD, **kwargs: Any
+) -> tuple[Net, Any]:
     torch.manual_seed(0)
     model = Net().to(device)
     kwargs = {"verbosity": 0, **kwargs}
     return amp.initialize(model, optimizer(model.parameters(), lr=0.05), opt_level=level, **kwargs)
 
 
-def step(model: nn.Module, optimizer: Any, data: tuple[Tensor, Tensor], inf_in: Tensor | None = None) -> float:
+def step(
+    model: nn.Module, optimizer: Any, data: tuple[Tensor, Tensor], inf_in: Tensor | None = None
+) -> float:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[0]).float(), data[1])
     with amp.scale_loss(loss, optimizer) as scaled:
@@ -108,12 +118,16 @@ def test_levels(number: int, device: torch.device) -> None:
     for name, column in PROPERTIES.items():
         assert getattr(properties, name) == properties.options[name] == column[number]
     assert model.head.weight.dtype is WEIGHTS[number]
-    assert model.body[1].weight.dtype is NORMS[number] and model.body[4].weight.dtype is NORMS[number]
+    assert (
+        model.body[1].weight.dtype is NORMS[number] and model.body[4].weight.dtype is NORMS[number]
+    )
     assert {p.dtype for p in amp.master_params(optimizer)} == {MASTERS[number]}
     assert model(batch(device)[0]).dtype is OUTPUTS[number]
     assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {FP32}
     scale = 65536.0 if PROPERTIES["loss_scale"][number] == "dynamic" else 1.0
-    assert _amp_state.loss_scalers[0].loss_scale() == _amp_state.loss_scalers[0]._loss_scale == scale
+    assert (
+        _amp_state.loss_scalers[0].loss_scale() == _amp_state.loss_scalers[0]._loss_scale == scale
+    )
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
@@ -153,7 +167,9 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize(("level", "given", "name", "expected"), OVERRIDES)
-def test_overrides(level: str, given: dict[str, Any], name: str, expected: Any, device: torch.device) -> None:
+def test_overrides(
+    level: str, given: dict[str, Any], name: str, expected: Any, device: torch.device
+) -> None:
     model, optimizer = start(device, level, **given)
     assert getattr(_amp_state.opt_properties, name) == expected
     assert math.isfinite(step(model, optimizer, batch(device)))
@@ -167,12 +183,22 @@ WRONG = [
     ("O7", {}, RuntimeError, "Unexpected optimization level 'O7'"),
     ("01", {}, RuntimeError, "letter O, not the digit zero"),
     ("O1", {"cast_model_type": FP16}, RuntimeError, "use opt_level='O2'"),
-    ("O1", {"keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32=True: leave keep_batchnorm_fp32 out"),
+    (
+        "O1",
+        {"keep_batchnorm_fp32": True},
+        RuntimeError,
+        "keep_batchnorm_fp32=True: leave keep_batchnorm_fp32 out",
+    ),
     ("O1", {"keep_batchnorm_fp32": "False"}, RuntimeError, "leave keep_batchnorm_fp32 out"),
     ("O1", {"master_weights": True}, RuntimeError, "leave master_weights out"),
     ("O2", {"patch_torch_functions": True}, RuntimeError, "come with opt_level='O1'"),
     ("O1", {"patch_torch_functions_type": BF16}, RuntimeError, "O4 is bfloat16"),
-    ("O2", {"keep_batchnorm_fp32": "yes"}, AssertionError, "allowed are True, False, 'True', 'False' and None"),
+    (
+        "O2",
+        {"keep_batchnorm_fp32": "yes"},
+        AssertionError,
+        "allowed are True, False, 'True', 'False' and None",
+    ),
     ("O2", {"loss_scale": "much"}, ValueError, "much"),
 ]
 
@@ -213,7 +239,11 @@ def test_inputs_and_outputs_are_cast_inside_containers(level: str, device: torch
     model = amp.initialize(Nested(4, 4).to(device), opt_level=level, verbosity=0)
     x, scale = torch.ones(2, 4, device=device, dtype=torch.float64), torch.ones(4, device=device)
     result = model({"x": x, "n": torch.arange(3)}, scale=scale)
-    assert result["dtypes"] == (FP16, FP16) and result["out"][0].dtype is FP32 and result["n"].dtype is torch.int64
+    assert (
+        result["dtypes"] == (FP16, FP16)
+        and result["out"][0].dtype is FP32
+        and result["n"].dtype is torch.int64
+    )
 
 
 # what initialize takes and returns
@@ -232,7 +262,11 @@ def test_returns_what_it_was_given() -> None:
 
 def test_disabled_initialize_does_nothing(device: torch.device) -> None:
     model, optimizer = start(device, "O2", enabled=False)
-    assert type(model) is Net and type(optimizer) is torch.optim.SGD and model.head.weight.dtype is FP32
+    assert (
+        type(model) is Net
+        and type(optimizer) is torch.optim.SGD
+        and model.head.weight.dtype is FP32
+    )
     loss = model(batch(device)[0]).sum()
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
@@ -255,12 +289,21 @@ def test_scale_loss_needs_initialize(monkeypatch: pytest.MonkeyPatch, device: to
     model, optimizer = start(device, "O2")
     loss = model(batch(device)[0]).sum()
     stranger = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="optimizers that one amp"), amp.scale_loss(loss, stranger):
+    with (
+        pytest.raises(RuntimeError, match="optimizers that one amp"),
+        amp.scale_loss(loss, stranger),
+    ):
         pass
-    with pytest.raises(IndexError, match=r"loss_id=1.*num_losses=1"), amp.scale_loss(loss, optimizer, loss_id=1):
+    with (
+        pytest.raises(IndexError, match=r"loss_id=1.*num_losses=1"),
+        amp.scale_loss(loss, optimizer, loss_id=1),
+    ):
         pass
     monkeypatch.delattr(_amp_state, "opt_properties")
-    with pytest.raises(RuntimeError, match=r"scale_loss before amp\.initialize"), amp.scale_loss(loss, optimizer):
+    with (
+        pytest.raises(RuntimeError, match=r"scale_loss before amp\.initialize"),
+        amp.scale_loss(loss, optimizer),
+    ):
         pass
 
 
@@ -270,7 +313,9 @@ def test_optimizer_over_more_than_the_models(device: torch.device) -> None:
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     _amp_state.loss_scalers[0]._loss_scale = 16.0
-    with amp.scale_loss((model(batch(device)[0]) * extra).mean() + extra.sum(), optimizer) as scaled:
+    with amp.scale_loss(
+        (model(batch(device)[0]) * extra).mean() + extra.sum(), optimizer
+    ) as scaled:
         scaled.backward()
     assert torch.allclose(extra.grad, 1 + model(batch(device)[0]).mean(0) / 2, atol=1e-3)
     optimizer.step()
@@ -284,7 +329,11 @@ def test_optimizer_over_more_than_the_models(device: torch.device) -> None:
 @pytest.mark.parametrize("where", ["head.weight", "body.1.weight"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_inf_written_inside_the_block_skips_the_step(
-    level: str, where: str, optimizer_class: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
+    level: str,
+    where: str,
+    optimizer_class: Any,
+    device: torch.device,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, optimizer = start(device, level, optimizer_class, verbosity=1)
     assert f"opt_level {level}" in capsys.readouterr().out
@@ -302,7 +351,9 @@ def test_an_inf_written_inside_the_block_skips_the_step(
     assert f"{where} (inf)" in cause
 
 
-def test_verbosity_0_prints_nothing(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbosity_0_prints_nothing(
+    device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, optimizer = start(device, "O2")
     for _ in range(2):
         step(model, optimizer, batch(device), inf_in=model.head.weight)
@@ -323,7 +374,9 @@ def test_a_nonfinite_loss_lowers_the_scale_too_but_never_to_zero(device: torch.d
 @pytest.mark.parametrize(
     ("low", "high", "first", "last"), [(2.0**15, 2.0**24, 2.0**16, 2.0**15), (None, 8.0, 8.0, 1.0)]
 )
-def test_bounds_of_the_scale(low: Any, high: float, first: float, last: float, device: torch.device) -> None:
+def test_bounds_of_the_scale(
+    low: Any, high: float, first: float, last: float, device: torch.device
+) -> None:
     model, optimizer = start(device, "O2", min_loss_scale=low, max_loss_scale=high)
     assert _amp_state.loss_scalers[0].loss_scale() == first
     for _ in range(3):
@@ -414,7 +467,9 @@ def test_one_overflow_skips_the_optimizers_that_it_feeds(
         torch.optim.SGD(models[1].parameters(), lr=0.125),
     ]
     num_losses = 3 if own_scales else 1
-    models, optimizers = amp.initialize(models, optimizers, opt_level=level, num_losses=num_losses, verbosity=0)
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level=level, num_losses=num_losses, verbosity=0
+    )
     for i in range(num_losses):
         _amp_state.loss_scalers[i]._loss_scale = 4.0 * 4**i
     x = torch.ones(4, device=device)
@@ -450,14 +505,18 @@ def test_clipping_over_master_params(level: str, device: torch.device) -> None:
     assert norm.item() == 2.0
     optimizer.step()
     wanted = torch.arange(4.0) / 8 + 0.5
-    assert torch.allclose(model.weight.detach().cpu().float(), wanted, atol=1e-6 if level != "O3" else 1e-3)
+    assert torch.allclose(
+        model.weight.detach().cpu().float(), wanted, atol=1e-6 if level != "O3" else 1e-3
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_groups_added_later_are_updated(level: str, device: torch.device) -> None:
     first, second = Sum(1.0).to(device), Sum(2.0).to(device)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.125)
-    [first, second], optimizer = amp.initialize([first, second], optimizer, opt_level=level, verbosity=0)
+    [first, second], optimizer = amp.initialize(
+        [first, second], optimizer, opt_level=level, verbosity=0
+    )
     _amp_state.loss_scalers[0]._loss_scale = 4.0
     x = torch.ones(4, device=device)
     for i in range(3):
@@ -477,7 +536,9 @@ def test_half_parameters_that_a_model_came_with(level: str, device: torch.device
     _amp_state.allow_incoming_model_not_fp32 = True
     model = nn.ModuleList([Sum(1.0), Sum(2.0).half()]).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, cast_model_type=False, verbosity=0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, cast_model_type=False, verbosity=0
+    )
     x = torch.ones(4, device=device)
     for _ in range(4):
         _amp_state.loss_scalers[0]._loss_scale = 4.0
@@ -511,13 +572,20 @@ def test_state_dict_round_trip(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("entries", [1, 3])
-def test_states_of_another_number_of_losses_warn(entries: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_of_another_number_of_losses_warn(
+    entries: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(torch.device("cpu"), "O2", num_losses=2)
     state = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(entries)}
-    with pytest.warns(UserWarning, match=f"contains {entries} entries, while 2 loss_scalers are used"):
+    with pytest.warns(
+        UserWarning, match=f"contains {entries} entries, while 2 loss_scalers are used"
+    ):
         amp.load_state_dict(state)
     assert "Warning: state_dict contains" in capsys.readouterr().out
-    assert [s.loss_scale() for s in _amp_state.loss_scalers] == [1.0, 2.0 if entries == 3 else 65536.0]
+    assert [s.loss_scale() for s in _amp_state.loss_scalers] == [
+        1.0,
+        2.0 if entries == 3 else 65536.0,
+    ]
 
 
 def test_unknown_keys_raise_and_change_nothing() -> None:
@@ -530,7 +598,9 @@ def test_unknown_keys_raise_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("load_first", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_resuming_gives_the_bits_of_not_stopping(level: str, load_first: bool, device: torch.device) -> None:
+def test_resuming_gives_the_bits_of_not_stopping(
+    level: str, load_first: bool, device: torch.device
+) -> None:
     """apex lost the masters of O2."""
     data = batch(device)
     model, optimizer = start(device, level, torch.optim.Adam)
@@ -546,7 +616,9 @@ def test_resuming_gives_the_bits_of_not_stopping(level: str, load_first: bool, d
             resumed.load_state_dict(checkpoint["model"])
             resumed_optimizer.load_state_dict(checkpoint["optimizer"])
         else:
-            resumed, resumed_optimizer = amp.initialize(resumed, resumed_optimizer, opt_level=level, verbosity=0)
+            resumed, resumed_optimizer = amp.initialize(
+                resumed, resumed_optimizer, opt_level=level, verbosity=0
+            )
     amp.load_state_dict(state)
     assert [step(resumed, resumed_optimizer, data) for _ in range(3)] == losses
     assert same(values(resumed), values(model))
@@ -576,7 +648,11 @@ def test_copies_and_pickles_run_on_their_own_weights(level: str, device: torch.d
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
     wanted = model(x)
     for other in copies:
         assert torch.equal(other(x), wanted)
@@ -609,7 +685,9 @@ def test_one_of_two_models_is_not_initialized_again_alone() -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3"])
-def test_a_plain_backward_trains_where_parameters_are_their_own_masters(level: str, device: torch.device) -> None:
+def test_a_plain_backward_trains_where_parameters_are_their_own_masters(
+    level: str, device: torch.device
+) -> None:
     model = Sum(1.0).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -1,4 +1,6 @@
-"""The casts that amp.init and level O1 put around torch's functions: apex's lists, everywhere in the process."""
+"""The casts that amp.init and level O1 put around torch's functions: apex's lists, everywhere in
+the process.
+"""
 
 import functools
 import gc
@@ -19,7 +21,9 @@ Function = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> Iterator[None]:
-    """Initialized models are cycles, collected after each test: what was there before need not be looked at again."""
+    """Initialized models are cycles, collected after each test: what was there before need not be
+    looked at again.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -35,25 +39,32 @@ def square(n: int = 8) -> Tensor:
     return torch.eye(n) + 0.1
 
 
-# looked up when they are called: names that a script has imported before amp.init stay what they were
+# looked up when they are called: names that a script has imported before amp.init stay what they
+# were
 HALF: dict[str, Function] = {
     "F.linear": lambda x: F.linear(x, square().to(x.device), torch.ones(8, device=x.device)),
     "F.conv1d": lambda x: F.conv1d(x[None], torch.ones(4, 8, 3, device=x.device)),
     "F.conv2d": lambda x: F.conv2d(x[None, None], torch.ones(4, 1, 3, 3, device=x.device)),
-    "F.conv_transpose2d": lambda x: F.conv_transpose2d(x[None, None], torch.ones(1, 4, 3, 3, device=x.device)),
+    "F.conv_transpose2d": lambda x: F.conv_transpose2d(
+        x[None, None], torch.ones(1, 4, 3, 3, device=x.device)
+    ),
     "F.prelu": lambda x: F.prelu(x, torch.full((1,), 0.25, device=x.device)),
     "torch.matmul": lambda x: torch.matmul(x, square().to(x.device)),
     "torch.mm": lambda x: torch.mm(square().to(x.device), x),
     "torch.mv": lambda x: torch.mv(x, torch.ones(8, device=x.device)),
     "torch.bmm": lambda x: torch.bmm(x[None], square().to(x.device)[None]),
     "torch.addmm": lambda x: torch.addmm(torch.zeros(8, device=x.device), x, square().to(x.device)),
-    "torch.baddbmm": lambda x: torch.baddbmm(torch.zeros(1, 8, 8, device=x.device), x[None], x[None]),
+    "torch.baddbmm": lambda x: torch.baddbmm(
+        torch.zeros(1, 8, 8, device=x.device), x[None], x[None]
+    ),
     "torch.einsum": lambda x: torch.einsum("ij,kj->ik", x, square().to(x.device)),
     "Tensor.matmul": lambda x: x.matmul(square().to(x.device)),
     "@": lambda x: x @ square().to(x.device),
     "reflected @": lambda x: square().to(x.device) @ x,
     "Tensor.mm": lambda x: x.mm(square().to(x.device)),
-    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], square().to(x.device)[None]),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], square().to(x.device)[None]
+    ),
 }
 FLOAT: dict[str, Function] = {
     "F.softmax": lambda x: F.softmax(x, -1),
@@ -96,7 +107,9 @@ AS_GIVEN: dict[str, Function] = {
     "mean": lambda x: torch.mean(x),
     "max": lambda x: x.max(),
     "dropout": lambda x: F.dropout(x),
-    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(8, device=x.device), torch.ones(8, device=x.device)),
+    "batch_norm": lambda x: F.batch_norm(
+        x, torch.zeros(8, device=x.device), torch.ones(8, device=x.device)
+    ),
 }
 LISTS = [
     *(pytest.param(f, {FP16: FP16, FP32: FP16}, id=name) for name, f in HALF.items()),
@@ -107,8 +120,12 @@ LISTS = [
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 @pytest.mark.parametrize(("function", "expected"), LISTS)
-def test_lists(function: Function, expected: dict[torch.dtype, torch.dtype], dtype: torch.dtype, device: Any) -> None:
-    """Dtype, value and gradient: as FP64 computes them from the rounded inputs, to a few roundings of the result."""
+def test_lists(
+    function: Function, expected: dict[torch.dtype, torch.dtype], dtype: torch.dtype, device: Any
+) -> None:
+    """Dtype, value and gradient: as FP64 computes them from the rounded inputs, to a few roundings
+    of the result.
+    """
     torch.manual_seed(0)
     x = torch.randn(8, 8).to(device, dtype).requires_grad_()
     amp.init()
@@ -141,7 +158,9 @@ BINARY = {
 
 
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.parametrize(("left", "right"), [(FP16, FP16), (FP16, FP32), (FP32, FP16), (FP32, FP32)])
+@pytest.mark.parametrize(
+    ("left", "right"), [(FP16, FP16), (FP16, FP32), (FP32, FP16), (FP32, FP32)]
+)
 def test_promotion(name: str, left: torch.dtype, right: torch.dtype, device: torch.device) -> None:
     amp.init()
     x = torch.full((4,), 3.0, device=device, dtype=left).requires_grad_()
@@ -164,22 +183,32 @@ def test_in_place_functions_of_the_fp32_list_refuse_half(name: str, device: torc
     arguments = {"pow_": (2,), "cumsum_": (0,)}.get(name, ())
     x = torch.ones(4, device=device)
     assert getattr(x, name)(*arguments).dtype is FP32
-    with pytest.raises(NotImplementedError, match=rf"{name} in place on a half tensor.*Use {name[:-1]} out of place"):
+    with pytest.raises(
+        NotImplementedError,
+        match=rf"{name} in place on a half tensor.*Use {name[:-1]} out of place",
+    ):
         getattr(x.half(), name)(*arguments)
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_other_in_place_functions_keep_the_dtype_of_the_tensor(dtype: torch.dtype, device: torch.device) -> None:
+def test_other_in_place_functions_keep_the_dtype_of_the_tensor(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     amp.init()
     other = FP32 if dtype is FP16 else FP16
-    x, y = torch.ones(2, 2, device=device, dtype=dtype), torch.ones(2, 2, device=device, dtype=other)
+    x, y = (
+        torch.ones(2, 2, device=device, dtype=dtype),
+        torch.ones(2, 2, device=device, dtype=other),
+    )
     same = x
     for result in (x.add_(y), x.mul_(y), x.addmm_(y, y), x.addcmul_(y, y)):
         assert result is same and result.dtype is dtype
     assert x.tolist() == [[5.0, 5.0], [5.0, 5.0]]  # (1 + 1) * 1 + 2 + 1
 
 
-@pytest.mark.parametrize("call", [lambda *a: F.binary_cross_entropy(*a), nn.BCELoss()], ids=["function", "module"])
+@pytest.mark.parametrize(
+    "call", [lambda *a: F.binary_cross_entropy(*a), nn.BCELoss()], ids=["function", "module"]
+)
 def test_binary_cross_entropy_is_banned_on_half(call: Any, device: torch.device) -> None:
     x, target = torch.full((4,), 0.25, device=device), torch.ones(4, device=device)
     amp.init()
@@ -210,25 +239,40 @@ def test_cells(cell: Any, dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_recurrent_layers(layer: Any, dtype: torch.dtype, packed: bool, device: torch.device) -> None:
+def test_recurrent_layers(
+    layer: Any, dtype: torch.dtype, packed: bool, device: torch.device
+) -> None:
     torch.manual_seed(0)
     module = layer(8, 8, num_layers=2, bidirectional=True).to(device)
     x = torch.randn(5, 3, 8).to(device, dtype).requires_grad_()
     given = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2])) if packed else x
-    wanted, _ = module(nn.utils.rnn.pack_padded_sequence(x.float(), torch.tensor([5, 4, 2])) if packed else x.float())
+    wanted, _ = module(
+        nn.utils.rnn.pack_padded_sequence(x.float(), torch.tensor([5, 4, 2]))
+        if packed
+        else x.float()
+    )
     amp.init()
     output, _ = module(given)
     values, exact = (output.data, wanted.data) if packed else (output, wanted)
     assert values.dtype is FP16
-    assert (values.float() - exact).abs().max() < 0.02  # weights and inputs rounded to 11 bits, ten steps
+    assert (
+        values.float() - exact
+    ).abs().max() < 0.02  # weights and inputs rounded to 11 bits, ten steps
     values.float().sum().backward()
     assert x.grad is not None and x.grad.dtype is dtype
 
 
 def test_fp64_integers_and_disabled_casts_are_left_alone(device: torch.device) -> None:
     amp.init()
-    double, number = torch.ones(2, 2, device=device, dtype=FP64), torch.ones(2, 2, device=device, dtype=torch.int64)
-    assert (double @ double).dtype is FP64 and double.sum().dtype is FP64 and number.sum().dtype is torch.int64
+    double, number = (
+        torch.ones(2, 2, device=device, dtype=FP64),
+        torch.ones(2, 2, device=device, dtype=torch.int64),
+    )
+    assert (
+        (double @ double).dtype is FP64
+        and double.sum().dtype is FP64
+        and number.sum().dtype is torch.int64
+    )
     full = torch.ones(2, 2, device=device)
     with amp.disable_casts():
         assert torch.mm(full, full).dtype is FP32 and full.half().sum().dtype is FP16
@@ -239,13 +283,25 @@ def test_fp64_integers_and_disabled_casts_are_left_alone(device: torch.device) -
 
 
 def test_deactivate_and_a_second_init_leave_nothing_stacked() -> None:
-    originals = F.linear, torch.Tensor.__matmul__, torch.nn.RNNBase.check_input, dict(vars(torch._VF))
+    originals = (
+        F.linear,
+        torch.Tensor.__matmul__,
+        torch.nn.RNNBase.check_input,
+        dict(vars(torch._VF)),
+    )
     for _ in range(3):
         handle = amp.init()
-    assert F.linear.__wrapped__.__wrapped__ is originals[0]  # one wrapper that casts, one that computes
+    assert (
+        F.linear.__wrapped__.__wrapped__ is originals[0]
+    )  # one wrapper that casts, one that computes
     handle._deactivate()
     handle._deactivate()
-    assert (F.linear, torch.Tensor.__matmul__, torch.nn.RNNBase.check_input, dict(vars(torch._VF))) == originals
+    assert (
+        F.linear,
+        torch.Tensor.__matmul__,
+        torch.nn.RNNBase.check_input,
+        dict(vars(torch._VF)),
+    ) == originals
     assert torch.ones(2, 2).half().sum().dtype is FP16
 
 
@@ -305,7 +361,9 @@ def test_registered_functions_are_cast_from_the_next_init(kind: str) -> None:
     tensors = torch.ones(2), torch.ones(2, dtype=FP16)
     assert module.dtypes(*tensors) == [FP32, FP16]
     handle = amp.init()
-    assert module.dtypes(*tensors) == {"half": [FP16, FP16], "bfloat16": [BF16, BF16]}.get(kind, [FP32, FP32])
+    assert module.dtypes(*tensors) == {"half": [FP16, FP16], "bfloat16": [BF16, BF16]}.get(
+        kind, [FP32, FP32]
+    )
     handle._deactivate()
     assert module.dtypes(*tensors) == [FP32, FP16]
     with pytest.raises(ValueError, match="No function named nothing in module"):
@@ -339,7 +397,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def test_a_parameter_is_cast_once_an_iteration(counted: list[Tensor], device: torch.device) -> None:
     model = nn.Linear(4, 4, bias=False).to(device)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0
+    )
     x = torch.ones(2, 4, device=device)
     _amp_state.loss_scalers[0]._loss_scale = 4.0
     for iteration in (1, 2):
@@ -356,14 +416,18 @@ def test_a_parameter_is_cast_once_an_iteration(counted: list[Tensor], device: to
     assert len(counted) == 2
 
 
-def test_the_cached_copy_is_renewed_when_gradients_are_wanted_or_the_weight_changed(counted: list[Tensor]) -> None:
+def test_the_cached_copy_is_renewed_when_gradients_are_wanted_or_the_weight_changed(
+    counted: list[Tensor],
+) -> None:
     amp.init()
     weight, x = nn.Parameter(torch.eye(4)), torch.ones(2, 4)
     with torch.no_grad():
         assert not F.linear(x, weight).requires_grad
         F.linear(x, weight)
     assert len(counted) == 1
-    F.linear(x, weight).sum().backward()  # an evaluation came first: its copy has no gradients to hand on
+    F.linear(
+        x, weight
+    ).sum().backward()  # an evaluation came first: its copy has no gradients to hand on
     assert weight.grad is not None and len(counted) == 2
     with torch.no_grad():  # and without gradients any copy will do
         F.linear(x, weight)
@@ -399,7 +463,9 @@ class Twice(nn.Module):
 def test_training_after_an_evaluation(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     _amp_state.allow_incoming_model_not_fp32 = True
     model = Twice(kind, dtype).to(device)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0
+    )
     _amp_state.allow_incoming_model_not_fp32 = False
     x = torch.ones(4, 4, device=device)
     for _ in range(2):
@@ -427,11 +493,15 @@ def test_initialize_casts_outside_of_the_model_and_in_the_step_not(device: torch
 
     class Spy(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            seen.append(torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype)
+            seen.append(
+                torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype
+            )
             super().step()
 
     model = nn.Linear(4, 4).to(device)
-    model, optimizer = amp.initialize(model, Spy(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    model, optimizer = amp.initialize(
+        model, Spy(model.parameters(), lr=0.1), opt_level="O1", verbosity=0
+    )
     x = torch.ones(2, 4, device=device)
     assert model(x).dtype is FP16 and (x @ x.T).dtype is FP16 and model(x).softmax(-1).dtype is FP32
     _amp_state.loss_scalers[0]._loss_scale = 4.0

@@ -30,7 +30,11 @@ INF, NAN = float("inf"), float("nan")
 
 def conv_net() -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(16, 2)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.BatchNorm2d(4, affine=False),
+        nn.Flatten(),
+        nn.Linear(16, 2),
     )
 
 
@@ -48,7 +52,9 @@ def test_half_networks_keep_batch_norms(how: str, device: torch.device) -> None:
     y = model(x.half() if how == "convert_network" else x)
     assert y.dtype is torch.float16
     # of outputs of size 1 through four layers whose weights and activations are rounded
-    torch.testing.assert_close(y.float(), expected, rtol=0, atol=32 * torch.finfo(torch.float16).eps)
+    torch.testing.assert_close(
+        y.float(), expected, rtol=0, atol=32 * torch.finfo(torch.float16).eps
+    )
 
 
 def test_small_conversions(device: torch.device) -> None:
@@ -73,7 +79,10 @@ def test_masters_by_hand(flat: bool, device: torch.device) -> None:
     reference = copy.deepcopy(net).float()
     params, masters = prep_param_lists(net, flat_master=flat)
     assert len(params) == 3 and len(masters) == (1 if flat else 3)
-    optimizer, plain = torch.optim.SGD(masters, lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer, plain = (
+        torch.optim.SGD(masters, lr=0.1),
+        torch.optim.SGD(reference.parameters(), lr=0.1),
+    )
     for _ in range(3):
         net.zero_grad()
         (net(x.half()).float().square().mean() * 128).backward()
@@ -87,13 +96,17 @@ def test_masters_by_hand(flat: bool, device: torch.device) -> None:
         reference(x.half().float()).square().mean().backward()
         plain.step()
     values = torch.cat([m.detach().reshape(-1) for m in masters])
-    expected = torch.cat([p.detach().reshape(-1) for p in reference.parameters() if p.requires_grad])
+    expected = torch.cat(
+        [p.detach().reshape(-1) for p in reference.parameters() if p.requires_grad]
+    )
     torch.testing.assert_close(values, expected, rtol=0, atol=8 * torch.finfo(torch.float16).eps)
     assert torch.equal(torch.cat([p.detach().reshape(-1) for p in params]), values.half())
 
 
 def test_flat_masters_are_of_one_dtype() -> None:
-    with pytest.raises(ValueError, match=r"got parameters of torch\.float16, torch\.float32, flat_master=True"):
+    with pytest.raises(
+        ValueError, match=r"got parameters of torch\.float16, torch\.float32, flat_master=True"
+    ):
         prep_param_lists(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half()), flat_master=True)
 
 
@@ -127,13 +140,18 @@ def test_loss_scalers(device: torch.device) -> None:
 
 def half_net(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    return BN_convert_float(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device).half())
+    return BN_convert_float(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device).half()
+    )
 
 
 SCALES: dict[str, dict[str, Any]] = {
     "1": {},
     "static": {"static_loss_scale": 128.0},
-    "dynamic": {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 1024.0, "scale_window": 6}},
+    "dynamic": {
+        "dynamic_loss_scale": True,
+        "dynamic_loss_args": {"init_scale": 1024.0, "scale_window": 6},
+    },
 }
 
 
@@ -146,7 +164,9 @@ def loss_of(net: nn.Module, batch: int = 0) -> Tensor:
 @pytest.mark.parametrize("scale", SCALES)
 def test_fp16_optimizer_trains(scale: str, device: torch.device) -> None:
     net = half_net(device)
-    optimizer = FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **SCALES[scale])
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **SCALES[scale]
+    )
     losses = []
     for _ in range(15):
         loss = loss_of(net)
@@ -157,10 +177,16 @@ def test_fp16_optimizer_trains(scale: str, device: torch.device) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-    assert all(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
-    for half, master in zip(optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True):
+    assert all(
+        p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"]
+    )
+    for half, master in zip(
+        optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True
+    ):
         assert torch.equal(half, master.half())
-    assert optimizer.loss_scale == {"1": 1.0, "static": 128.0, "dynamic": 4096.0}[scale]  # doubled after 5 and 11
+    assert (
+        optimizer.loss_scale == {"1": 1.0, "static": 128.0, "dynamic": 4096.0}[scale]
+    )  # doubled after 5 and 11
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -179,13 +205,19 @@ def test_fp16_optimizer_accumulates_true_gradients(together: bool, device: torch
     for grad, param in zip(data[0], reference.parameters(), strict=True):
         assert grad is not None and param.grad is not None and grad.dtype is torch.float32
         size = param.grad.float().abs().max().item()  # sums of half gradients of this size
-        torch.testing.assert_close(grad, param.grad.float(), rtol=0, atol=4 * size * torch.finfo(torch.float16).eps)
+        torch.testing.assert_close(
+            grad, param.grad.float(), rtol=0, atol=4 * size * torch.finfo(torch.float16).eps
+        )
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_fp16_optimizer_skips(scale: str, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp16_optimizer_skips(
+    scale: str, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
     net = half_net(device)
-    optimizer = FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **SCALES[scale])
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **SCALES[scale]
+    )
     before = [p.detach().clone() for p in net.parameters()]
     optimizer.backward(loss_of(net) * INF)
     assert optimizer.overflow and optimizer.clip_master_grads(1.0) == -1
@@ -203,7 +235,9 @@ def test_fp16_optimizer_skips(scale: str, device: torch.device, capsys: pytest.C
 def test_fp16_optimizer_closure(scale: str, bad: int, device: torch.device) -> None:
     """Called again at a lower scale; where that does not help, there is no step."""
     net = half_net(device)
-    optimizer = FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.05), verbose=False, **SCALES[scale])
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(net.parameters(), lr=0.05), verbose=False, **SCALES[scale]
+    )
     before, calls = [p.detach().clone() for p in net.parameters()], 0
 
     def closure() -> Tensor:
@@ -224,7 +258,9 @@ def test_fp16_optimizer_closure(scale: str, bad: int, device: torch.device) -> N
 def test_fp16_optimizer_resumes_bit_for_bit(scale: str, device: torch.device) -> None:
     def build() -> tuple[nn.Module, FP16_Optimizer]:
         net = half_net(device)
-        return net, FP16_Optimizer(torch.optim.Adam(net.parameters(), lr=0.01), verbose=False, **SCALES[scale])
+        return net, FP16_Optimizer(
+            torch.optim.Adam(net.parameters(), lr=0.01), verbose=False, **SCALES[scale]
+        )
 
     def train(net: nn.Module, optimizer: FP16_Optimizer, batches: range) -> None:
         for batch in batches:
@@ -243,7 +279,9 @@ def test_fp16_optimizer_resumes_bit_for_bit(scale: str, device: torch.device) ->
     other_net.load_state_dict(saved["net"])
     other.load_state_dict(saved["optimizer"])
     train(other_net, other, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other_net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), other_net.parameters(), strict=True)
+    )
     assert other.loss_scale == optimizer.loss_scale
 
 

@@ -18,7 +18,9 @@ each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 def tensors(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     shapes: list[tuple[int, ...]] = [(7, 5), (), (0,), (333,)]
-    return [torch.randn(shape).to(device, dtype) for shape in shapes] + [torch.randn(4, 6).to(device, dtype).t()]
+    return [torch.randn(shape).to(device, dtype) for shape in shapes] + [
+        torch.randn(4, 6).to(device, dtype).t()
+    ]
 
 
 def flag(device: torch.device) -> Tensor:
@@ -42,7 +44,9 @@ def test_scale(dtype: torch.dtype, out: torch.dtype, device: torch.device) -> No
 @each_dtype
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 @pytest.mark.parametrize("which", [0, 1, 3, 4])
-def test_the_flag_is_raised(value: float, which: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_flag_is_raised(
+    value: float, which: int, dtype: torch.dtype, device: torch.device
+) -> None:
     xs, ys = tensors(device, dtype), tensors(device, dtype)
     xs[which][(-1,) * xs[which].dim()] = value
     outs = [torch.zeros_like(x) for x in xs]
@@ -56,7 +60,9 @@ def test_the_flag_is_raised(value: float, which: int, dtype: torch.dtype, device
     assert found(amp_C.multi_tensor_l2norm, [xs]) == [1]
     assert found(amp_C.multi_tensor_unscale_l2norm, [xs], torch.ones(1, device=device)) == [1]
     orders = [xs, ys, outs], [ys, xs, outs]
-    checked = [found(amp_C.multi_tensor_axpby, lists, 1.0, 1.0, n) for lists in orders for n in (-1, 0, 1)]
+    checked = [
+        found(amp_C.multi_tensor_axpby, lists, 1.0, 1.0, n) for lists in orders for n in (-1, 0, 1)
+    ]
     assert checked == [[1], [1], [0], [1], [0], [1]]
 
 
@@ -83,8 +89,12 @@ def test_norms(inv_scale: float | None, dtype: torch.dtype, device: torch.device
         _, nothing = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(device), [xs])
     else:
         factor = torch.tensor([inv_scale], device=device)
-        norm, per_tensor = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag(device), [xs], factor, True)
-        _, nothing = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag(device), [xs], factor)
+        norm, per_tensor = multi_tensor_applier(
+            amp_C.multi_tensor_unscale_l2norm, flag(device), [xs], factor, True
+        )
+        _, nothing = multi_tensor_applier(
+            amp_C.multi_tensor_unscale_l2norm, flag(device), [xs], factor
+        )
     assert norm.shape == (1,) and nothing.shape == (0,)
     # FP32 sums of up to 333 squares
     torch.testing.assert_close(norm.double(), expected.norm().reshape(1), rtol=32 * U32, atol=0)
@@ -101,12 +111,24 @@ def test_empty_lists(device: torch.device) -> None:
 
 def test_applier_hands_on_its_chunk_size() -> None:
     assert MultiTensorApply.available
-    assert MultiTensorApply(333)(lambda *args: args, None, [[]], "more") == (333, None, [[]], "more")
+    assert MultiTensorApply(333)(lambda *args: args, None, [[]], "more") == (
+        333,
+        None,
+        [[]],
+        "more",
+    )
 
 
-def run_scale(device: torch.device, overflows: str, scale: float = 16.0) -> list[tuple[float, int, int]]:
+def run_scale(
+    device: torch.device, overflows: str, scale: float = 16.0
+) -> list[tuple[float, int, int]]:
     state = torch.tensor([scale], device=device), flag(device), flag(device) + 2
-    settings: Any = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "hysteresis": 2}
+    settings: Any = {
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 3,
+        "hysteresis": 2,
+    }
     history: list[Any] = []
     for overflow in overflows:
         found_inf = torch.tensor([float(overflow)], device=device)
@@ -118,8 +140,13 @@ def run_scale(device: torch.device, overflows: str, scale: float = 16.0) -> list
 def test_update_scale_hysteresis(device: torch.device) -> None:
     assert run_scale(device, "1") == [(16.0, 0, 1)]  # tolerated
     assert run_scale(device, "111")[1:] == [(8.0, 0, 0), (4.0, 0, -1)]
-    assert run_scale(device, "120")[1:] == [(8.0, 0, 0), (8.0, 1, 2)]  # two ranks at once count as one
+    assert run_scale(device, "120")[1:] == [
+        (8.0, 0, 0),
+        (8.0, 1, 2),
+    ]  # two ranks at once count as one
     assert run_scale(device, "000") == [(16.0, 1, 2), (16.0, 2, 2), (32.0, 0, 2)]
     assert run_scale(device, "00100")[-2:] == [(16.0, 1, 2), (16.0, 2, 2)]
     assert run_scale(device, "000", scale=2.0**127)[-1] == (2.0**127, 0, 2)  # not inf
-    assert run_scale(device, "11", scale=torch.finfo(torch.float32).tiny)[-1][0] == 0.0  # no subnormal
+    assert (
+        run_scale(device, "11", scale=torch.finfo(torch.float32).tiny)[-1][0] == 0.0
+    )  # no subnormal

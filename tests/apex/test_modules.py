@@ -37,7 +37,10 @@ each_half = pytest.mark.parametrize("half", FLOATS[1:], ids=str)
 
 def test_clip_grad_norm(device: torch.device) -> None:
     params = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(3)]
-    params[0].grad, params[1].grad = torch.full_like(params[0], 2.0), torch.full_like(params[0], 1.0)
+    params[0].grad, params[1].grad = (
+        torch.full_like(params[0], 2.0),
+        torch.full_like(params[0], 1.0),
+    )
     norm = clip_grad_norm_(iter(params), 1.0)
     torch.testing.assert_close(norm.item(), 15.0**0.5)
     torch.testing.assert_close(params[0].grad, torch.full_like(params[0], 2.0 / 15.0**0.5))
@@ -62,7 +65,9 @@ def test_xentropy(smoothing: float, dtype: torch.dtype, device: torch.device) ->
     assert losses.dtype is torch.float32
     # logits of size 20 in FP32; the gradient is rounded to the logits' dtype
     torch.testing.assert_close(losses.double(), expected, rtol=16 * U32, atol=64 * U32)
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=64 * U32)
+    torch.testing.assert_close(
+        logits.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=64 * U32
+    )
 
 
 # normalization
@@ -93,7 +98,9 @@ def module(kind: str, device: torch.device, dtype: torch.dtype, **arguments: Any
 @pytest.mark.parametrize("kind", KINDS)
 @each_dtype
 @pytest.mark.parametrize("weights", FLOATS, ids=str)
-def test_norm_modules(kind: str, weights: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+def test_norm_modules(
+    kind: str, weights: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
     norm, (_, rms, mixed) = module(kind, device, weights), KINDS[kind]
     x = (torch.randn(5, 6, 4, device=device) + 1).to(dtype).transpose(1, 2).requires_grad_()
     y = norm(x)
@@ -137,10 +144,22 @@ def test_norm_functions(half: torch.dtype, device: torch.device) -> None:
     results = {
         "layer": (norms.fused_layer_norm_affine(h, w, b, shape, 1e-5), half, False, w, b),
         "layer bare": (norms.fused_layer_norm(h, shape, 1e-5), half, False, None, None),
-        "layer mixed": (norms.mixed_dtype_fused_layer_norm_affine(h, w, b, shape, 1e-5), torch.float32, False, w, b),
+        "layer mixed": (
+            norms.mixed_dtype_fused_layer_norm_affine(h, w, b, shape, 1e-5),
+            torch.float32,
+            False,
+            w,
+            b,
+        ),
         "rms": (norms.fused_rms_norm_affine(h, w, shape, 1e-5), half, True, w, None),
         "rms bare": (norms.fused_rms_norm(h, shape, 1e-5), half, True, None, None),
-        "rms mixed": (norms.mixed_dtype_fused_rms_norm_affine(h, w, shape, 1e-5), torch.float32, True, w, None),
+        "rms mixed": (
+            norms.mixed_dtype_fused_rms_norm_affine(h, w, shape, 1e-5),
+            torch.float32,
+            True,
+            w,
+            None,
+        ),
         "rms manual": (norms.manual_rms_norm(h, shape, w, 1e-5), torch.float32, True, w, None),
         "rms manual bare": (norms.manual_rms_norm(h, shape, None, 1e-5), half, True, None, None),
     }
@@ -148,7 +167,10 @@ def test_norm_functions(half: torch.dtype, device: torch.device) -> None:
         parameters = (None if p is None else p.double() for p in (weight, bias))
         assert y.dtype is dtype, name
         torch.testing.assert_close(
-            y.double(), exact_norm(h.double(), rms, *parameters), rtol=torch.finfo(dtype).eps, atol=16 * U32
+            y.double(),
+            exact_norm(h.double(), rms, *parameters),
+            rtol=torch.finfo(dtype).eps,
+            atol=16 * U32,
         )
 
 
@@ -191,8 +213,12 @@ def fill(scores: Tensor, mask: Tensor) -> Tensor:
     return scores.masked_fill(mask, -10000.0)
 
 
-def softmax(half: torch.dtype, fused: bool, kind: AttnMaskType, scale: float | None, in_fp32: bool) -> Any:
-    return FusedScaleMaskSoftmax(half is torch.float16, half is torch.bfloat16, kind, fused, fill, in_fp32, scale)
+def softmax(
+    half: torch.dtype, fused: bool, kind: AttnMaskType, scale: float | None, in_fp32: bool
+) -> Any:
+    return FusedScaleMaskSoftmax(
+        half is torch.float16, half is torch.bfloat16, kind, fused, fill, in_fp32, scale
+    )
 
 
 @each_half
@@ -200,7 +226,12 @@ def softmax(half: torch.dtype, fused: bool, kind: AttnMaskType, scale: float | N
 @pytest.mark.parametrize(("scale", "in_fp32"), [(None, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize("masked", [True, False])
 def test_masked_softmax(
-    masked: bool, scale: float | None, in_fp32: bool, kind: AttnMaskType, half: torch.dtype, device: torch.device
+    masked: bool,
+    scale: float | None,
+    in_fp32: bool,
+    kind: AttnMaskType,
+    half: torch.dtype,
+    device: torch.device,
 ) -> None:
     causal = kind is AttnMaskType.causal
     scores = torch.randn(2, 3, 6, 6, device=device).to(half).requires_grad_()
@@ -223,17 +254,26 @@ def test_masked_softmax(
     eps = torch.finfo(half).eps
     for y, dx in results:
         assert y.dtype is half
-        torch.testing.assert_close(y.double(), expected, rtol=eps, atol=1e-7)  # a subnormal half at most
+        torch.testing.assert_close(
+            y.double(), expected, rtol=eps, atol=1e-7
+        )  # a subnormal half at most
         torch.testing.assert_close(dx.double(), dexpected, rtol=4 * eps, atol=8 * eps)
 
 
 @each_half
 def test_rows_without_keys_are_zero(half: torch.dtype, device: torch.device) -> None:
-    scores, mask = torch.randn(1, 1, 2, 3, device=device).to(half), torch.zeros(1, 1, 2, 3, device=device).byte()
+    scores, mask = (
+        torch.randn(1, 1, 2, 3, device=device).to(half),
+        torch.zeros(1, 1, 2, 3, device=device).byte(),
+    )
     mask[..., 0, :] = 1
     y = scaled_masked_softmax(scores, mask, 0.5)
-    assert y[..., 0, :].count_nonzero() == 0 and torch.isclose(y[..., 1, :].float().sum(), torch.tensor(1.0), atol=0.01)
-    generic = GenericFusedScaleMaskSoftmax(half is torch.float16, half is torch.bfloat16, True, fill, True, 0.5)
+    assert y[..., 0, :].count_nonzero() == 0 and torch.isclose(
+        y[..., 1, :].float().sum(), torch.tensor(1.0), atol=0.01
+    )
+    generic = GenericFusedScaleMaskSoftmax(
+        half is torch.float16, half is torch.bfloat16, True, fill, True, 0.5
+    )
     assert torch.equal(generic(scores, mask), y)
 
 

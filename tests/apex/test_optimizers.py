@@ -1,4 +1,6 @@
-"""tritonamp.apex.optimizers and parallel.LARC: torch's optimizers where torch has them, FP64 formulas elsewhere."""
+"""tritonamp.apex.optimizers and parallel.LARC: torch's optimizers where torch has them, FP64
+formulas elsewhere.
+"""
 
 import copy
 import functools
@@ -35,18 +37,30 @@ ALL: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam uncorrected": (FusedAdam, {"bias_correction": False, "lr": 0.01}),
     "SGD": (FusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "SGD plain": (FusedSGD, {"lr": 0.1}),
-    "SGD late decay": (FusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}),
+    "SGD late decay": (
+        FusedSGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True},
+    ),
     "SGD nesterov": (FusedSGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "SGD dampened": (FusedSGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "Adagrad": (FusedAdagrad, {"weight_decay": 0.1}),
     "Adagrad W": (FusedAdagrad, {"weight_decay": 0.1, "adagrad_w_mode": True}),
     "LAMB": (FusedLAMB, {"lr": 0.1}),
-    "LAMB L2": (FusedLAMB, {"lr": 0.1, "adam_w_mode": False, "grad_averaging": False, "max_grad_norm": 50.0}),
+    "LAMB L2": (
+        FusedLAMB,
+        {"lr": 0.1, "adam_w_mode": False, "grad_averaging": False, "max_grad_norm": 50.0},
+    ),
     "LAMB no decay": (FusedLAMB, {"lr": 0.1, "weight_decay": 0.0}),
-    "NVLAMB": (FusedLAMB, {"lr": 0.1, "weight_decay": 0.0, "use_nvlamb": True, "bias_correction": False}),
+    "NVLAMB": (
+        FusedLAMB,
+        {"lr": 0.1, "weight_decay": 0.0, "use_nvlamb": True, "bias_correction": False},
+    ),
     "mixed LAMB": (FusedMixedPrecisionLamb, {"lr": 0.1}),
     "NovoGrad": (FusedNovoGrad, {"lr": 0.1, "weight_decay": 0.1}),
-    "NovoGrad inside": (FusedNovoGrad, {"lr": 0.1, "weight_decay": 0.1, "reg_inside_moment": True, "norm_type": 0}),
+    "NovoGrad inside": (
+        FusedNovoGrad,
+        {"lr": 0.1, "weight_decay": 0.1, "reg_inside_moment": True, "norm_type": 0},
+    ),
     "NovoGrad zero": (FusedNovoGrad, {"lr": 0.1, "init_zero": True, "grad_averaging": False}),
 }
 SAMPLE = ["Adam", "Adam uncorrected", "SGD", "Adagrad", "LAMB", "mixed LAMB", "NovoGrad"]
@@ -70,7 +84,10 @@ def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list
 
 def gradients(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    return [[torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES] for _ in range(steps)]
+    return [
+        [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+        for _ in range(steps)
+    ]
 
 
 def train(optimizer: Any, grads: list[list[Tensor]]) -> list[Tensor]:
@@ -94,8 +111,16 @@ TORCH: dict[str, tuple[str, Callable[..., Optimizer], float]] = {
     "Adam L2": ("Adam L2", functools.partial(torch.optim.Adam, weight_decay=0.1), 4 * U32),
     "SGD": ("SGD", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), 0.0),
     "SGD plain": ("SGD plain", functools.partial(torch.optim.SGD, lr=0.1), 0.0),
-    "SGD nesterov": ("SGD nesterov", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), 0.0),
-    "SGD dampened": ("SGD dampened", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), 0.0),
+    "SGD nesterov": (
+        "SGD nesterov",
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        0.0,
+    ),
+    "SGD dampened": (
+        "SGD dampened",
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+        0.0,
+    ),
     "Adagrad": ("Adagrad", functools.partial(torch.optim.Adagrad, weight_decay=0.1), 4 * U32),
 }
 
@@ -157,7 +182,9 @@ def lamb(
         p = p - 0.1 * update * (sizes[0] / sizes[1] if trust and all(sizes) else 1.0)
 
 
-def novograd(p: Tensor, inside: bool = False, zero: bool = False, averaging: bool = True, decay: float = 0.1) -> Any:
+def novograd(
+    p: Tensor, inside: bool = False, zero: bool = False, averaging: bool = True, decay: float = 0.1
+) -> Any:
     m, v, t = torch.zeros_like(p), None, 0
     while True:
         g = yield p
@@ -188,7 +215,13 @@ FORMULAS: dict[str, Callable[[Tensor], Any]] = {
     "NovoGrad inside": functools.partial(novograd, inside=True),
     "NovoGrad zero": functools.partial(novograd, zero=True, averaging=False, decay=0.0),
 }
-MAX_GRAD_NORM = {"LAMB": 1.0, "mixed LAMB": 1.0, "LAMB L2": 50.0, "LAMB no decay": 1.0, "NVLAMB": 1.0}
+MAX_GRAD_NORM = {
+    "LAMB": 1.0,
+    "mixed LAMB": 1.0,
+    "LAMB L2": 50.0,
+    "LAMB no decay": 1.0,
+    "NVLAMB": 1.0,
+}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -204,7 +237,9 @@ def test_formula(name: str, device: torch.device) -> None:
     result = train(build(name, parameters(device)), gradients())
     for a, b in zip(result, expected, strict=True):
         # some twenty roundings a step, of values of size 10 at most
-        torch.testing.assert_close(a.cpu().double(), b, rtol=80 * STEPS * U32, atol=80 * STEPS * U32)
+        torch.testing.assert_close(
+            a.cpu().double(), b, rtol=80 * STEPS * U32, atol=80 * STEPS * U32
+        )
 
 
 # half parameters
@@ -212,11 +247,18 @@ def test_formula(name: str, device: torch.device) -> None:
 
 @each
 @each_half
-def test_half_parameters_are_the_rounded_fp32_step(name: str, half: torch.dtype, device: torch.device) -> None:
-    halves, wide = parameters(device, half), [Parameter(p.detach().float()) for p in parameters(device, half)]
+def test_half_parameters_are_the_rounded_fp32_step(
+    name: str, half: torch.dtype, device: torch.device
+) -> None:
+    halves, wide = (
+        parameters(device, half),
+        [Parameter(p.detach().float()) for p in parameters(device, half)],
+    )
     grads = gradients(half, steps=1)
     result, expected = train(build(name, halves), grads), train(build(name, wide), grads)
-    if "SGD" in name:  # of first steps the momentum is the gradient, plus decay: it is stored in half, as in apex
+    if (
+        "SGD" in name
+    ):  # of first steps the momentum is the gradient, plus decay: it is stored in half, as in apex
         tolerance = 0.1 * 4 * torch.finfo(half).eps
         for a, b in zip(result, expected, strict=True):
             torch.testing.assert_close(a, b.to(half), rtol=torch.finfo(half).eps, atol=tolerance)
@@ -226,7 +268,9 @@ def test_half_parameters_are_the_rounded_fp32_step(name: str, half: torch.dtype,
 
 @pytest.mark.parametrize("name", ["Adam", "mixed LAMB"])
 @each_half
-def test_masters_keep_updates_below_half_an_ulp(name: str, half: torch.dtype, device: torch.device) -> None:
+def test_masters_keep_updates_below_half_an_ulp(
+    name: str, half: torch.dtype, device: torch.device
+) -> None:
     param = Parameter(torch.ones(8, device=device, dtype=half))
     optimizer = build(name, [param], lr=1e-4)
     train(optimizer, [[torch.ones(8)]] * 40)
@@ -234,7 +278,9 @@ def test_masters_keep_updates_below_half_an_ulp(name: str, half: torch.dtype, de
     with torch.no_grad():
         param.fill_(3.0)
     train(optimizer, [[torch.ones(8)]])
-    assert torch.equal(param.detach(), torch.full_like(param, 3.0))  # what somebody wrote there counts
+    assert torch.equal(
+        param.detach(), torch.full_like(param, 3.0)
+    )  # what somebody wrote there counts
 
 
 def test_sgd_on_half_is_torchs_where_no_rounding_differs(device: torch.device) -> None:
@@ -261,7 +307,9 @@ def test_resume_is_bit_identical(name: str, dtype: torch.dtype, device: torch.de
 
 
 @each_kind
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
 def test_copies_go_on(name: str, duplicate: Callable[[Any], Any], device: torch.device) -> None:
     optimizer = build(name, parameters(device))
     train(optimizer, gradients()[:2])
@@ -289,7 +337,9 @@ def test_closure(name: str, device: torch.device) -> None:
 def test_groups(name: str, device: torch.device) -> None:
     """A group of its own rate, one that is empty, one without gradients, one that is added later."""
     a, b, c, d = (Parameter(torch.ones(3, device=device)) for _ in range(4))
-    optimizer = build(name, [{"params": [a]}, {"params": [b], "lr": 0.0}, {"params": []}, {"params": [c]}])
+    optimizer = build(
+        name, [{"params": [a]}, {"params": [b], "lr": 0.0}, {"params": []}, {"params": [c]}]
+    )
     optimizer.add_param_group({"params": [d]})
     for param in (a, b, d):
         param.grad = torch.ones_like(param)
@@ -310,10 +360,16 @@ def test_sparse_gradients_are_refused(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("none", [True, False])
 def test_zero_grad(name: str, none: bool) -> None:
     param = Parameter(torch.ones(3))
-    optimizer = build(name, [param]) if name == "mixed LAMB" else build(name, [param], set_grad_none=none)
+    optimizer = (
+        build(name, [param]) if name == "mixed LAMB" else build(name, [param], set_grad_none=none)
+    )
     param.grad = torch.ones(3)
     optimizer.zero_grad()
-    assert param.grad is None if none or name == "mixed LAMB" else torch.equal(param.grad, torch.zeros(3))
+    assert (
+        param.grad is None
+        if none or name == "mixed LAMB"
+        else torch.equal(param.grad, torch.zeros(3))
+    )
     optimizer.zero_grad(set_to_none=True)
     assert param.grad is None
 
@@ -325,7 +381,9 @@ def test_amsgrad_is_refused(cls: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"nesterov": True}], ids=str
+    "arguments",
+    [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"nesterov": True}],
+    ids=str,
 )
 def test_sgd_refuses(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"FusedSGD: {next(iter(arguments))}"):
@@ -355,8 +413,12 @@ def test_adam_takes_a_checkpoint_of_apex(bias_correction: bool, device: torch.de
     ours = first.state_dict()
     names = ["lr", "bias_correction", "betas", "eps", "weight_decay", "params"]
     state = {
-        "state": {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq")} for n, s in ours["state"].items()},
-        "param_groups": [{**{k: group[k] for k in names}, "step": 2} for group in ours["param_groups"]],
+        "state": {
+            n: {k: s[k] for k in ("exp_avg", "exp_avg_sq")} for n, s in ours["state"].items()
+        },
+        "param_groups": [
+            {**{k: group[k] for k in names}, "step": 2} for group in ours["param_groups"]
+        ],
     }
     second = build(name, halfway)
     second.load_state_dict(state)
@@ -392,14 +454,18 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def enabled(name: str, level: str, device: torch.device, wrap: Callable[[Any], Any] = lambda o: o) -> Any:
+def enabled(
+    name: str, level: str, device: torch.device, wrap: Callable[[Any], Any] = lambda o: o
+) -> Any:
     torch.manual_seed(3)
     model = Net().to(device)
     optimizer = wrap(build(name, model.parameters(), lr=0.03))
     return model, optimizer, tritonamp.enable(model, optimizer, level=level)
 
 
-def descend(model: nn.Module, optimizer: Any, amp: Any, steps: int, factor: float = 1.0) -> list[float]:
+def descend(
+    model: nn.Module, optimizer: Any, amp: Any, steps: int, factor: float = 1.0
+) -> list[float]:
     torch.manual_seed(4)
     x = torch.randn(32, 4, device=next(model.parameters()).device)
     y, losses = x.sum(1, keepdim=True), []
@@ -430,7 +496,9 @@ def test_enabled(name: str, level: str, device: torch.device) -> None:
 
 @each_kind
 def test_enabled_steps_are_those_on_fp32_masters(name: str, device: torch.device) -> None:
-    """The model's half gradients, unscaled, in the same optimizer over FP32 copies of the parameters."""
+    """The model's half gradients, unscaled, in the same optimizer over FP32 copies of the
+    parameters.
+    """
     model, optimizer, amp = enabled(name, "O2", device)
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     plain = build(name, [Parameter(p.detach().clone()) for p in masters], lr=0.03)
@@ -445,7 +513,10 @@ def test_enabled_steps_are_those_on_fp32_masters(name: str, device: torch.device
     halves = [(p.dtype, p.detach().clone()) for p in model.parameters()]
     amp.disable()
     assert equal(result, expected)
-    assert equal([half for _, half in halves], [p.to(dtype) for p, (dtype, _) in zip(expected, halves, strict=True)])
+    assert equal(
+        [half for _, half in halves],
+        [p.to(dtype) for p, (dtype, _) in zip(expected, halves, strict=True)],
+    )
 
 
 @each_kind
@@ -455,7 +526,11 @@ def test_gradscaler(name: str, wrap: Callable[[Any], Any], device: torch.device)
     param, plain = (Parameter(torch.full((3,), 2.0, device=device)) for _ in range(2))
     optimizer, reference = wrap(build(name, [param])), wrap(build(name, [plain]))
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
-    for values in ([0.125, 0.25, 0.5], [INF, 0.0, 0.0], [0.5, 0.0625, 0.25]):  # LAMB clips none of them
+    for values in (
+        [0.125, 0.25, 0.5],
+        [INF, 0.0, 0.0],
+        [0.5, 0.0625, 0.25],
+    ):  # LAMB clips none of them
         grad = torch.tensor(values, device=device)
         scaler.scale((param * grad).sum()).backward()
         scaler.step(optimizer)
@@ -473,7 +548,10 @@ def test_gradscaler(name: str, wrap: Callable[[Any], Any], device: torch.device)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_larc_formula(clip: bool, decay: float, device: torch.device) -> None:
-    params = [*parameters(device), Parameter(torch.zeros(3, device=device))]  # the last has no local rate
+    params = [
+        *parameters(device),
+        Parameter(torch.zeros(3, device=device)),
+    ]  # the last has no local rate
     grads = [*gradients(steps=1)[0], torch.ones(3)]
     grads[1] = torch.zeros_like(grads[1])  # nor this
     expected = []
@@ -497,10 +575,18 @@ def test_larc_is_the_optimizer_it_wraps(device: torch.device) -> None:
     train(larc, gradients()[:1])
     schedule.step()
     larc.add_param_group({"params": [Parameter(torch.ones(1, device=device))], "lr": 1.0})
-    assert isinstance(larc, Optimizer) and larc.state is inner.state and larc.defaults is inner.defaults
+    assert (
+        isinstance(larc, Optimizer)
+        and larc.state is inner.state
+        and larc.defaults is inner.defaults
+    )
     assert [group["lr"] for group in inner.param_groups] == [0.25, 1.0]
     assert str(larc.state_dict()) == str(inner.state_dict())
-    other = LARC(torch.optim.SGD([{"params": parameters(device)}, {"params": [Parameter(torch.ones(1))]}], lr=9.0))
+    other = LARC(
+        torch.optim.SGD(
+            [{"params": parameters(device)}, {"params": [Parameter(torch.ones(1))]}], lr=9.0
+        )
+    )
     other.load_state_dict(larc.state_dict())
     assert [group["lr"] for group in other.param_groups] == [0.25, 1.0]
     copied = pickle.loads(pickle.dumps(LARC(inner, clip=False)))
@@ -510,7 +596,9 @@ def test_larc_is_the_optimizer_it_wraps(device: torch.device) -> None:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_larc_enabled(name: str, level: str, device: torch.device) -> None:
-    model, optimizer, amp = enabled(name, level, device, lambda o: LARC(o, clip=False, trust_coefficient=1.0))
+    model, optimizer, amp = enabled(
+        name, level, device, lambda o: LARC(o, clip=False, trust_coefficient=1.0)
+    )
     losses = descend(model, optimizer, amp, 12)
     before = [p.detach().clone() for p in amp.master_params()]
     descend(model, optimizer, amp, 1, factor=INF)

@@ -18,7 +18,12 @@ U32 = torch.finfo(torch.float32).eps
 
 
 def test_convert_syncbn_model() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ModuleList([nn.BatchNorm1d(4)]), nn.InstanceNorm2d(4))
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.ModuleList([nn.BatchNorm1d(4)]),
+        nn.InstanceNorm2d(4),
+    )
     converted = convert_syncbn_model(copy.deepcopy(net), channel_last=True)
     kinds = [type(m) for m in converted.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     assert kinds == [SyncBatchNorm, SyncBatchNorm, nn.InstanceNorm2d]
@@ -99,11 +104,16 @@ print("done")
 
 def test_two_ranks(tmp_path: Path) -> None:
     root = str(Path(tritonamp.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
     environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-W", "error", "-c", TWO_RANKS, str(tmp_path / "store")]
     ranks = [
-        subprocess.Popen([*command, rank], cwd=tmp_path, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
+        subprocess.Popen(
+            [*command, rank], cwd=tmp_path, env=environment, stdout=PIPE, stderr=STDOUT, text=True
+        )
         for rank in "01"
     ]
     try:

@@ -1,4 +1,6 @@
-"""Scripts as they were written for apex, with one import changed: they run, and what they train learns."""
+"""Scripts as they were written for apex, with one import changed: they run, and what they train
+learns.
+"""
 
 import os
 import subprocess
@@ -51,7 +53,9 @@ def quadrants(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdam])
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_single_gpu_script(opt_level: str, optimizer_class: Any, device: torch.device, tmp_path: Path) -> None:
+def test_single_gpu_script(
+    opt_level: str, optimizer_class: Any, device: torch.device, tmp_path: Path
+) -> None:
     model = Classifier().to(device)
     criterion = nn.CrossEntropyLoss().to(device)
     optimizer = optimizer_class(model.parameters(), lr=0.01)
@@ -76,7 +80,11 @@ def test_single_gpu_script(opt_level: str, optimizer_class: Any, device: torch.d
             images, target = quadrants(65, device)
             accuracy = (model(images).argmax(1) == target).float().mean().item()
         if epoch == 15:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "amp": amp.state_dict(),
+            }
             torch.save(state, tmp_path / "checkpoint.pt")
     assert accuracy > 0.9
 
@@ -94,7 +102,12 @@ def test_single_gpu_script(opt_level: str, optimizer_class: Any, device: torch.d
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = nn.ConvTranspose2d(4, 8, 4), nn.BatchNorm2d(8), nn.ReLU(True), nn.ConvTranspose2d(8, 1, 4, 2, 1)
+        layers = (
+            nn.ConvTranspose2d(4, 8, 4),
+            nn.BatchNorm2d(8),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(8, 1, 4, 2, 1),
+        )
         self.main = nn.Sequential(*layers, nn.Tanh())
 
     def forward(self, noise: Tensor) -> Tensor:
@@ -104,7 +117,12 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = nn.Conv2d(1, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(8, 1, 4)
+        layers = (
+            nn.Conv2d(1, 8, 4, 2, 1),
+            nn.BatchNorm2d(8),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(8, 1, 4),
+        )
         self.main = nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -114,7 +132,9 @@ class Discriminator(nn.Module):
 def gan(opt_level: str, num_losses: int, device: torch.device) -> Any:
     models = [Discriminator().to(device), Generator().to(device)]
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.005, betas=(0.5, 0.999)) for m in models]
-    result = amp.initialize(models, optimizers, opt_level=opt_level, num_losses=num_losses, verbosity=0)
+    result = amp.initialize(
+        models, optimizers, opt_level=opt_level, num_losses=num_losses, verbosity=0
+    )
     if _amp_state.opt_properties.loss_scale == "dynamic":
         for i, scaler in enumerate(_amp_state.loss_scalers):
             scaler._loss_scale = 2.0 ** (8 + i)
@@ -127,7 +147,10 @@ def test_gan_with_two_losses(opt_level: str, device: torch.device) -> None:
     (net_d, net_g), (optimizer_d, optimizer_g) = gan(opt_level, 2, device)
     gaps, before = [], [p.detach().clone() for p in net_g.parameters()]
     for _ in range(30):
-        real, noise = torch.full((16, 1, 8, 8), 0.5, device=device), torch.randn(16, 4, 1, 1, device=device)
+        real, noise = (
+            torch.full((16, 1, 8, 8), 0.5, device=device),
+            torch.randn(16, 4, 1, 1, device=device),
+        )
         fake = net_g(noise)
         optimizer_d.zero_grad()
         out_real, out_fake = net_d(real), net_d(fake.detach())
@@ -221,7 +244,9 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two processes on the CPU meet through gloo")
+@pytest.mark.skipif(
+    not torch.distributed.is_gloo_available(), reason="two processes on the CPU meet through gloo"
+)
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
@@ -242,8 +267,13 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         for of_first, of_second in zip(*(result["params"] for result in results), strict=True):
             assert all(map(torch.equal, of_first, of_second))
         params, masters = results[0]["params"]
-        assert all(torch.equal(param, master.to(param.dtype)) for param, master in zip(params, masters, strict=True))
-        assert {param.dtype for param in params} == {torch.float32 if opt_level == "O1" else torch.float16}
+        assert all(
+            torch.equal(param, master.to(param.dtype))
+            for param, master in zip(params, masters, strict=True)
+        )
+        assert {param.dtype for param in params} == {
+            torch.float32 if opt_level == "O1" else torch.float16
+        }
         states = [result["amp"] for result in results]
         assert states == [{"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 16}}] * 2
         assert all(result["losses"][-1] < result["losses"][0] for result in results)

@@ -44,7 +44,9 @@ class Slotted:
 
 @dataclasses.dataclass
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """What Hugging Face models return: a dataclass that is an OrderedDict of its fields that are not None."""
+    """What Hugging Face models return: a dataclass that is an OrderedDict of its fields that are
+    not None.
+    """
 
     loss: Any = None
     logits: Any = None
@@ -65,7 +67,11 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
 
     def __reduce__(self) -> Any:
         function, _, *rest = super().__reduce__()
-        return function, tuple(getattr(self, field.name) for field in dataclasses.fields(self)), *rest
+        return (
+            function,
+            tuple(getattr(self, field.name) for field in dataclasses.fields(self)),
+            *rest,
+        )
 
 
 class Batch:
@@ -102,7 +108,10 @@ CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "frozen dataclass": (lambda v: Frozen(v), lambda c: c.x),
     "dataclass with slots": (lambda v: Slotted(v), lambda c: c.x),
     "ModelOutput": (lambda v: ModelOutput(logits=v), lambda c: c.logits),
-    "nested": (lambda v: {"a": [Pair(Frozen(None, inner=(v,)), 2)]}, lambda c: c["a"][0].first.inner[0]),
+    "nested": (
+        lambda v: {"a": [Pair(Frozen(None, inner=(v,)), 2)]},
+        lambda c: c["a"][0].first.inner[0],
+    ),
 }
 BUILT_IN = {"dict", "OrderedDict", "defaultdict", "list", "tuple", "namedtuple"}
 each_container = pytest.mark.parametrize("container", CONTAINERS)
@@ -176,7 +185,10 @@ def test_what_a_container_carries_beside_the_tensors_stays() -> None:
 
 
 def test_model_output_stays_one_object_with_two_faces() -> None:
-    output = cast_tree(ModelOutput(loss=torch.ones((), dtype=FP16), logits=torch.ones(2, dtype=FP16)), from_half(FP32))
+    output = cast_tree(
+        ModelOutput(loss=torch.ones((), dtype=FP16), logits=torch.ones(2, dtype=FP16)),
+        from_half(FP32),
+    )
     assert output.loss is output["loss"]
     assert output.logits.dtype is output["loss"].dtype is FP32
     assert list(output) == ["loss", "logits"]
@@ -269,7 +281,9 @@ def steps(cell: nn.Module, x: Tensor) -> Any:
 
 
 def transformer_layer(**kwargs: Any) -> nn.Module:
-    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True, activation="gelu", **kwargs)
+    return nn.TransformerEncoderLayer(
+        8, 2, 16, dropout=0, batch_first=True, activation="gelu", **kwargs
+    )
 
 
 def causal(attention: nn.Module, x: Tensor) -> Any:
@@ -282,25 +296,39 @@ R = torch.randn
 
 # name: (model, inputs, layers of arithmetic that a value passes one after the other)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], int]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), lambda: (R(5, 8),), 2),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)),
+        lambda: (R(5, 8),),
+        2,
+    ),
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), lambda: (R(2, 3, 9),), 1),
     "conv2d": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)
+            nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"),
+            nn.Tanh(),
+            nn.Conv2d(4, 4, 3, groups=2),
         ),
         lambda: (R(2, 3, 7, 7),),
         2,
     ),
     "conv3d": (
-        lambda: nn.Sequential(nn.Conv3d(2, 3, 3), nn.MaxPool3d(2), nn.Conv3d(3, 2, 2), nn.AvgPool3d(2)),
+        lambda: nn.Sequential(
+            nn.Conv3d(2, 3, 3), nn.MaxPool3d(2), nn.Conv3d(3, 2, 2), nn.AvgPool3d(2)
+        ),
         lambda: (R(1, 2, 9, 9, 9),),
         4,
     ),
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(3, 4, 3), lambda: (R(2, 3, 5),), 1),
-    "conv_transpose2d": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), lambda: (R(2, 3, 5, 5),), 1),
+    "conv_transpose2d": (
+        lambda: nn.ConvTranspose2d(3, 4, 3, stride=2),
+        lambda: (R(2, 3, 5, 5),),
+        1,
+    ),
     "conv_transpose3d": (lambda: nn.ConvTranspose3d(3, 4, 3), lambda: (R(2, 3, 4, 4, 4),), 1),
     "upsample": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2, mode="bilinear"), nn.PixelShuffle(2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2, mode="bilinear"), nn.PixelShuffle(2)
+        ),
         lambda: (R(2, 3, 6, 6),),
         2,
     ),
@@ -314,7 +342,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         lambda: (pack_padded_sequence(R(5, 3, 4), [5, 3, 2]),),
         10,
     ),
-    "packed gru": (lambda: nn.GRU(4, 6), lambda: (pack_padded_sequence(R(5, 3, 4), [2, 5, 3], enforce_sorted=False),), 5),  # noqa: E501
+    "packed gru": (
+        lambda: nn.GRU(4, 6),
+        lambda: (pack_padded_sequence(R(5, 3, 4), [2, 5, 3], enforce_sorted=False),),
+        5,
+    ),
     "lstm cell": (lambda: Lambda(nn.LSTMCell(4, 6), steps), lambda: (R(5, 3, 4),), 5),
     "gru cell": (lambda: Lambda(nn.GRUCell(4, 6), steps), lambda: (R(5, 3, 4),), 5),
     "rnn cell": (lambda: Lambda(nn.RNNCell(4, 6), steps), lambda: (R(5, 3, 4),), 5),
@@ -331,16 +363,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         lambda: (R(2, 5, 8), R(2, 7, 4), R(2, 7, 6)),
         4,
     ),
-    "causal attention": (lambda: Lambda(nn.MultiheadAttention(8, 2, batch_first=True), causal), lambda: (R(2, 5, 8),), 4),  # noqa: E501
+    "causal attention": (
+        lambda: Lambda(nn.MultiheadAttention(8, 2, batch_first=True), causal),
+        lambda: (R(2, 5, 8),),
+        4,
+    ),
     "transformer layer": (transformer_layer, lambda: (R(2, 5, 8),), 8),
-    "transformer layer, norm first": (lambda: transformer_layer(norm_first=True), lambda: (R(2, 5, 8),), 8),
+    "transformer layer, norm first": (
+        lambda: transformer_layer(norm_first=True),
+        lambda: (R(2, 5, 8),),
+        8,
+    ),
     "transformer": (
         lambda: nn.TransformerEncoder(transformer_layer(), 2, enable_nested_tensor=False),
         lambda: (R(2, 5, 8), None, PADDING),
         16,
     ),
     "decoder": (
-        lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0, batch_first=True, activation="gelu"),
+        lambda: nn.TransformerDecoderLayer(
+            8, 2, 16, dropout=0, batch_first=True, activation="gelu"
+        ),
         lambda: (R(2, 5, 8), R(2, 3, 8)),
         12,
     ),
@@ -366,7 +408,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
     ),
     "instance norm": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3, bias=False), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
         ),
         lambda: (R(2, 3, 6, 6),),
         2,
@@ -381,9 +424,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         lambda: (R(6, 4),),
         3,
     ),
-    "rms norm": (lambda: nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8), nn.Linear(8, 3)), lambda: (R(6, 4),), 3),
+    "rms norm": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8), nn.Linear(8, 3)),
+        lambda: (R(6, 4),),
+        3,
+    ),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 8)), lambda: (R(6, 4),), 2),
-    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)), lambda: (R(2, 3, 6, 6),), 3),
+    "spectral norm": (
+        lambda: parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)),
+        lambda: (R(2, 3, 6, 6),),
+        3,
+    ),
     "spectral norm, hooks": (
         lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.Tanh()),
         lambda: (R(6, 4),),
@@ -391,7 +442,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
     ),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), lambda: (R(6, 4),), 2),
     "bilinear": (
-        lambda: Lambda(nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(4, 5, 3)]), lambda m, x, y: m[1](m[0](x), y)),
+        lambda: Lambda(
+            nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(4, 5, 3)]), lambda m, x, y: m[1](m[0](x), y)
+        ),
         lambda: (R(6, 4), R(6, 5)),
         3,
     ),
@@ -406,11 +459,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
     "doubles": (Doubles, lambda: (R(3, 4),), 1),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
-# without an op policy nothing reconciles half values with the FP32 ones that torch makes inside these
+# without an op policy nothing reconciles half values with the FP32 ones that torch makes inside
+# these
 MIXED_INSIDE = {"causal attention", "orthogonal"}
 each_model_and_level = pytest.mark.parametrize(
     ("name", "level"),
-    [(name, level) for name in MODELS for level in ("O1", "O2", "O3", "O5") if level != "O3" or name not in MIXED_INSIDE],  # noqa: E501
+    [
+        (name, level)
+        for name in MODELS
+        for level in ("O1", "O2", "O3", "O5")
+        if level != "O3" or name not in MIXED_INSIDE
+    ],
 )
 
 
@@ -431,13 +490,19 @@ def floats(value: Any) -> list[Tensor]:
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference over the largest value, of several tensors together."""
-    pairs = [(f.detach().double(), e.detach().double()) for f, e in zip(found, expected, strict=True)]
-    return max(float((f - e).abs().max()) for f, e in pairs) / max(float(e.abs().max()) for _, e in pairs)
+    pairs = [
+        (f.detach().double(), e.detach().double()) for f, e in zip(found, expected, strict=True)
+    ]
+    return max(float((f - e).abs().max()) for f, e in pairs) / max(
+        float(e.abs().max()) for _, e in pairs
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _stay_registered() -> Iterator[None]:
-    """Registering and removing the op table costs 0.1 s: once for the module, not in each of its tests."""
+    """Registering and removing the op table costs 0.1 s: once for the module, not in each of its
+    tests.
+    """
     amp = tritonamp.enable(nn.Linear(1, 1))
     yield
     amp.disable()
@@ -458,8 +523,8 @@ def test_within_half_rounding_of_fp32(name: str, level: str, training: bool) -> 
     assert [f.dtype for f in found] == [e.dtype for e in expected]
     torch.autograd.backward(found, upstream)
 
-    # A layer rounds its input, its weight and its result, each by a relative u at most; 2: the gain of the layers after
-    # it. The backward passes the same layers a second time.
+    # A layer rounds its input, its weight and its result, each by a relative u at most; 2: the gain
+    # of the layers after it. The backward passes the same layers a second time.
     u = torch.finfo(amp.policy.dtype).eps / 2
     tolerance = 2 * 3 * layers * u
     assert 0 < distance(found, expected) <= tolerance
@@ -471,7 +536,9 @@ def test_within_half_rounding_of_fp32(name: str, level: str, training: bool) -> 
 
 @each_model_and_level
 def test_inference_is_what_eval_with_gradients_gives(name: str, level: str) -> None:
-    """Without gradients nn.MultiheadAttention and nn.TransformerEncoderLayer take fused paths of their own."""
+    """Without gradients nn.MultiheadAttention and nn.TransformerEncoderLayer take fused paths of
+    their own.
+    """
     model, inputs, layers = build(name)
     amp = tritonamp.enable(model.eval(), level=level)
     expected = floats(model(*inputs))
@@ -545,7 +612,9 @@ def test_parameters_of_norms(norm: nn.Module, level: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(("level", "dtype"), [("O1", FP32), ("O2", FP32), ("O3", FP16)])
 def test_buffers(level: str, dtype: torch.dtype) -> None:
-    """Under an op policy buffers stay: tables of angles and running statistics lose too much in half."""
+    """Under an op policy buffers stay: tables of angles and running statistics lose too much in
+    half.
+    """
     model = Rotary()
     before = {name: b.clone() for name, b in model.named_buffers()}
     amp = tritonamp.enable(model, level=level)
@@ -582,7 +651,11 @@ class Seen(nn.Module):
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.block, self.last = nn.Linear(4, 4), nn.Sequential(Seen(), nn.Tanh()), nn.Linear(4, 4)
+        self.first, self.block, self.last = (
+            nn.Linear(4, 4),
+            nn.Sequential(Seen(), nn.Tanh()),
+            nn.Linear(4, 4),
+        )
         self.again = self.block
 
     def forward(self, x: Tensor) -> Tensor:
@@ -591,9 +664,12 @@ class Outer(nn.Module):
         return self.last(self.after)
 
 
-# an FP32 module returns FP32 where the op policy reconciles dtypes, half where the next layer would refuse FP32
+# an FP32 module returns FP32 where the op policy reconciles dtypes, half where the next layer would
+# refuse FP32
 @pytest.mark.parametrize(("level", "after"), [("O1", FP32), ("O2", FP32), ("O3", FP16)])
-@pytest.mark.parametrize("wanted", ["block", "again", nn.Sequential, "block.0", "again.0", Seen], ids=repr)
+@pytest.mark.parametrize(
+    "wanted", ["block", "again", nn.Sequential, "block.0", "again.0", Seen], ids=repr
+)
 def test_fp32_modules_really_compute_in_fp32(level: str, after: torch.dtype, wanted: Any) -> None:
     model = Outer()
     amp = tritonamp.enable(model, level=level, fp32_modules=[wanted])
@@ -632,12 +708,16 @@ def test_fp32_modules_get_everything_in_fp32(level: str) -> None:
 
 
 def test_fp32_modules_help_modules_that_refuse_half() -> None:
-    """nn.AdaptiveLogSoftmaxWithLoss copies FP32 log-probabilities into a tensor of the input's dtype."""
+    """nn.AdaptiveLogSoftmaxWithLoss copies FP32 log-probabilities into a tensor of the input's
+    dtype.
+    """
     model = Lambda(nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5]), lambda m, x, y: m(x, y).loss)
     x, y = torch.randn(6, 8), torch.randint(20, (6,))
     expected = model(x, y)
     amp = tritonamp.enable(model, level="O2", fp32_modules=nn.AdaptiveLogSoftmaxWithLoss)
-    assert distance([model(x, y)], [expected]) <= torch.finfo(FP16).eps  # the input alone was rounded
+    assert (
+        distance([model(x, y)], [expected]) <= torch.finfo(FP16).eps
+    )  # the input alone was rounded
     amp.disable()
 
 
@@ -655,7 +735,9 @@ def test_norms_kept_without_an_op_policy_compute_in_fp32() -> None:
 def test_fp32_modules_that_match_nothing(wanted: Any) -> None:
     """The model itself does not count: with everything in FP32 there would be nothing to enable."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(ValueError, match=r"fp32_modules: .* matches no module of the model; its modules are 0, 1"):
+    with pytest.raises(
+        ValueError, match=r"fp32_modules: .* matches no module of the model; its modules are 0, 1"
+    ):
         tritonamp.enable(model, fp32_modules=[wanted])
     assert type(model) is nn.Sequential
     with pytest.raises(ValueError, match=r"its modules are .it has no submodules."):
@@ -688,7 +770,9 @@ def test_inputs(level: str, got: torch.dtype) -> None:
     amp.disable()
 
 
-@pytest.mark.parametrize(("level", "dtype"), [("O1", FP16), ("O2", FP16), ("O3", FP16), ("O4", BF16)])
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O1", FP16), ("O2", FP16), ("O3", FP16), ("O4", BF16)]
+)
 def test_outputs(level: str, dtype: torch.dtype) -> None:
     x = torch.randn(2, 4)
     for cast_outputs, expected in ((FP32, FP32), (None, dtype), (BF16, BF16)):
@@ -738,7 +822,9 @@ def test_gradients_reach_fp32_inputs(level: str) -> None:
     x = torch.randn(2, 4, requires_grad=True)
     model(x).sum().backward()
     assert x.grad.dtype is FP32
-    assert distance([x.grad], [weight.sum(0).expand(2, 4)]) <= 4 * torch.finfo(FP16).eps  # a sum of 4 rounded weights
+    assert (
+        distance([x.grad], [weight.sum(0).expand(2, 4)]) <= 4 * torch.finfo(FP16).eps
+    )  # a sum of 4 rounded weights
     amp.disable()
 
 
@@ -760,5 +846,3 @@ def test_gradients_that_exist_already_follow_the_dtype() -> None:
     assert torch.equal(model.weight.grad, grad.half())
     amp.disable()
     assert model.weight.grad.dtype is FP32
-
-

@@ -44,7 +44,8 @@ TABLE = op_table.op_table("cpu", functional.RULES)
 # where we differ from torch on CUDA
 OURS = [op for op in op_table.op_table("cuda", functional.RULES) if not _named(op)]
 
-# on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d, lstm, lstm_cell, ...
+# on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d,
+# lstm, lstm_cell, ...
 CUDA_KERNELS_ONLY = {
     "_cudnn_rnn",
     "_scaled_dot_product_flash_attention",
@@ -73,8 +74,25 @@ _CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
 # for ops that no OpInfo reaches
 MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "_convolution": lambda: (R(1, 2, 5, 5), R(3, 2, 3, 3), R(3), *_CONV, False, False, False, False),
-    "_convolution.deprecated": lambda: (R(1, 2, 5, 5), R(3, 2, 3, 3), R(3), *_CONV, False, False, False),
+    "_convolution": lambda: (
+        R(1, 2, 5, 5),
+        R(3, 2, 3, 3),
+        R(3),
+        *_CONV,
+        False,
+        False,
+        False,
+        False,
+    ),
+    "_convolution.deprecated": lambda: (
+        R(1, 2, 5, 5),
+        R(3, 2, 3, 3),
+        R(3),
+        *_CONV,
+        False,
+        False,
+        False,
+    ),
     "_upsample_bicubic2d_aa": lambda: (R(1, 2, 4, 4), [6, 6], False),
     "_upsample_nearest_exact2d": lambda: (R(1, 2, 4, 4), [6, 6]),
     "_upsample_nearest_exact3d": lambda: (R(1, 2, 4, 4, 4), [6, 6, 6]),
@@ -124,7 +142,9 @@ def recorder(ops: list[str], calls: dict[str, list[Call]]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, list[Call]]:
-    """For each op of torch's lists and of our differences: FP32 arguments, mostly from torch's operator database."""
+    """For each op of torch's lists and of our differences: FP32 arguments, mostly from torch's
+    operator database.
+    """
     torch.manual_seed(0)
     calls: dict[str, list[Call]] = defaultdict(list)
     with recorder(sorted({*CUDA_LIST, *CPU_LIST, *OURS}), calls), warnings.catch_warnings():
@@ -133,7 +153,10 @@ def samples() -> dict[str, list[Call]]:
             if FP32 not in info.dtypes:
                 continue
             for sample, _ in zip(info.sample_inputs("cpu", FP32), range(3), strict=False):
-                with contextlib.suppress(Exception), torch.autocast("cpu", dtype=BF16):  # some expect other states
+                with (
+                    contextlib.suppress(Exception),
+                    torch.autocast("cpu", dtype=BF16),
+                ):  # some expect other states
                     info.op(sample.input, *sample.args, **sample.kwargs)
     for op, make in MORE_SAMPLES.items():
         calls[op].append((make(), {}))
@@ -160,7 +183,9 @@ def dtypes(value: Any) -> list[torch.dtype]:
 
 @contextlib.contextmanager
 def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """torch.autocast("cuda") refuses to start where there is no GPU; on fake tensors its rules work all the same."""
+    """torch.autocast("cuda") refuses to start where there is no GPU; on fake tensors its rules work
+    all the same.
+    """
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -180,7 +205,9 @@ def outcome(op: str, call: Call) -> list[Any]:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)  # attention has dropout
         try:
-            return [t for t in tree_leaves(target(op)(*call[0], **call[1])) if isinstance(t, Tensor)]
+            return [
+                t for t in tree_leaves(target(op)(*call[0], **call[1])) if isinstance(t, Tensor)
+            ]
         except Exception as error:
             return [type(error)]
 
@@ -195,7 +222,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 
 def on_fake_cuda(op: str, call: Call, dtype: torch.dtype) -> list[torch.dtype] | None:
-    """The dtypes that the op gives on CUDA tensors without values under autocast, or None where it fails."""
+    """The dtypes that the op gives on CUDA tensors without values under autocast, or None where it
+    fails.
+    """
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -208,7 +237,13 @@ def on_fake_cuda(op: str, call: Call, dtype: torch.dtype) -> list[torch.dtype] |
         return None if any(isinstance(r, type) for r in results) else dtypes(results)
 
 
-VARIANTS = {"fp32": (FP32,), "fp16": (FP16,), "bf16": (BF16,), "mixed": (FP16, FP32), "mixed, FP32 first": (FP32, FP16)}
+VARIANTS = {
+    "fp32": (FP32,),
+    "fp16": (FP16,),
+    "bf16": (BF16,),
+    "mixed": (FP16, FP32),
+    "mixed, FP32 first": (FP32, FP16),
+}
 Truth = dict[tuple[str, str], list[Any]]
 
 
@@ -219,7 +254,9 @@ def half_of(name: str) -> torch.dtype:
 def all_on_fake_cuda(samples: dict[str, list[Call]]) -> Truth:
     """What CUDA autocast gives now, for every op, variant and sample."""
     return {
-        (op, name): [on_fake_cuda(op, variant(call, *VARIANTS[name]), half_of(name)) for call in samples[op]]
+        (op, name): [
+            on_fake_cuda(op, variant(call, *VARIANTS[name]), half_of(name)) for call in samples[op]
+        ]
         for op in sorted(COMPARED)
         for name in VARIANTS
     }
@@ -244,7 +281,9 @@ def stock(samples: dict[str, list[Call]]) -> tuple[Truth, Truth]:
 
 @pytest.fixture(scope="module")
 def amps(stock: Any) -> Iterator[dict[torch.dtype, tritonamp.Amp]]:
-    """Handles for both half formats. Keeps the op table registered for the tests of this module, which costs 0.1 s."""
+    """Handles for both half formats. Keeps the op table registered for the tests of this module,
+    which costs 0.1 s.
+    """
     handles = {half: tritonamp.enable(nn.Linear(1, 1), level="O1", dtype=half) for half in HALVES}
     yield handles
     for amp in handles.values():
@@ -290,11 +329,18 @@ STORAGE_ON_CPU = sorted(op_table.overloads(op_table.STORAGE_ON_CPU))
 
 
 def test_every_op_of_the_cuda_list_has_a_sample(samples: dict[str, list[Call]]) -> None:
-    assert {op for op in (*CUDA_LIST, *OURS) if op not in samples} == CUDA_KERNELS_ONLY & {*CUDA_LIST}
-    assert {op for op in CUDA_LIST if op not in TABLE} <= {*CUDA_KERNELS_ONLY, *CPU_LIST}  # or torch's own rule serves
+    assert {op for op in (*CUDA_LIST, *OURS) if op not in samples} == CUDA_KERNELS_ONLY & {
+        *CUDA_LIST
+    }
+    assert {op for op in CUDA_LIST if op not in TABLE} <= {
+        *CUDA_KERNELS_ONLY,
+        *CPU_LIST,
+    }  # or torch's own rule serves
 
 
-def expected_dtypes(op: str, call: Call, half: torch.dtype, torchs: list[torch.dtype] | None) -> list[torch.dtype] | None:  # noqa: E501
+def expected_dtypes(
+    op: str, call: Call, half: torch.dtype, torchs: list[torch.dtype] | None
+) -> list[torch.dtype] | None:
     """What CUDA autocast gives, but for the differences that the design names; None where it fails."""
     given = dtypes(call)
     asked = next((value for value in tree_leaves(call) if isinstance(value, torch.dtype)), None)
@@ -311,7 +357,9 @@ def expected_dtypes(op: str, call: Call, half: torch.dtype, torchs: list[torch.d
     return torchs
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom", "ignore:torch.chain_matmul is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:.*degrees of freedom", "ignore:torch.chain_matmul is deprecated"
+)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("op", sorted(COMPARED))
 def test_dtypes_are_those_of_cuda(op: str, name: str, samples: Any, stock: Any, amps: Any) -> None:
@@ -332,7 +380,9 @@ def test_dtypes_are_those_of_cuda(op: str, name: str, samples: Any, stock: Any, 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("op", STORAGE_ON_CPU)
-def test_ops_that_only_torchs_cpu_list_has_keep_half_as_on_cuda(op: str, name: str, samples: Any, amps: Any) -> None:
+def test_ops_that_only_torchs_cpu_list_has_keep_half_as_on_cuda(
+    op: str, name: str, samples: Any, amps: Any
+) -> None:
     for sample in samples[op]:
         call = variant(sample, *VARIANTS[name])
         with amps[half_of(name)].autocast():
@@ -350,7 +400,12 @@ def test_other_ops_of_torchs_cpu_list_work_in_fp32(op: str, samples: Any, amps: 
     for sample in samples[op]:
         call = variant(sample, FP16)
         with amps[FP16].autocast():
-            assert {*dtypes(target(op)(*call[0], **call[1]))} <= {FP32, torch.complex64, torch.int64, torch.int32}
+            assert {*dtypes(target(op)(*call[0], **call[1]))} <= {
+                FP32,
+                torch.complex64,
+                torch.int64,
+                torch.int32,
+            }
 
 
 def test_a_nested_autocast_region_names_the_half_format(amps: Any) -> None:
@@ -399,14 +454,18 @@ def test_an_explicit_dtype_wins(op: str, asked: torch.dtype, given: torch.dtype,
     assert found.dtype is asked
     expected = EXPLICIT[op](x.double(), dtype=FP64)
     # at most twelve roundings in the narrower of the two formats, of values that grow to the result
-    torch.testing.assert_close(found.double(), expected, rtol=12 * max(torch.finfo(d).eps for d in (asked, given)), atol=0)  # noqa: E501
+    torch.testing.assert_close(
+        found.double(), expected, rtol=12 * max(torch.finfo(d).eps for d in (asked, given)), atol=0
+    )
 
 
 # values
 
 
 def leaves(call: Call, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
-    """The call with its half tensors in ``dtype``, as leaves that require gradients; and those leaves."""
+    """The call with its half tensors in ``dtype``, as leaves that require gradients; and those
+    leaves.
+    """
     found: list[Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -418,13 +477,19 @@ def leaves(call: Call, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
     return tree_map(leaf, call), found
 
 
-ROUNDED_ONCE = sorted({*COMPARED, *STORAGE_ON_CPU} & {*TABLE} - {*op_table.overloads(op_table.PROMOTE)})
+ROUNDED_ONCE = sorted(
+    {*COMPARED, *STORAGE_ON_CPU} & {*TABLE} - {*op_table.overloads(op_table.PROMOTE)}
+)
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("op", ROUNDED_ONCE)
-def test_half_is_computed_in_fp32_and_rounded_once(op: str, half: torch.dtype, samples: Any, amps: Any) -> None:
-    """Values and gradients on CPU are those of the op on FP32 copies, rounded to the dtypes of results and inputs."""
+def test_half_is_computed_in_fp32_and_rounded_once(
+    op: str, half: torch.dtype, samples: Any, amps: Any
+) -> None:
+    """Values and gradients on CPU are those of the op on FP32 copies, rounded to the dtypes of
+    results and inputs.
+    """
     for sample in samples[op]:
         if any(isinstance(value, torch.dtype) for value in tree_leaves(sample)):
             continue  # an explicit dtype is tested above
@@ -433,17 +498,27 @@ def test_half_is_computed_in_fp32_and_rounded_once(op: str, half: torch.dtype, s
         with amps[half].autocast():
             found = outcome(op, call)
         plain = outcome(op, wide)
-        expected = [e.to(f.dtype) if isinstance(f, Tensor) else e for e, f in zip(plain, found, strict=True)]
+        expected = [
+            e.to(f.dtype) if isinstance(f, Tensor) else e for e, f in zip(plain, found, strict=True)
+        ]
         assert same(found, expected)
         if op in functional.RULES:
             continue  # their gradients have tests of their own
-        pairs = [(f, e) for f, e in zip(found, expected, strict=True) if isinstance(e, Tensor) and e.requires_grad]
+        pairs = [
+            (f, e)
+            for f, e in zip(found, expected, strict=True)
+            if isinstance(e, Tensor) and e.requires_grad
+        ]
         upstream = [torch.randn_like(f) for f, _ in pairs]
         if pairs:
             torch.autograd.backward([f for f, _ in pairs], upstream)
             torch.autograd.backward([e for _, e in pairs], upstream)
         assert [i.grad is None for i in inputs] == [w.grad is None for w in wide_inputs]
-        grads = [(i.grad, w.grad.to(half)) for i, w in zip(inputs, wide_inputs, strict=True) if w.grad is not None]
+        grads = [
+            (i.grad, w.grad.to(half))
+            for i, w in zip(inputs, wide_inputs, strict=True)
+            if w.grad is not None
+        ]
         assert same([g for g, _ in grads], [w for _, w in grads])
 
 
@@ -475,7 +550,9 @@ OTHER_NUMBERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.complex64, torch.complex128], ids=str
+)
 @pytest.mark.parametrize("op", OTHER_NUMBERS)
 def test_integers_and_complex_numbers_pass_through(op: str, dtype: torch.dtype, amps: Any) -> None:
     x = torch.randint(1, 5, (3, 3)).to(dtype)
@@ -521,11 +598,18 @@ def test_cross_entropy_is_that_of_fp32(half: torch.dtype, reduction: str, amps: 
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("fused", [F.binary_cross_entropy, nn.BCELoss()], ids=["function", "module"])
-def test_binary_cross_entropy_is_refused_with_the_remedy(fused: Callable[..., Tensor], amps: Any) -> None:
+@pytest.mark.parametrize(
+    "fused", [F.binary_cross_entropy, nn.BCELoss()], ids=["function", "module"]
+)
+def test_binary_cross_entropy_is_refused_with_the_remedy(
+    fused: Callable[..., Tensor], amps: Any
+) -> None:
     p, y = torch.rand(3).half(), torch.ones(3).half()
     with amps[FP16].autocast():
-        with pytest.raises(RuntimeError, match=r"Use binary_cross_entropy_with_logits \(nn.BCEWithLogitsLoss\) without"):  # noqa: E501
+        with pytest.raises(
+            RuntimeError,
+            match=r"Use binary_cross_entropy_with_logits \(nn.BCEWithLogitsLoss\) without",
+        ):
             fused(p, y)
         assert F.binary_cross_entropy_with_logits(p, y).dtype is FP32
         with tritonamp.disable_casts():
@@ -555,7 +639,9 @@ def test_stock_cuda_autocast_is_what_it_was(op: str, samples: Any, stock: Any, a
             assert on_fake_cuda(op, variant(sample, *VARIANTS[name]), half_of(name)) == before
 
 
-@pytest.mark.parametrize("off", [lambda: torch.autocast("cpu", enabled=False), tritonamp.disable_casts])
+@pytest.mark.parametrize(
+    "off", [lambda: torch.autocast("cpu", enabled=False), tritonamp.disable_casts]
+)
 def test_a_nested_region_without_autocast_has_no_rules(off: Callable[[], Any], amps: Any) -> None:
     x, wide = R(3, 3).half(), R(3, 3)
     with amps[FP16].autocast():
@@ -709,7 +795,9 @@ TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in forward-mode derivatives
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated"
+)  # torch's own, in forward-mode derivatives
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_torch_func(transform: str, level: str) -> None:
@@ -717,11 +805,16 @@ def test_torch_func(transform: str, level: str) -> None:
     params, x = {name: p.detach() for name, p in model.named_parameters()}, x.detach()
     found = tree_leaves(TRANSFORMS[transform](model, params, x))
     amp.disable()
-    expected = tree_leaves(TRANSFORMS[transform](model, {n: p.float() for n, p in params.items()}, x))
+    expected = tree_leaves(
+        TRANSFORMS[transform](model, {n: p.float() for n, p in params.items()}, x)
+    )
     largest = max(float(e.detach().abs().max()) for e in expected)
     for f, e in zip(found, expected, strict=True):
-        # forward and backward pass some eight roundings each; 2: the gain of what comes after a rounding
-        torch.testing.assert_close(f.float(), e, rtol=0, atol=2 * 16 * torch.finfo(FP16).eps / 2 * largest)
+        # forward and backward pass some eight roundings each; 2: the gain of what comes after a
+        # rounding
+        torch.testing.assert_close(
+            f.float(), e, rtol=0, atol=2 * 16 * torch.finfo(FP16).eps / 2 * largest
+        )
 
 
 # torch.compile and checkpoints
@@ -840,7 +933,9 @@ def test_nested_checkpoints(use_reentrant: bool) -> None:
         return [x.grad, *(p.grad for p in model.parameters())]
 
     expected = grads(lambda function, x: function(x))
-    assert same(grads(lambda function, x: checkpoint(function, x, use_reentrant=use_reentrant)), expected)
+    assert same(
+        grads(lambda function, x: checkpoint(function, x, use_reentrant=use_reentrant)), expected
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

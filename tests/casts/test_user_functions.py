@@ -85,9 +85,12 @@ def library(registered: None) -> types.ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "got"), [(kind, given, got) for kind, rows in CASTS.items() for given, got in rows.items()]
+    ("kind", "given", "got"),
+    [(kind, given, got) for kind, rows in CASTS.items() for given, got in rows.items()],
 )
-def test_casts(kind: str, given: tuple[torch.dtype, ...], got: tuple[torch.dtype, ...], amp: tritonamp.Amp) -> None:
+def test_casts(
+    kind: str, given: tuple[torch.dtype, ...], got: tuple[torch.dtype, ...], amp: tritonamp.Amp
+) -> None:
     function = DECORATORS[kind](seen)
     first, second = (torch.ones(2, dtype=dtype) for dtype in given)
     with amp.autocast():
@@ -113,7 +116,11 @@ def test_a_decorated_function_keeps_its_name_and_text(kind: str) -> None:
         return x * x
 
     decorated = DECORATORS[kind](area)
-    assert (decorated.__name__, decorated.__doc__, decorated.__wrapped__) == ("area", "Of a square.", area)
+    assert (decorated.__name__, decorated.__doc__, decorated.__wrapped__) == (
+        "area",
+        "Of a square.",
+        area,
+    )
 
 
 @each_list
@@ -141,7 +148,9 @@ def test_nothing_is_cast_in_other_threads(kind: str, amp: tritonamp.Amp) -> None
     found: list[Any] = []
     function = DECORATORS[kind](seen)
     with amp.autocast():
-        thread = threading.Thread(target=lambda: found.append(function(torch.ones(2), torch.ones(2).half())))
+        thread = threading.Thread(
+            target=lambda: found.append(function(torch.ones(2), torch.ones(2).half()))
+        )
         thread.start()
         thread.join()
     assert found == [(FP32, FP16)]
@@ -151,7 +160,10 @@ def test_float_function_runs_without_casts(amp: tritonamp.Amp) -> None:
     x = torch.randn(3, 3)
     with amp.autocast():
         found = tritonamp.float_function(torch.matmul)(x, x)
-        assert tritonamp.float_function(F.binary_cross_entropy)(x.sigmoid().half(), x.sigmoid()).dtype is FP32
+        assert (
+            tritonamp.float_function(F.binary_cross_entropy)(x.sigmoid().half(), x.sigmoid()).dtype
+            is FP32
+        )
     assert torch.equal(found, x @ x)
 
 
@@ -304,7 +316,9 @@ def test_functions_of_an_object(registered: None) -> None:
 
 
 @each_list
-@pytest.mark.parametrize(("owner", "name"), [(math, "nowhere"), (math, "pi"), (Ops, "absent"), (F, "")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(math, "nowhere"), (math, "pi"), (Ops, "absent"), (F, "")]
+)
 def test_names_that_are_no_function(kind: str, owner: Any, name: str) -> None:
     text = f"no function named {name!r} in {owner.__name__}: allowed is the name of a function that it has"
     with pytest.raises(ValueError, match=text):

@@ -1,4 +1,6 @@
-"""What was saved at one level, by torch or by apex, goes into another run: converted exactly, or refused by name."""
+"""What was saved at one level, by torch or by apex, goes into another run: converted exactly, or
+refused by name.
+"""
 
 import copy
 import itertools
@@ -17,7 +19,10 @@ from tritonamp.apex.optimizers import FusedAdam
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 FIXED = ["O0", "O3", "O4", "O5"]
-ADAMS: dict[str, Callable[..., Optimizer]] = {"torch": torch.optim.AdamW, "our": tritonamp.optim.AdamW}
+ADAMS: dict[str, Callable[..., Optimizer]] = {
+    "torch": torch.optim.AdamW,
+    "our": tritonamp.optim.AdamW,
+}
 Run = tuple[nn.Module, Optimizer, tritonamp.Amp]
 
 
@@ -84,7 +89,9 @@ def same(a: Any, b: Any) -> bool:
 def enabled(device: torch.device) -> Iterator[Callable[..., Run]]:
     handles = []
 
-    def make(level: str = "O2", optimizer: Any = torch.optim.AdamW, seed: int = 0, **fields: Any) -> Run:
+    def make(
+        level: str = "O2", optimizer: Any = torch.optim.AdamW, seed: int = 0, **fields: Any
+    ) -> Run:
         model = net(device, seed)
         made = optimizer(model.parameters(), lr=1e-2)
         handles.append(tritonamp.enable(model, made, level=level, **fields))
@@ -104,7 +111,9 @@ def sgd(params: Any, **kwargs: Any) -> Optimizer:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize(("saved", "level"), list(itertools.product(LEVELS, LEVELS)))
-def test_from_level_to_level(enabled: Callable[..., Run], saved: str, level: str, optimizer: Any) -> None:
+def test_from_level_to_level(
+    enabled: Callable[..., Run], saved: str, level: str, optimizer: Any
+) -> None:
     first = enabled(saved, optimizer)
     train(first, 0, 3)
     of_model, of_optimizer, of_amp = states(first)
@@ -118,13 +127,18 @@ def test_from_level_to_level(enabled: Callable[..., Run], saved: str, level: str
         assert same(list(amp.master_params()), list(of_model.values()))
     fp32 = saved != "O3" or optimizer is not sgd  # momenta of half parameters are half
     assert all(
-        same(loaded[name], value if fp32 or not isinstance(value, Tensor) else value.to(loaded[name].dtype))
+        same(
+            loaded[name],
+            value if fp32 or not isinstance(value, Tensor) else value.to(loaded[name].dtype),
+        )
         for number, loaded in opt.state_dict()["state"].items()
         for name, value in of_optimizer["state"][number].items()
     )
     if level in FIXED and saved not in FIXED:
         before = amp.state_dict()
-        with pytest.raises(ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1\.0"):
+        with pytest.raises(
+            ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1\.0"
+        ):
             amp.load_state_dict(of_amp)
         assert amp.state_dict() == before
     else:
@@ -155,9 +169,13 @@ def test_nothing_to_heal_where_all_is_fp32(enabled: Callable[..., Run]) -> None:
 # torch
 
 
-@pytest.mark.parametrize("kind", ["default", "foreach", "fused", "capturable", "numbers", "amsgrad"])
+@pytest.mark.parametrize(
+    "kind", ["default", "foreach", "fused", "capturable", "numbers", "amsgrad"]
+)
 @pytest.mark.parametrize("level", LEVELS)
-def test_from_plain_torch(enabled: Callable[..., Run], device: torch.device, level: str, kind: str) -> None:
+def test_from_plain_torch(
+    enabled: Callable[..., Run], device: torch.device, level: str, kind: str
+) -> None:
     """Step counts may be anywhere, and numbers, as old torch had them."""
     plain = net(device, 1)
     options = {kind: True} if kind in ("foreach", "fused", "amsgrad") else {}
@@ -167,7 +185,9 @@ def test_from_plain_torch(enabled: Callable[..., Run], device: torch.device, lev
     if kind == "capturable":
         of_optimizer["param_groups"][0]["capturable"] = True
     for state in of_optimizer["state"].values():
-        state["step"] = 3.0 if kind == "numbers" else state["step"].to("cpu" if kind == "default" else device)
+        state["step"] = (
+            3.0 if kind == "numbers" else state["step"].to("cpu" if kind == "default" else device)
+        )
     model, opt, amp = run = enabled(level)
     load(run[:2], (of_model, of_optimizer))
     assert same(model.state_dict(), of_model)
@@ -178,13 +198,18 @@ def test_from_plain_torch(enabled: Callable[..., Run], device: torch.device, lev
     train((plain, optimizer), 3, 4)
     assert all(float(state["step"]) == 4 for state in opt.state.values())
     for ours, theirs in zip(amp.master_params(), plain.parameters(), strict=True):
-        # the step is of 1e-2; half parameters are rounded by up to 2^-9 of at most 1, their gradients by more
-        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=1e-5 if level == "O0" else 2e-2)
+        # the step is of 1e-2; half parameters are rounded by up to 2^-9 of at most 1, their
+        # gradients by more
+        torch.testing.assert_close(
+            ours.float(), theirs, rtol=0, atol=1e-5 if level == "O0" else 2e-2
+        )
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_from_a_half_model(enabled: Callable[..., Run], device: torch.device, level: str, half: torch.dtype) -> None:
+def test_from_a_half_model(
+    enabled: Callable[..., Run], device: torch.device, level: str, half: torch.dtype
+) -> None:
     state = net(device, 1, half).state_dict()
     model, _, amp = run = enabled(level)
     model.load_state_dict(state)
@@ -196,7 +221,9 @@ def test_from_a_half_model(enabled: Callable[..., Run], device: torch.device, le
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_into_plain_torch(enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any) -> None:
+def test_into_plain_torch(
+    enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any
+) -> None:
     """What goes on there is FP32 training: the same as by an O0 that has loaded it."""
     run = enabled(level, optimizer)
     train(run, 0, 3)
@@ -208,7 +235,9 @@ def test_into_plain_torch(enabled: Callable[..., Run], device: torch.device, lev
     ours = enabled("O0", optimizer, seed=1)
     load(ours[:2], (of_model, of_optimizer))
     losses = train(ours, 3, 6), train(theirs, 3, 6)
-    if optimizer is sgd:  # torch's own step in both; that of AdamW is ours, and differs in the last bits
+    if (
+        optimizer is sgd
+    ):  # torch's own step in both; that of AdamW is ours, and differs in the last bits
         assert losses[0] == losses[1]
         assert same(ours[0].state_dict(), plain.state_dict())
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
@@ -218,20 +247,28 @@ def test_into_plain_torch(enabled: Callable[..., Run], device: torch.device, lev
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_names_with_a_prefix_are_refused_as_by_torch(enabled: Callable[..., Run], wrapped: bool) -> None:
+def test_names_with_a_prefix_are_refused_as_by_torch(
+    enabled: Callable[..., Run], wrapped: bool
+) -> None:
     """What DistributedDataParallel puts in front: torch lists the keys and takes none."""
     model, _, _ = run = enabled()
     before = states(run)
     target = nn.ModuleDict({"module": model}) if wrapped else model
     given = {("" if wrapped else "module.") + name: value + 1 for name, value in before[0].items()}
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key\(s\) .*last.weight.*Unexpected key\(s\) .*last.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key\(s\) .*last.weight.*Unexpected key\(s\) .*last.weight"
+    ):
         target.load_state_dict(given)
     assert same(states(run), before)
-    target.load_state_dict({("module." if wrapped else "") + name: value + 1 for name, value in before[0].items()})
+    target.load_state_dict(
+        {("module." if wrapped else "") + name: value + 1 for name, value in before[0].items()}
+    )
     assert same(model.state_dict(), {name: value + 1 for name, value in before[0].items()})
 
 
-def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(enabled: Callable[..., Run]) -> None:
+def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(
+    enabled: Callable[..., Run],
+) -> None:
     model, _, amp = run = enabled()
     state = {name: value + 1 for name, value in states(run)[0].items()}
     state["last.weight"] = torch.ones(3, 15)
@@ -239,7 +276,9 @@ def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(enabled: Cal
         model.load_state_dict(state)
     for param, master in zip(model.parameters(), amp.master_params(), strict=True):
         assert torch.equal(param, master.to(param.dtype))
-    assert torch.equal(model.state_dict()["first.weight"], state["first.weight"]), "as in torch, what fits is taken"
+    assert torch.equal(model.state_dict()["first.weight"], state["first.weight"]), (
+        "as in torch, what fits is taken"
+    )
 
 
 # masters in the state of tritonamp.optim
@@ -272,7 +311,9 @@ def test_masters_of_half_parameters(
     assert "master_param" not in run[1].state_dict()["state"][0], "it would be stale by now"
 
 
-def test_masters_of_another_model_do_not_count(enabled: Callable[..., Run], device: torch.device) -> None:
+def test_masters_of_another_model_do_not_count(
+    enabled: Callable[..., Run], device: torch.device
+) -> None:
     half = net(device, 1, torch.float16)
     alone = half, tritonamp.optim.AdamW(half.parameters(), lr=1e-2)
     train(alone, 0, 3)
@@ -301,7 +342,9 @@ def test_masters_in_plain_torch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ADAMS)
-def test_into_half_parameters_alone(enabled: Callable[..., Run], device: torch.device, name: str) -> None:
+def test_into_half_parameters_alone(
+    enabled: Callable[..., Run], device: torch.device, name: str
+) -> None:
     """FP32 moments come along; the parameters begin as rounded, which is all that such a model has."""
     run = enabled("O2", ADAMS[name])
     train(run, 0, 3)
@@ -310,7 +353,9 @@ def test_into_half_parameters_alone(enabled: Callable[..., Run], device: torch.d
     alone = half, tritonamp.optim.AdamW(half.parameters(), lr=1e-2)
     load(alone, given)
     for number, state in alone[1].state_dict()["state"].items():
-        assert all(same(state[key], given[1]["state"][number][key]) for key in ("exp_avg", "exp_avg_sq"))
+        assert all(
+            same(state[key], given[1]["state"][number][key]) for key in ("exp_avg", "exp_avg_sq")
+        )
     train(alone, 3, 4)
     assert all(state["master_param"].dtype is torch.float32 for state in alone[1].state.values())
 
@@ -326,13 +371,22 @@ def test_loss_scales_of_apex(enabled: Callable[..., Run]) -> None:
     *_, amp = run = enabled("O2", scaler=tritonamp.GradScaler(growth_interval=500, hysteresis=2))
     amp.backward(loss_of(run[0], 0), loss_id=5)
     amp.load_state_dict(of_apex(loss_scaler0=1024.0, loss_scaler1=32.0))
-    assert amp.stats() == {**amp.stats(), "scales": {0: 1024.0, 1: 32.0}, "growth_tracker": 17, "steps": 0}
+    assert amp.stats() == {
+        **amp.stats(),
+        "scales": {0: 1024.0, 1: 32.0},
+        "growth_tracker": 17,
+        "steps": 0,
+    }
     for state in amp.state_dict()["loss_scalers"].values():
         assert state["_growth_tracker"] == 17
-        assert (state["growth_interval"], state["_hysteresis_tracker"]) == (500, 2), "settings stay those of this run"
+        assert (state["growth_interval"], state["_hysteresis_tracker"]) == (500, 2), (
+            "settings stay those of this run"
+        )
 
 
-@pytest.mark.parametrize("state", [of_apex(loss_scaler0=1.0), {**torch.amp.GradScaler("cpu", 1.0).state_dict()}])
+@pytest.mark.parametrize(
+    "state", [of_apex(loss_scaler0=1.0), {**torch.amp.GradScaler("cpu", 1.0).state_dict()}]
+)
 def test_a_fixed_scale_that_is_the_same(enabled: Callable[..., Run], state: dict[str, Any]) -> None:
     *_, amp = enabled("O3")
     amp.load_state_dict(state)
@@ -341,7 +395,10 @@ def test_a_fixed_scale_that_is_the_same(enabled: Callable[..., Run], state: dict
 
 def fused_adam_of_apex(of_torch: dict[str, Any], **options: Any) -> dict[str, Any]:
     """The same as apex's FusedAdam saves it: one step count for a group."""
-    state = {n: {"exp_avg": s["exp_avg"], "exp_avg_sq": s["exp_avg_sq"]} for n, s in of_torch["state"].items()}
+    state = {
+        n: {"exp_avg": s["exp_avg"], "exp_avg_sq": s["exp_avg_sq"]}
+        for n, s in of_torch["state"].items()
+    }
     groups = []
     for group in of_torch["param_groups"]:
         kept = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
@@ -356,7 +413,9 @@ def fused_adam_of_apex(of_torch: dict[str, Any], **options: Any) -> dict[str, An
         *itertools.product(["plain"], [tritonamp.optim.AdamW, FusedAdam]),
     ],
 )
-def test_state_of_fused_adam(enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any) -> None:
+def test_state_of_fused_adam(
+    enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any
+) -> None:
     plain = net(device, 1)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     train((plain, theirs), 0, 3)
@@ -364,9 +423,19 @@ def test_state_of_fused_adam(enabled: Callable[..., Run], device: torch.device, 
     runs = []
     for given in (of_optimizer, fused_adam_of_apex(of_optimizer)):
         model = net(device, 2)
-        run = (model, optimizer(model.parameters())) if level == "plain" else enabled(level, optimizer)
+        run = (
+            (model, optimizer(model.parameters()))
+            if level == "plain"
+            else enabled(level, optimizer)
+        )
         load(run[:2], (of_model, given))
-        runs.append((train(run, 3, 5), run[0].state_dict(), [float(s["step"]) for s in run[1].state.values()]))
+        runs.append(
+            (
+                train(run, 3, 5),
+                run[0].state_dict(),
+                [float(s["step"]) for s in run[1].state.values()],
+            )
+        )
     assert same(*runs)
     assert set(runs[0][2]) == {5.0}
 
@@ -376,22 +445,29 @@ def test_without_bias_correction(enabled: Callable[..., Run]) -> None:
     train(run, 0, 1)
     before = states(run)
     with pytest.raises(
-        ValueError, match=r"AdamW\.load_state_dict: got bias_correction=False, which is FusedAdam's; all"
+        ValueError,
+        match=r"AdamW\.load_state_dict: got bias_correction=False, which is FusedAdam's; all",
     ):
         opt.load_state_dict(fused_adam_of_apex(before[1], bias_correction=False))
     assert same(states(run), before)
 
 
-def test_apex_drop_in_takes_states_of_apex(device: torch.device, enabled: Callable[..., Run]) -> None:
+def test_apex_drop_in_takes_states_of_apex(
+    device: torch.device, enabled: Callable[..., Run]
+) -> None:
     model = net(device, 0)
-    model, optimizer = apex_amp.initialize(model, FusedAdam(model.parameters()), "O2", num_losses=2, verbosity=0)
+    model, optimizer = apex_amp.initialize(
+        model, FusedAdam(model.parameters()), "O2", num_losses=2, verbosity=0
+    )
     state = of_apex(loss_scaler0=1024.0, loss_scaler1=32.0)
     apex_amp.load_state_dict(state)
     assert apex_amp.state_dict() == state
     *_, amp = enabled("O2")
     amp.load_state_dict(apex_amp.state_dict())
     assert amp.stats()["scales"] == {0: 1024.0, 1: 32.0}
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "counts", "loss_scale"'):
+    with pytest.raises(
+        RuntimeError, match=r'Unexpected key\(s\) in state_dict: "counts", "loss_scale"'
+    ):
         apex_amp.load_state_dict(amp.state_dict())
     assert apex_amp.state_dict() == state
     with apex_amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
@@ -403,26 +479,38 @@ def test_apex_drop_in_takes_states_of_apex(device: torch.device, enabled: Callab
 # states of something else
 
 
-def changed(of_optimizer: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def changed(
+    of_optimizer: dict[str, Any], change: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
     state = copy.deepcopy(of_optimizer)
     change(state)
     return state
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "of a model": (lambda run: run[0].state_dict(), r"got \['first.bias', .*allowed are .*state, param_groups"),
-    "of amp": (lambda run: run[2].state_dict(), r"got \['counts', .*allowed are .*state, param_groups"),
+    "of a model": (
+        lambda run: run[0].state_dict(),
+        r"got \['first.bias', .*allowed are .*state, param_groups",
+    ),
+    "of amp": (
+        lambda run: run[2].state_dict(),
+        r"got \['counts', .*allowed are .*state, param_groups",
+    ),
     "a list": (lambda run: [run[1].state_dict()], r"got \['list'\]; allowed are"),
     "of fewer parameters": (
         lambda run: changed(run[1].state_dict(), lambda s: s["param_groups"][0]["params"].pop()),
         r"got groups of \[5\] parameters, this optimizer has groups of \[6\]",
     ),
     "of more groups": (
-        lambda run: changed(run[1].state_dict(), lambda s: s["param_groups"].append({"params": []})),
+        lambda run: changed(
+            run[1].state_dict(), lambda s: s["param_groups"].append({"params": []})
+        ),
         r"got groups of \[6, 0\] parameters, this optimizer has groups of \[6\]",
     ),
     "of other shapes": (
-        lambda run: changed(run[1].state_dict(), lambda s: s["state"][0].update(exp_avg=torch.ones(6, 16))),
+        lambda run: changed(
+            run[1].state_dict(), lambda s: s["state"][0].update(exp_avg=torch.ones(6, 16))
+        ),
         r"got state 0: exp_avg of shape \(6, 16\) for a parameter of \(16, 6\); allowed is the state of an Adam",
     ),
     "without moments": (
@@ -442,7 +530,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize(
-    ("level", "optimizer"), [("O1", "torch"), ("O2", "torch"), ("O1", "our"), ("O2", "our"), ("plain", "our")]
+    ("level", "optimizer"),
+    [("O1", "torch"), ("O2", "torch"), ("O1", "our"), ("O2", "our"), ("plain", "our")],
 )
 def test_optimizers_refuse_what_is_not_theirs(
     enabled: Callable[..., Run], device: torch.device, level: str, optimizer: str, wrong: str
@@ -465,7 +554,9 @@ def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> No
     run = enabled("O2", sgd)
     train(run, 0, 1)
     before = states(run)
-    with pytest.raises(ValueError, match=r"SGD.load_state_dict: got groups of \[1\] parameters, .*groups of \[6\]"):
+    with pytest.raises(
+        ValueError, match=r"SGD.load_state_dict: got groups of \[1\] parameters, .*groups of \[6\]"
+    ):
         run[1].load_state_dict(sgd([nn.Parameter(torch.ones(1))], lr=0.1).state_dict())
     assert same(states(run), before)
 
@@ -473,22 +564,41 @@ def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> No
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (lambda run: run[0].state_dict(), r"got the keys \['first.bias', .*allowed are .*of apex.amp \(loss_scaler0"),
-        (lambda run: {str(n): n for n in range(50)}, r"got the keys \['0', .* and 30 more; allowed are"),
+        (
+            lambda run: run[0].state_dict(),
+            r"got the keys \['first.bias', .*allowed are .*of apex.amp \(loss_scaler0",
+        ),
+        (
+            lambda run: {str(n): n for n in range(50)},
+            r"got the keys \['0', .* and 30 more; allowed are",
+        ),
         (lambda run: run[1].state_dict(), r"got the keys \['param_groups', 'state'\]; allowed are"),
         (lambda run: [run[2].state_dict()], "got list; allowed are"),
         (lambda run: {}, r"got the keys \[\]; allowed are"),
-        (lambda run: {"loss_scaler0": {"loss_scale": 1.0}}, r"got the keys \['loss_scaler0'\]; allowed are"),
-        (lambda run: {**run[2].state_dict(), "healed": ["gone"]}, r"got the module name 'gone'; the model's modules"),
-        (lambda run: {**run[2].scaler.state_dict(), "scale": float("nan")}, "loss_id 0 has the scale nan, allowed"),
+        (
+            lambda run: {"loss_scaler0": {"loss_scale": 1.0}},
+            r"got the keys \['loss_scaler0'\]; allowed are",
+        ),
+        (
+            lambda run: {**run[2].state_dict(), "healed": ["gone"]},
+            r"got the module name 'gone'; the model's modules",
+        ),
+        (
+            lambda run: {**run[2].scaler.state_dict(), "scale": float("nan")},
+            "loss_id 0 has the scale nan, allowed",
+        ),
     ],
 )
-def test_amp_refuses_what_is_not_its_own(enabled: Callable[..., Run], given: Any, text: str) -> None:
+def test_amp_refuses_what_is_not_its_own(
+    enabled: Callable[..., Run], given: Any, text: str
+) -> None:
     run = enabled()
     train(run, 0, 2)
     run[2].heal("last")
     before, state = states(run), given(run)
-    if isinstance(state, dict) and "loss_scalers" in state:  # what comes before the healed modules is good
+    if (
+        isinstance(state, dict) and "loss_scalers" in state
+    ):  # what comes before the healed modules is good
         state["loss_scalers"]["0"]["scale"] = 2.0
     with pytest.raises(ValueError, match=text):
         run[2].load_state_dict(state)

@@ -1,4 +1,6 @@
-"""What `save` promises, with the process killed, the disk failing and the file damaged at every point there is."""
+"""What `save` promises, with the process killed, the disk failing and the file damaged at every
+point there is.
+"""
 
 import errno
 import importlib
@@ -19,7 +21,15 @@ import torch
 import tritonamp
 from tritonamp.checkpoint import durable, load, save
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16]
 VIEWS = {
     "contiguous": lambda x: x,
@@ -33,7 +43,9 @@ VIEWS = {
 
 @pytest.fixture(autouse=True)
 def _instant_fsync(monkeypatch):
-    """A killed process loses nothing it wrote, so only the calls count here; other processes below sync for real."""
+    """A killed process loses nothing it wrote, so only the calls count here; other processes below
+    sync for real.
+    """
     monkeypatch.setattr(os, "fsync", os.fstat)
 
 
@@ -54,7 +66,9 @@ def write(path, step, size=3):
 def read(path):
     """The step that `path` holds, having checked that all of the checkpoint is of that step."""
     content = load(path)
-    assert {value for tensor in content["weights"] for value in tensor.tolist()} == {content["step"]}
+    assert {value for tensor in content["weights"] for value in tensor.tolist()} == {
+        content["step"]
+    }
     return content["step"]
 
 
@@ -74,16 +88,24 @@ def flip(path, position):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_tensors_come_back_bit_for_bit(path, dtype, view):
-    raw = torch.randint(0, 256, (4, 4 * torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 256, (4, 4 * torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8
+    )
     tensor = view((raw % 2).bool()[:, :4] if dtype == torch.bool else raw.view(dtype))
     save(path, tensor=tensor)
     loaded = load(path)["tensor"]
-    assert (loaded.dtype, loaded.shape, loaded.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
     assert bits(loaded) == bits(tensor)
 
 
 def test_special_values_keep_their_bits(path):
-    patterns = torch.tensor([0x7FC12345, 0x7F800001, -0x800000, 0x7F800000, -(2**31), 1], dtype=torch.int32)
+    patterns = torch.tensor(
+        [0x7FC12345, 0x7F800001, -0x800000, 0x7F800000, -(2**31), 1], dtype=torch.int32
+    )
     save(path, x=patterns.view(torch.float32), y=float("-inf"), z=-0.0)
     loaded = load(path)
     assert loaded["x"].view(torch.int32).tolist() == patterns.tolist()
@@ -124,7 +146,9 @@ def test_tensors_are_stored_detached_and_keep_shared_storage(path):
 
 def build():
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+    ).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
 
@@ -140,7 +164,13 @@ def train(model, optimizer, scheduler, steps):
 def test_save_load_continue_is_bit_identical_to_not_stopping(path):
     model, optimizer, scheduler = build()
     train(model, optimizer, scheduler, 3)
-    save(path, model=model, parts=[optimizer, {"scheduler": scheduler}], rng=torch.get_rng_state(), epoch=7)
+    save(
+        path,
+        model=model,
+        parts=[optimizer, {"scheduler": scheduler}],
+        rng=torch.get_rng_state(),
+        epoch=7,
+    )
     train(model, optimizer, scheduler, 3)
 
     again, optimizer_again, scheduler_again = build()
@@ -169,7 +199,10 @@ def schedulers(optimizer):
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.*:UserWarning")
 def test_every_kind_of_scheduler_and_optimizer_state_is_plain(path):
     model = torch.nn.Linear(2, 2)
-    optimizers = [kind(model.parameters(), lr=0.1) for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS)]
+    optimizers = [
+        kind(model.parameters(), lr=0.1)
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS)
+    ]
     model(torch.ones(1, 2)).sum().backward()
     for optimizer in optimizers:
         optimizer.step(lambda: model(torch.ones(1, 2)).sum())
@@ -255,7 +288,9 @@ def test_a_changed_byte_is_seen(path, fraction):
     write(path, 1)
     write(path, 2, size=500)
     flip(path, position(fraction)(path.read_bytes()))
-    with pytest.warns(RuntimeWarning, match=f"{path} is unusable .*checksum.*; loaded the older {path}.prev"):
+    with pytest.warns(
+        RuntimeWarning, match=f"{path} is unusable .*checksum.*; loaded the older {path}.prev"
+    ):
         assert read(path) == 1
 
 
@@ -269,7 +304,9 @@ def test_a_cut_file_is_seen(path, keep):
         assert read(path) == 1
 
 
-@pytest.mark.parametrize("make", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes() + b"\0")])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes() + b"\0")]
+)
 def test_a_missing_or_grown_file_is_seen(path, make):
     write(path, 1)
     write(path, 2)
@@ -300,7 +337,9 @@ def test_nothing_there_is_file_not_found(path):
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
-    with pytest.raises(IsADirectoryError, match="it is a folder; those are for load_sharded, name a file"):
+    with pytest.raises(
+        IsADirectoryError, match="it is a folder; those are for load_sharded, name a file"
+    ):
         load(tmp_path)
 
 
@@ -318,7 +357,9 @@ def test_foreign_code_is_refused_even_with_a_right_checksum(path, tmp_path, monk
 
 
 def test_the_default_mmap_setting_of_torch_does_not_matter(path):
-    config = importlib.import_module("torch.utils.serialization.config").load  # torch itself imports it late
+    config = importlib.import_module(
+        "torch.utils.serialization.config"
+    ).load  # torch itself imports it late
     before = config.mmap
     config.mmap = True  # by hand: monkeypatch would remove the entry at the end
     try:
@@ -406,7 +447,8 @@ class Killed(BaseException):
 class Faults:
     """Numbers every system call that a save makes, and raises at the chosen one.
 
-    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops half-way.
+    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops
+    half-way.
     """
 
     def __init__(self, monkeypatch, at=None, error=None, links=True):
@@ -420,7 +462,9 @@ class Faults:
                 faults.call("write")
                 return written + super().write(memoryview(data)[half:])
 
-        monkeypatch.setattr(durable, "open", lambda path, mode: File(path, mode.replace("b", "")), raising=False)
+        monkeypatch.setattr(
+            durable, "open", lambda path, mode: File(path, mode.replace("b", "")), raising=False
+        )
         for name in ("fsync", "link", "replace", "unlink"):
             monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
         if not links:
@@ -570,7 +614,7 @@ def test_an_error_of_torch_is_not_taken_for_the_one_being_handled(path, monkeypa
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(RuntimeError, match="CUDA error"):  # noqa: PT012
+    with pytest.raises(RuntimeError, match="CUDA error"):
         try:
             raise OSError("what the caller saves because of")
         except OSError:
@@ -611,9 +655,14 @@ def test_a_full_disk(path):
 
 
 def script(text, folder, *args):
-    """Starts Python in `folder` on `text`, with `tritonamp` from where it is here and warnings as errors."""
+    """Starts Python in `folder` on `text`, with `tritonamp` from where it is here and warnings as
+    errors.
+    """
     root = str(Path(tritonamp.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-W", "error", "-c", text, *map(str, (folder, *args))]
     options = {"env": environment, "cwd": folder, "text": True}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
@@ -725,7 +774,9 @@ print("done")
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_ranks_save_one_path(tmp_path):
-    folder = tmp_path / "saved"  # the ranks meet in a file outside it, which torch may or may not remove
+    folder = (
+        tmp_path / "saved"
+    )  # the ranks meet in a file outside it, which torch may or may not remove
     folder.mkdir()
     ranks = [script(TWO_RANKS, folder, tmp_path / "store", rank) for rank in range(2)]
     for rank in ranks:

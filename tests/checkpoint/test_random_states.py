@@ -106,7 +106,9 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(what: str) -> Non
         state["ranks"] *= 3
         text = r"of 3 rank\(s\), this run has 1: .*leave them out and seed each rank"
     else:
-        state["ranks"][0]["cuda"] = [torch.empty(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
+        state["ranks"][0]["cuda"] = [torch.empty(16, dtype=torch.uint8)] * (
+            torch.cuda.device_count() + 1
+        )
         text = r"CUDA device\(s\), this process has \d: show it as many \(CUDA_VISIBLE_DEVICES\), or leave them out"
     draw()
     before = RNGState().state_dict()
@@ -131,7 +133,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def saved_and_resumed(path: str, sharded: bool) -> list[Any]:
     seed(dist.get_rank())
     draw()
-    (tritonamp.save_sharded if sharded else tritonamp.save)(path, rng=RNGState(), rank=dist.get_rank())
+    (tritonamp.save_sharded if sharded else tritonamp.save)(
+        path, rng=RNGState(), rank=dist.get_rank()
+    )
     expected = draw()
     seed(7)
     (load_sharded if sharded else load_plain)(path, RNGState())
@@ -141,7 +145,9 @@ def saved_and_resumed(path: str, sharded: bool) -> list[Any]:
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("sharded", [False, True], ids=["save", "save_sharded"])
 def test_each_rank_takes_its_own(pair: Pair, tmp_path: Path, sharded: bool) -> None:
-    (first, again), (second, again_too) = saved_and_resumed(pair, path=str(tmp_path / "x"), sharded=sharded)
+    (first, again), (second, again_too) = saved_and_resumed(
+        pair, path=str(tmp_path / "x"), sharded=sharded
+    )
     assert (first, second) == (again, again_too)
     assert first != second
     load: Any = load_sharded if sharded else load_plain

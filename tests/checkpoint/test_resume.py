@@ -1,4 +1,6 @@
-"""A run that was saved, loaded into other objects and continued has the bits of the run that never stopped."""
+"""A run that was saved, loaded into other objects and continued has the bits of the run that never
+stopped.
+"""
 
 import copy
 import itertools
@@ -26,9 +28,13 @@ LEVELS: dict[str, dict[str, Any]] = {
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "our AdamW": tritonamp.optim.AdamW,
-    "Adam amsgrad": lambda params, **kwargs: torch.optim.Adam(params, amsgrad=True, eps=1e-4, **kwargs),
+    "Adam amsgrad": lambda params, **kwargs: torch.optim.Adam(
+        params, amsgrad=True, eps=1e-4, **kwargs
+    ),
     "SGD": lambda params, **kwargs: torch.optim.SGD(params, momentum=0.9, **kwargs),
-    "RMSprop": lambda params, **kwargs: torch.optim.RMSprop(params, momentum=0.5, eps=1e-4, **kwargs),
+    "RMSprop": lambda params, **kwargs: torch.optim.RMSprop(
+        params, momentum=0.5, eps=1e-4, **kwargs
+    ),
     "Adagrad": torch.optim.Adagrad,
 }
 SCALERS: dict[str, dict[str, Any]] = {
@@ -51,7 +57,8 @@ class Net(nn.Module):
 
 
 class Run:
-    """Two models, two optimizers, two losses, and a schedule. Everything that ``NAMES`` names has a state.
+    """Two models, two optimizers, two losses, and a schedule. Everything that ``NAMES`` names has a
+    state.
 
     Args:
         before: a state to load before ``enable``; the state of amp goes in after.
@@ -73,7 +80,10 @@ class Run:
         make = OPTIMIZERS[optimizer]
         hidden = [*self.model.first.parameters(), *self.model.norm.parameters()]
         groups = [{"params": hidden}, {"params": self.model.last.parameters(), "lr": 3e-3}]
-        self.optimizer, self.critic_optimizer = make(groups, lr=1e-2), make(self.critic.parameters(), lr=1e-2)
+        self.optimizer, self.critic_optimizer = (
+            make(groups, lr=1e-2),
+            make(self.critic.parameters(), lr=1e-2),
+        )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.5)
         if before is not None:
             self.load(before, [name for name in NAMES if name != "amp"])
@@ -98,7 +108,10 @@ class Run:
             self.amp.backward(loss / ACCUMULATED, self.optimizer)
             score = self.critic(output.detach()).square().mean()
             self.amp.backward(score, self.critic_optimizer, loss_id=1)
-        for overflows, param in ((OVERFLOWS, self.model.first.weight), (CRITIC_OVERFLOWS, self.critic.weight)):
+        for overflows, param in (
+            (OVERFLOWS, self.model.first.weight),
+            (CRITIC_OVERFLOWS, self.critic.weight),
+        ):
             if i in overflows:
                 param.grad[0, 0] = float("inf")
         if i % 2:
@@ -131,12 +144,22 @@ class Run:
         """Every bit that counts, as plain values: the state, half parameters, masters, counts."""
         stats = self.amp.stats()
         tensors = [*self.model.parameters(), *self.critic.parameters(), *self.amp.master_params()]
-        counted = ("steps", "skipped", "scale_overflows", "forward_faults", "growth_tracker", "scales", "healed")
+        counted = (
+            "steps",
+            "skipped",
+            "scale_overflows",
+            "forward_faults",
+            "growth_tracker",
+            "scales",
+            "healed",
+        )
         return bits([self.state(), tensors, [stats[name] for name in counted]])
 
 
 def bits(value: Any) -> Any:
-    """``value`` with tensors as their dtype, shape and bytes, so that ``==`` compares every bit, NaN and zeros too."""
+    """``value`` with tensors as their dtype, shape and bytes, so that ``==`` compares every bit,
+    NaN and zeros too.
+    """
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         return value.dtype, tuple(value.shape), bytes(flat.view(torch.uint8).tolist())
@@ -162,7 +185,9 @@ def runs(device: torch.device) -> Iterator[Callable[..., Run]]:
 
 CASES = [
     *itertools.product(LEVELS, ["AdamW", "SGD"], ["interval"]),
-    *itertools.product(["O2", "O3"], ["our AdamW", "Adam amsgrad", "RMSprop", "Adagrad"], ["interval"]),
+    *itertools.product(
+        ["O2", "O3"], ["our AdamW", "Adam amsgrad", "RMSprop", "Adagrad"], ["interval"]
+    ),
     *itertools.product(["O1", "O2"], ["AdamW", "SGD"], ["headroom"]),
 ]
 
@@ -180,18 +205,25 @@ def test_resumed_after_any_step(runs: Callable[..., Run], case: tuple[str, ...])
         states.append(copy.deepcopy(straight.state()))
         seen.append(straight.everything())
     stats = straight.amp.stats()
-    assert (stats["scale_overflows"], stats["forward_faults"]) == (len(OVERFLOWS + CRITIC_OVERFLOWS), len(FAULTS))
+    assert (stats["scale_overflows"], stats["forward_faults"]) == (
+        len(OVERFLOWS + CRITIC_OVERFLOWS),
+        len(FAULTS),
+    )
     assert all(torch.isfinite(p).all() for p in straight.amp.master_params())
     for i in range(STEPS):
         end = min(i + 3, STEPS)
         resumed = runs(*case, seed=100 + i)
         resumed.load(states[i])
-        assert bits(train(resumed, i + 1, end)) == bits(losses[i + 1 : end]), f"stopped after step {i}"
+        assert bits(train(resumed, i + 1, end)) == bits(losses[i + 1 : end]), (
+            f"stopped after step {i}"
+        )
         assert resumed.everything() == seen[end - 1], f"stopped after step {i}"
 
 
 @pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD"), ("O2", "AdamW")])
-def test_through_a_file_to_the_end(runs: Callable[..., Run], level: str, optimizer: str, tmp_path: Path) -> None:
+def test_through_a_file_to_the_end(
+    runs: Callable[..., Run], level: str, optimizer: str, tmp_path: Path
+) -> None:
     straight = runs(level, optimizer)
     losses = []
     for i in range(STEPS):
@@ -207,7 +239,9 @@ def test_through_a_file_to_the_end(runs: Callable[..., Run], level: str, optimiz
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_into_objects_that_have_gone_on(runs: Callable[..., Run], level: str, optimizer: str) -> None:
+def test_into_objects_that_have_gone_on(
+    runs: Callable[..., Run], level: str, optimizer: str
+) -> None:
     """Also the state from before the first step, which knows nothing of a second loss."""
     run = runs(level, optimizer)
     begun, start = run.everything(), copy.deepcopy(run.state())
@@ -225,7 +259,9 @@ def test_into_objects_that_have_gone_on(runs: Callable[..., Run], level: str, op
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW", "SGD"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_in_any_order_with_a_healed_module(runs: Callable[..., Run], level: str, optimizer: str) -> None:
+def test_in_any_order_with_a_healed_module(
+    runs: Callable[..., Run], level: str, optimizer: str
+) -> None:
     straight = runs(level, optimizer)
     straight.amp.heal("0.last")
     train(straight, 0, 4)
@@ -251,16 +287,21 @@ def test_loaded_before_enable(runs: Callable[..., Run], level: str, optimizer: s
     state = copy.deepcopy(straight.state())
     losses = train(straight, 4, 6)
     resumed = runs(level, optimizer, seed=9, before=state)
-    same = bits(train(resumed, 4, 6)) == bits(losses) and resumed.everything() == straight.everything()
+    same = (
+        bits(train(resumed, 4, 6)) == bits(losses) and resumed.everything() == straight.everything()
+    )
     half_momentum = (level, optimizer) == ("O3", "SGD")  # FP32 when it was loaded, and from then on
     assert same == (not half_momentum)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_in_the_middle_of_accumulation(runs: Callable[..., Run], level: str) -> None:
-    """Gradients are not saved: such a state is that of the last step, and the micro-batches are to be run again."""
+    """Gradients are not saved: such a state is that of the last step, and the micro-batches are to
+    be run again.
+    """
     run = runs(level)
-    run.model.norm.eval()  # its statistics and the mask of the dropout move with each forward, not with each step
+    # its statistics and the mask of the dropout move with each forward, not with each step
+    run.model.norm.eval()
     run.model.drop.p = 0.0
     train(run, 0, 2)
     before = run.everything()
@@ -344,11 +385,15 @@ def test_faults_on_the_way_to_healing_count_on(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_scaler_alone_with_half_parameters(device: torch.device, half: torch.dtype, tmp_path: Path) -> None:
+def test_scaler_alone_with_half_parameters(
+    device: torch.device, half: torch.dtype, tmp_path: Path
+) -> None:
     def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, tritonamp.GradScaler]:
         torch.manual_seed(seed)
         model = nn.Linear(6, 3).to(device, half)
-        scaler = tritonamp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2, hysteresis=2)
+        scaler = tritonamp.GradScaler(
+            device.type, init_scale=2.0**8, growth_interval=2, hysteresis=2
+        )
         return model, tritonamp.optim.AdamW(model.parameters(), lr=1e-2), scaler
 
     def step(run: Any, i: int) -> None:
@@ -375,7 +420,9 @@ def test_scaler_alone_with_half_parameters(device: torch.device, half: torch.dty
                 resumed[part].load_state_dict(states[part])
             for later in range(i + 1, 8):
                 step(resumed, later)
-            assert bits([part.state_dict() for part in resumed]) == expected, f"stopped after step {i}"
+            assert bits([part.state_dict() for part in resumed]) == expected, (
+                f"stopped after step {i}"
+            )
 
 
 def test_a_loss_before_loading_does_not_count_after(device: torch.device) -> None:
@@ -391,7 +438,9 @@ def test_a_loss_before_loading_does_not_count_after(device: torch.device) -> Non
     assert torch.equal(param, torch.full_like(param, 0.5))
 
 
-@pytest.mark.parametrize("fields", [{"level": "O3"}, {"level": "O2", "keep_norms_fp32": False, "op_policy": False}])
+@pytest.mark.parametrize(
+    "fields", [{"level": "O3"}, {"level": "O2", "keep_norms_fp32": False, "op_policy": False}]
+)
 def test_running_statistics_in_half(device: torch.device, fields: dict[str, Any]) -> None:
     """batch_norm writes to them without telling anybody."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).to(device)
@@ -402,19 +451,25 @@ def test_running_statistics_in_half(device: torch.device, fields: dict[str, Any]
     amp.disable()
     after = [model[1].running_mean, model[1].running_var]
     assert running[0].dtype is torch.float16 and running[0].any()
-    for half, stored, put_back in zip(running, [state["1.running_mean"], state["1.running_var"]], after, strict=True):
+    for half, stored, put_back in zip(
+        running, [state["1.running_mean"], state["1.running_var"]], after, strict=True
+    ):
         assert torch.equal(half.float(), stored) and torch.equal(stored, put_back)
 
 
 def test_the_gradients_of_the_last_good_step_are_remembered(device: torch.device) -> None:
-    """A NaN far above them is a backward fault, where a first step would let the scale find its level."""
+    """A NaN far above them is a backward fault, where a first step would let the scale find its
+    level.
+    """
     causes: list[str | None] = []
     state: dict[str, Any] = {}
     for resumed in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(4, 3).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        amp = tritonamp.enable(model, optimizer, scaler=tritonamp.GradScaler(device.type, init_scale=2.0))
+        amp = tritonamp.enable(
+            model, optimizer, scaler=tritonamp.GradScaler(device.type, init_scale=2.0)
+        )
         if resumed:
             amp.load_state_dict(state)
         else:

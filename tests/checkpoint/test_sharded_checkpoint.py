@@ -1,4 +1,6 @@
-"""What `save_sharded` and `load_sharded` promise in one process; test_sharded_ranks.py has those of two."""
+"""What `save_sharded` and `load_sharded` promise in one process; test_sharded_ranks.py has those of
+two.
+"""
 
 import copy
 import errno
@@ -24,9 +26,19 @@ from tritonamp import load_sharded, save_sharded
 from tritonamp.checkpoint import distributed, durable
 from tritonamp.checkpoint.manifest import MANIFEST
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="needs torch.distributed"
+)
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16]
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -50,7 +62,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def bits(tensor: Tensor) -> list[int]:
-    values: list[int] = tensor.reshape(-1).contiguous().view(torch.uint8).tolist() if tensor.numel() else []
+    values: list[int] = (
+        tensor.reshape(-1).contiguous().view(torch.uint8).tolist() if tensor.numel() else []
+    )
     return values
 
 
@@ -62,7 +76,9 @@ def write(folder: Path, step: int, size: int = 3) -> None:
 def read(folder: Path | str) -> int:
     """The step that `folder` holds, having checked that all of the checkpoint is of that step."""
     content = load_sharded(folder)
-    assert {value for tensor in content["weights"] for value in tensor.tolist()} == {content["step"]}
+    assert {value for tensor in content["weights"] for value in tensor.tolist()} == {
+        content["step"]
+    }
     step: int = content["step"]
     return step
 
@@ -82,7 +98,9 @@ def flip(path: Path, fraction: float = 0.5) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_come_back_bit_for_bit(folder: Path, dtype: torch.dtype) -> None:
-    raw = torch.randint(0, 256, (4, 4 * torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 256, (4, 4 * torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8
+    )
     tensor = (raw % 2).bool()[:, :4] if dtype == torch.bool else raw.view(dtype)
     views = {name: view(tensor) for name, view in VIEWS.items()}
     save_sharded(folder, views=views)
@@ -126,7 +144,9 @@ def build(level: str, kind: str, seed: int = 0) -> tuple[nn.Module, Any, Any, An
 def train(model: nn.Module, optimizer: Any, scheduler: Any, amp: tritonamp.Amp, steps: int) -> None:
     for step in range(steps):
         loss = model(torch.randn(8, 4)).square().mean()
-        amp.backward(loss * (float("nan") if step == 1 else 1.0))  # one step in each half is skipped
+        amp.backward(
+            loss * (float("nan") if step == 1 else 1.0)
+        )  # one step in each half is skipped
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -135,11 +155,15 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, amp: tritonamp.Amp, 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.*:UserWarning")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_save_load_continue_is_bit_identical_to_not_stopping(folder: Path, level: str, kind: str) -> None:
+def test_save_load_continue_is_bit_identical_to_not_stopping(
+    folder: Path, level: str, kind: str
+) -> None:
     model, optimizer, scheduler, amp = build(level, kind)
     train(model, optimizer, scheduler, amp, 3)
     rng = tritonamp.RNGState()
-    save_sharded(folder, model=model, optimizer=optimizer, scheduler=scheduler, amp=amp, rng=rng, epoch=7)
+    save_sharded(
+        folder, model=model, optimizer=optimizer, scheduler=scheduler, amp=amp, rng=rng, epoch=7
+    )
     train(model, optimizer, scheduler, amp, 3)
     amp.disable()
 
@@ -170,7 +194,9 @@ def test_masters_come_back_unrounded_where_the_state_dict_is_half(folder: Path) 
     loaded, _, amp = model(1, state_dict_dtype=torch.float16)
     load_sharded(folder, model=loaded)
     amp.disable()
-    assert all(torch.equal(p, q) for p, q in zip(saved.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(saved.parameters(), loaded.parameters(), strict=True)
+    )
 
 
 def test_an_optimizer_that_has_stepped_takes_the_saved_state(folder: Path) -> None:
@@ -187,7 +213,11 @@ def test_an_optimizer_that_has_stepped_takes_the_saved_state(folder: Path) -> No
     step(-3.0)
     load_sharded(folder, optimizer=optimizer)
     state = optimizer.state_dict()
-    assert all(torch.equal(state["state"][i][key], value) for i, old in saved.items() for key, value in old.items())
+    assert all(
+        torch.equal(state["state"][i][key], value)
+        for i, old in saved.items()
+        for key, value in old.items()
+    )
     assert torch.equal(state["param_groups"][0]["lr"], torch.tensor(0.1))
 
 
@@ -204,7 +234,9 @@ def test_masters_of_half_parameters(folder: Path) -> None:
     again, optimizer_again = build(1)
     load_sharded(folder, model=again, optimizer=optimizer_again)
     state, state_again = optimizer.state_dict()["state"], optimizer_again.state_dict()["state"]
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)
+    )
     for number, values in state.items():
         for name, value in values.items():
             loaded = state_again[number][name]
@@ -240,7 +272,11 @@ def test_torch_reads_the_folder(folder: Path) -> None:
     amp.backward(model(torch.randn(8, 4)).sum())
     optimizer.step()
     save_sharded(folder, model=model, optimizer=optimizer, pair=(torch.ones(2), 1))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "pair": [torch.zeros(2), 0]}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "pair": [torch.zeros(2), 0],
+    }
     expected = [(value, bits(value)) for value in state["model"].values()]
     for value, _ in expected:
         value.zero_()
@@ -256,8 +292,8 @@ def test_torch_reads_the_folder(folder: Path) -> None:
 
 def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     """What was done, what the error says."""
-    linear = lambda *sizes: nn.Linear(*sizes)  # noqa: E731
-    sgd = lambda *modules: torch.optim.SGD([{"params": m.parameters()} for m in modules])  # noqa: E731
+    linear = lambda *sizes: nn.Linear(*sizes)
+    sgd = lambda *modules: torch.optim.SGD([{"params": m.parameters()} for m in modules])
     yield (
         "forgotten",
         r"also has the state of optimizer: give .*or optimizer=None to leave it out",
@@ -275,7 +311,9 @@ def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     )
     yield (
         "keys",
-        ("model is not what was saved; missing in the checkpoint: 0.weight, 0.bias; not in the module: weight, bias"),
+        (
+            "model is not what was saved; missing in the checkpoint: 0.weight, 0.bias; not in the module: weight, bias"
+        ),
         lambda p: load_sharded(p, model=nn.Sequential(linear(2, 3)), optimizer=None),
     )
     yield (
@@ -300,8 +338,12 @@ def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     )
 
 
-@pytest.mark.parametrize(("text", "act"), [pytest.param(*rest, id=what) for what, *rest in refusals()])
-def test_names_and_keys_on_one_side_are_refused(folder: Path, text: str, act: Callable[[Path], Any]) -> None:
+@pytest.mark.parametrize(
+    ("text", "act"), [pytest.param(*rest, id=what) for what, *rest in refusals()]
+)
+def test_names_and_keys_on_one_side_are_refused(
+    folder: Path, text: str, act: Callable[[Path], Any]
+) -> None:
     model = nn.Linear(2, 3)
     save_sharded(folder, model=model, optimizer=torch.optim.SGD(model.parameters()), step=1)
     with pytest.raises(ValueError, match=text):
@@ -332,7 +374,9 @@ class Tensor2(torch.Tensor):
     ],
     ids=["function", "subclass", "sparse", "collision"],
 )
-def test_what_could_not_be_loaded_is_refused_and_nothing_is_written(folder: Path, value: Any, text: str) -> None:
+def test_what_could_not_be_loaded_is_refused_and_nothing_is_written(
+    folder: Path, value: Any, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         save_sharded(folder, good=torch.ones(1), value=value)
     assert not names(folder.parent)
@@ -341,7 +385,9 @@ def test_what_could_not_be_loaded_is_refused_and_nothing_is_written(folder: Path
 def test_unusable_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got nothing to save"):
         save_sharded(folder)
-    with pytest.raises(FileNotFoundError, match="the folder around it does not exist; create it first"):
+    with pytest.raises(
+        FileNotFoundError, match="the folder around it does not exist; create it first"
+    ):
         save_sharded(tmp_path / "missing" / "x", step=1)
     tritonamp.save(tmp_path / "file", step=1)
     with pytest.raises(NotADirectoryError, match="file is a file; name a folder, or use save"):
@@ -351,7 +397,9 @@ def test_unusable_folders(folder: Path, tmp_path: Path) -> None:
     for occupied in (folder, Path(f"{folder}.prev")):
         occupied.mkdir()
         (occupied / "notes.txt").touch()
-        with pytest.raises(FileExistsError, match=f"{occupied} is a folder of something else; name another"):
+        with pytest.raises(
+            FileExistsError, match=f"{occupied} is a folder of something else; name another"
+        ):
             save_sharded(folder, step=1)
         shutil.rmtree(occupied)
     write(folder, 1)
@@ -416,7 +464,9 @@ def test_threads_may_save_one_folder(folder: Path) -> None:
     assert names(folder.parent) == ["run", "run.prev"]
 
 
-def test_a_save_in_the_middle_of_a_load_makes_no_mix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_the_middle_of_a_load_makes_no_mix(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def then_read(*args: Any) -> None:
         write(folder, 2, size=4)
         before(*args)
@@ -444,7 +494,9 @@ def test_a_damaged_file_is_seen(folder: Path, name: str, how: float | str) -> No
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1] if how == "cut" else path.read_bytes() + b"\0")
-    with pytest.warns(RuntimeWarning, match=f"{folder} is unusable .*; loaded the older {folder}.prev"):
+    with pytest.warns(
+        RuntimeWarning, match=f"{folder} is unusable .*; loaded the older {folder}.prev"
+    ):
         assert read(folder) == 1
 
 
@@ -452,7 +504,9 @@ def test_a_missing_folder_is_seen(folder: Path) -> None:
     write(folder, 1)
     write(folder, 2)
     shutil.rmtree(folder)
-    with pytest.warns(RuntimeWarning, match=f"{folder} is unusable .*; loaded the older {folder}.prev"):
+    with pytest.warns(
+        RuntimeWarning, match=f"{folder} is unusable .*; loaded the older {folder}.prev"
+    ):
         assert read(folder) == 1
 
 
@@ -482,7 +536,9 @@ def test_nothing_there_is_file_not_found(folder: Path) -> None:
 def test_a_folder_of_torch_is_refused(folder: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         torch.distributed.checkpoint.save({"x": torch.ones(1)}, checkpoint_id=folder)
-    with pytest.raises(RuntimeError, match=rf"no {MANIFEST} in it, .*torch.distributed.checkpoint.load may read it"):
+    with pytest.raises(
+        RuntimeError, match=rf"no {MANIFEST} in it, .*torch.distributed.checkpoint.load may read it"
+    ):
         load_sharded(folder)
 
 
@@ -558,7 +614,10 @@ TAMPERING = {
 
 @pytest.mark.parametrize("tamper", TAMPERING, ids=lambda tamper: tamper.__name__)
 def test_tampering_is_refused_even_with_right_checksums(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Path, dict[str, Any]], None]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tamper: Callable[[Path, dict[str, Any]], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(folder, 1)
@@ -579,10 +638,13 @@ class Killed(BaseException):
 class Faults:
     """Numbers every system call that a save makes, and raises at the chosen one.
 
-    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops half-way.
+    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops
+    half-way.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None = None, error: OSError | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, at: int | None = None, error: OSError | None = None
+    ) -> None:
         self.at, self.error, self.log = at, error, list[str]()
         faults = self
 
@@ -594,7 +656,7 @@ class Faults:
                 return written + super().write(memoryview(data)[half:])
 
         monkeypatch.setattr(io, "FileIO", File)
-        opened = lambda path, mode: File(path, mode.replace("b", ""))  # noqa: E731
+        opened = lambda path, mode: File(path, mode.replace("b", ""))
         monkeypatch.setattr(durable, "open", opened, raising=False)
         for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
             monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
@@ -634,14 +696,26 @@ def calls(tmp_path: Path, before: int) -> list[str]:
 
 def in_place(log: list[str], at: int, before: int) -> bool:
     """Whether the new one has its name: DCP renames its metadata, then come ours."""
-    by_dcp = sys.version_info >= (3, 11)  # older pathlib took hold of os.rename when it was imported
+    by_dcp = sys.version_info >= (
+        3,
+        11,
+    )  # older pathlib took hold of os.rename when it was imported
     return log[: at - 1].count("rename") >= by_dcp + {0: 1, 1: 3, 2: 3}[before]
 
 
-def test_content_is_on_the_disk_before_it_gets_the_name_and_the_name_before_save_returns(tmp_path: Path) -> None:
+def test_content_is_on_the_disk_before_it_gets_the_name_and_the_name_before_save_returns(
+    tmp_path: Path,
+) -> None:
     log = calls(tmp_path, 2)
     last_write = max(i for i, name in enumerate(log) if name == "write")
-    assert log[last_write + 1 : last_write + 7] == ["fsync", "fsync", "rename", "rename", "rename", "fsync"]
+    assert log[last_write + 1 : last_write + 7] == [
+        "fsync",
+        "fsync",
+        "rename",
+        "rename",
+        "rename",
+        "fsync",
+    ]
     assert log[:last_write].count("fsync") == 2  # the shard, the metadata
     assert set(log[last_write + 7 :]) <= {"unlink", "rmdir"}
 
@@ -689,7 +763,9 @@ def test_a_damaged_folder_never_costs_the_good_one_before_it(tmp_path: Path) -> 
         assert read(folder) == 9
 
 
-def test_an_error_at_any_point_reaches_the_caller_and_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_an_error_at_any_point_reaches_the_caller_and_leaves_the_old_or_the_new(
+    tmp_path: Path,
+) -> None:
     log = calls(tmp_path, 2)
     for at, name in enumerate(log, 1):
         if name in ("unlink", "rmdir"):
@@ -711,7 +787,9 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_the_old_or_the_new(
                 assert read(folder) == 1
 
 
-def test_a_saver_that_others_keep_coming_before_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saver_that_others_keep_coming_before_gives_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def occupied(source: Any, target: Any) -> None:
         if os.path.isdir(source):
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
@@ -720,7 +798,9 @@ def test_a_saver_that_others_keep_coming_before_gives_up(folder: Path, monkeypat
     write(folder, 1)
     rename = os.rename
     monkeypatch.setattr(os, "rename", occupied)
-    with pytest.raises(RuntimeError, match=r"others keep saving to .*: let each run have a folder of its own"):
+    with pytest.raises(
+        RuntimeError, match=r"others keep saving to .*: let each run have a folder of its own"
+    ):
         write(folder, 2)
     assert read(folder) == 1
     assert names(folder.parent) == ["run"]

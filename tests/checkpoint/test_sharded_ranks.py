@@ -1,6 +1,8 @@
-"""`save_sharded` and `load_sharded` on two gloo ranks: parts, meshes and numbers of ranks, errors, damage and kills.
+"""`save_sharded` and `load_sharded` on two gloo ranks: parts, meshes and numbers of ranks, errors,
+damage and kills.
 
-The ranks are this file run as a script, see two_ranks.py; those that are killed are forked by a script below.
+The ranks are this file run as a script, see two_ranks.py; those that are killed are forked by a
+script below.
 """
 
 import json
@@ -39,7 +41,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair.stop()
 
 
-def build(level: str, kind: str, seed: int, mesh: str | None = None) -> tuple[nn.Module, Any, tritonamp.Amp]:
+def build(
+    level: str, kind: str, seed: int, mesh: str | None = None
+) -> tuple[nn.Module, Any, tritonamp.Amp]:
     """With shapes that two ranks cannot share evenly, and a bias of which one of them has nothing."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.Linear(7, 1))
@@ -47,7 +51,11 @@ def build(level: str, kind: str, seed: int, mesh: str | None = None) -> tuple[nn
         policy = MixedPrecisionPolicy(param_dtype=torch.float16 if level == "O2" else None)
         names = None if mesh == "one" else ("replicate", "shard")
         for part in (model[0], model):
-            fully_shard(part, mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names), mp_policy=policy)
+            fully_shard(
+                part,
+                mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names),
+                mp_policy=policy,
+            )
     options: dict[str, Any] = {"SGD": {"momentum": 0.5}}.get(kind, {})
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
     return model, optimizer, tritonamp.enable(model, optimizer, level=level)
@@ -64,7 +72,10 @@ def train(model: nn.Module, optimizer: Any, amp: tritonamp.Amp) -> None:
 def values(model: nn.Module, optimizer: Any) -> list[Any]:
     """All there is, whole."""
     state = optimizer.state_dict()["state"]
-    tensors = [*model.state_dict().values(), *(state[i][key] for i in sorted(state) for key in sorted(state[i]))]
+    tensors = [
+        *model.state_dict().values(),
+        *(state[i][key] for i in sorted(state) for key in sorted(state[i])),
+    ]
     whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     return [t.double().flatten().tolist() for t in whole]
 
@@ -81,7 +92,9 @@ def save_and_resume(path: str, level: str, kind: str, mesh: str, other: str) -> 
     amp.disable()
     again, optimizer_again, amp_again = build(level, kind, 1, mesh)
     rng = tritonamp.RNGState()
-    assert load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again, rng=rng) == {"epoch": 7}
+    assert load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again, rng=rng) == {
+        "epoch": 7
+    }
     train(again, optimizer_again, amp_again)
     amp_again.disable()
     elsewhere, optimizer_elsewhere, amp_elsewhere = build(level, kind, 2, other)
@@ -198,7 +211,9 @@ def goes_wrong(path: str, what: str) -> list[str]:
     elif what == "value":
         text = refused(lambda: save_sharded(path, step=print if here else 1))
     elif what == "names":
-        text = refused(lambda: save_sharded(path, step=1, **({"more": torch.ones(1)} if here else {})))
+        text = refused(
+            lambda: save_sharded(path, step=1, **({"more": torch.ones(1)} if here else {}))
+        )
     elif what == "shapes":
         text = refused(lambda: save_sharded(path, step=torch.ones(3 + here)))
     elif what == "no folder":  # only rank 0 looks
@@ -210,17 +225,37 @@ def goes_wrong(path: str, what: str) -> list[str]:
 
 
 WRONG = {
-    "full disk": ("RuntimeError: save_sharded(.*) failed on rank 1: OSError: .*File too large", "OSError: .*File too"),
-    "value": ("RuntimeError: save_sharded(.*) failed on rank 1: ValueError: cannot save step", "ValueError: cannot"),
-    "names": ("ValueError: ranks differ in what they save: more .1 in all. is not the same on ranks 0 and 1",) * 2,
-    "shapes": ("ValueError: ranks differ in what they save: step .1 in all. is not the same on ranks 0 and 1",) * 2,
-    "no folder": ("FileNotFoundError: .*create it first", "RuntimeError: .* failed on rank 0: FileNotFoundError"),
-    "load": ("RuntimeError: load_sharded(.*) failed on rank 1: ValueError: model", "ValueError: model is not what"),
+    "full disk": (
+        "RuntimeError: save_sharded(.*) failed on rank 1: OSError: .*File too large",
+        "OSError: .*File too",
+    ),
+    "value": (
+        "RuntimeError: save_sharded(.*) failed on rank 1: ValueError: cannot save step",
+        "ValueError: cannot",
+    ),
+    "names": (
+        "ValueError: ranks differ in what they save: more .1 in all. is not the same on ranks 0 and 1",
+    )
+    * 2,
+    "shapes": (
+        "ValueError: ranks differ in what they save: step .1 in all. is not the same on ranks 0 and 1",
+    )
+    * 2,
+    "no folder": (
+        "FileNotFoundError: .*create it first",
+        "RuntimeError: .* failed on rank 0: FileNotFoundError",
+    ),
+    "load": (
+        "RuntimeError: load_sharded(.*) failed on rank 1: ValueError: model",
+        "ValueError: model is not what",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old(pair: Pair, tmp_path: Path, what: str) -> None:
+def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old(
+    pair: Pair, tmp_path: Path, what: str
+) -> None:
     for expected, (text, *names) in zip(
         WRONG[what], goes_wrong(pair, path=str(tmp_path / "run"), what=what), strict=True
     ):
@@ -246,7 +281,9 @@ def read_again(path: str) -> list[Any]:
     return [content["step"], [str(warning.message) for warning in caught]]
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "tritonamp.manifest", None])
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "__1_0.distcp", "tritonamp.manifest", None]
+)
 def test_all_ranks_fall_back_together(pair: Pair, tmp_path: Path, name: str | None) -> None:
     path = tmp_path / "run"
     written(pair, path=str(path))
@@ -280,7 +317,10 @@ def looking_at_different_ones(path: str) -> str:
 
 def test_ranks_never_load_different_ones(pair: Pair, tmp_path: Path) -> None:
     for text in looking_at_different_ones(pair, path=str(tmp_path / "run")):
-        assert re.match("RuntimeError: no usable checkpoint .*ranks found different ones there, .*load again", text)
+        assert re.match(
+            "RuntimeError: no usable checkpoint .*ranks found different ones there, .*load again",
+            text,
+        )
 
 
 # Kills. Forked processes, since starting Python anew at each point would take minutes.
@@ -377,10 +417,15 @@ print(json.dumps([list(found.values()), codes]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("victims", "before"), [([0], 1), ([1], 1), ([0, 1], 0)], ids=["rank 0", "rank 1", "both"])
+@pytest.mark.parametrize(
+    ("victims", "before"), [([0], 1), ([1], 1), ([0, 1], 0)], ids=["rank 0", "rank 1", "both"]
+)
 def test_sigkill_at_every_point(tmp_path: Path, victims: list[int], before: int) -> None:
     root = str(Path(tritonamp.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", KILLS, str(tmp_path), json.dumps(victims), str(before)]
     options: dict[str, Any] = {"env": environment, "cwd": tmp_path, "timeout": 100}
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -388,8 +433,12 @@ def test_sigkill_at_every_point(tmp_path: Path, victims: list[int], before: int)
     steps, codes = json.loads(done.stdout)
     assert codes == [0, 0], done.stderr  # both ranks have found the same, and have saved over it
     assert steps == sorted(steps)  # first the old one, from the rename on the new one
-    fewest = 3 if sys.version_info >= (3, 11) else 2  # older pathlib took hold of os.mkdir when it was imported
-    assert len(steps) >= (10 if victims == [0] else fewest)  # rank 1: at its folder, its writing, its fsync
+    fewest = (
+        3 if sys.version_info >= (3, 11) else 2
+    )  # older pathlib took hold of os.mkdir when it was imported
+    assert len(steps) >= (
+        10 if victims == [0] else fewest
+    )  # rank 1: at its folder, its writing, its fsync
     assert set(steps) == ({before - 1, before} if victims == [0] else {before - 1})
 
 

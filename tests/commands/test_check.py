@@ -60,7 +60,9 @@ def run(capsys, *arguments):
     return status, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "status"), [("clean", 0), ("without_optimizer", 0), ("faulty", 1)])
+@pytest.mark.parametrize(
+    ("name", "status"), [("clean", 0), ("without_optimizer", 0), ("faulty", 1)]
+)
 def test_text_and_status(capsys, name, status):
     got, text = run(capsys, f"check_factories:{name}")
     assert got == status
@@ -89,7 +91,9 @@ def test_the_policy_can_be_read_and_used(capsys, tmp_path):
     import check_factories
 
     model, optimizer, (x,), loss_fn = check_factories.faulty()
-    amp = tritonamp.enable(model, optimizer, policy=policy, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**6))
+    amp = tritonamp.enable(
+        model, optimizer, policy=policy, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**6)
+    )
     amp.backward(loss_fn(model(x)))
     optimizer.step()
     assert amp.stats()["steps"] == 1
@@ -128,7 +132,10 @@ def test_the_bars_of_the_picture():
         (["check_factories:swapped"], "returned a tuple of tuple, Linear"),
         (["check_factories:fails"], "failed in the dry run, in FP32"),
         (["check_factories:clean", "--picture", "range.jpg"], "needs a name that ends in .png"),
-        (["check_factories:clean", "--policy", "nowhere/policy.json"], "there is no folder nowhere"),
+        (
+            ["check_factories:clean", "--policy", "nowhere/policy.json"],
+            "there is no folder nowhere",
+        ),
         (["check_factories:clean", "--level", "O9"], "invalid choice: 'O9'"),
     ],
 )

@@ -53,7 +53,11 @@ def test_operation_without_a_kernel_is_eager_where_triton_runs(monkeypatch):
     monkeypatch.setattr(_launch, "TRITON_OPS", frozenset({"softmax"}))
     device = torch.device("cuda")
     assert doctor._operation("softmax", device) == ("softmax", "triton", "it can")
-    assert doctor._operation("adamw", device) == ("adamw", "eager", "no Triton kernel in this version")
+    assert doctor._operation("adamw", device) == (
+        "adamw",
+        "eager",
+        "no Triton kernel in this version",
+    )
 
 
 @pytest.mark.parametrize(("level", "dtype"), doctor.TRIALS)
@@ -67,7 +71,9 @@ def test_a_level_that_does_not_work_gives_the_reason(monkeypatch):
     def check_dtype(dtype, device):
         raise tritonamp.UnsupportedDeviceError("dtype=torch.bfloat16 needs compute capability 8.0")
 
-    monkeypatch.setattr(tritonamp, "enable", lambda *args, dtype, **kwargs: check_dtype(dtype, None))
+    monkeypatch.setattr(
+        tritonamp, "enable", lambda *args, dtype, **kwargs: check_dtype(dtype, None)
+    )
     trial = doctor._trial("O1", torch.bfloat16, torch.device("cpu"))
     assert trial == ("O1", "bfloat16", "no: dtype=torch.bfloat16 needs compute capability 8.0")
 

@@ -25,7 +25,10 @@ def short_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *values: printed.append(" ".join(map(str, values))))
-        assert main(["demo", "--steps", "5", "--device", "cpu", "--quiet", "--output", str(picture)]) == 0
+        assert (
+            main(["demo", "--steps", "5", "--device", "cpu", "--quiet", "--output", str(picture)])
+            == 0
+        )
     rows = [line.split() for line in "\n".join(printed).splitlines()]
     assert any(str(picture) in row for row in rows)
     return [row for row in rows if row[:1] in (["digits"], ["chars"]) and row[1] in LEVELS], picture
@@ -33,7 +36,9 @@ def short_run(tmp_path_factory):
 
 def test_table_has_every_model_at_every_level(short_run):
     rows, _ = short_run
-    assert [row[:2] for row in rows] == [[model, level] for model in ("digits", "chars") for level in LEVELS]
+    assert [row[:2] for row in rows] == [
+        [model, level] for model in ("digits", "chars") for level in LEVELS
+    ]
 
 
 def test_steps_taken_and_skipped_are_the_steps_asked_for(short_run):
@@ -49,14 +54,27 @@ def test_picture_is_a_png(short_run):
 
 
 def test_o1_and_o2_follow_o0(short_run):
-    scores = {tuple(row[:2]): float(row[3] if row[0] == "digits" else row[4]) for row in short_run[0]}
+    scores = {
+        tuple(row[:2]): float(row[3] if row[0] == "digits" else row[4]) for row in short_run[0]
+    }
     for level in ("O1", "O2"):
         assert scores["chars", level] == pytest.approx(scores["chars", "O0"], rel=0.01)
 
 
 def test_one_level_in_bfloat16(tmp_path, capsys):
     picture = tmp_path / "one.png"
-    options = ["--level", "O2", "--dtype", "bfloat16", "--steps", "1", "--seed", "3", "--device", "cpu"]
+    options = [
+        "--level",
+        "O2",
+        "--dtype",
+        "bfloat16",
+        "--steps",
+        "1",
+        "--seed",
+        "3",
+        "--device",
+        "cpu",
+    ]
     assert main(["demo", *options, "--output", str(picture)]) == 0
     printed = capsys.readouterr()
     rows = [line.split()[:2] for line in printed.out.splitlines() if " O" in line]
@@ -67,7 +85,9 @@ def test_one_level_in_bfloat16(tmp_path, capsys):
 
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(SystemExit, match=r'the demo needs scikit-learn: pip install "tritonamp\[demo\]"'):
+    with pytest.raises(
+        SystemExit, match=r'the demo needs scikit-learn: pip install "tritonamp\[demo\]"'
+    ):
         main(["demo"])
 
 
@@ -87,7 +107,11 @@ def test_device_that_is_not_there(device):
     ("option", "value", "message"),
     [
         ("--steps", "0", "got 0, allowed are 1 and more"),
-        ("--output", "curves.xyz", "got curves.xyz, allowed is a .png file in a folder that exists"),
+        (
+            "--output",
+            "curves.xyz",
+            "got curves.xyz, allowed is a .png file in a folder that exists",
+        ),
         ("--output", "no/such/folder/a.png", "got no/such/folder/a.png, allowed is a .png file"),
         ("--level", "O9", "invalid choice: 'O9'"),
     ],
@@ -120,7 +144,8 @@ def test_characters_predict_the_next():
 def test_batches_repeat_with_the_seed():
     split = data.digits()
     first, again, other = (
-        [y.tolist() for _, y in data.batches(split, 8, 3, seed, torch.device("cpu"))] for seed in (0, 0, 1)
+        [y.tolist() for _, y in data.batches(split, 8, 3, seed, torch.device("cpu"))]
+        for seed in (0, 0, 1)
     )
     assert len(first) == 3
     assert first == again != other
@@ -140,4 +165,9 @@ def test_cpu_memory_counts_every_kind_once():
 
 
 def test_table_aligns_columns():
-    assert table(("a", "bb"), [("long", "1"), ("x", "")]).splitlines() == ["a     bb", "--------", "long  1", "x"]
+    assert table(("a", "bb"), [("long", "1"), ("x", "")]).splitlines() == [
+        "a     bb",
+        "--------",
+        "long  1",
+        "x",
+    ]

@@ -30,7 +30,8 @@ def test_attention_is_named_and_healed(told):
     assert stock["loss scale"] == 2.0 ** (16 - stock["skipped"])
     assert explained["skipped"] >= 35 and explained["loss scale"] >= 2.0**14
     assert healed["skipped"] <= 6 and healed["loss scale"] >= 2.0**12
-    # 898 test images: three standard deviations of the difference of two such accuracies are below 6 points
+    # 898 test images: three standard deviations of the difference of two such accuracies are below
+    # 6 points
     assert fp32["accuracy"] > 75 and abs(healed["accuracy"] - fp32["accuracy"]) < 6
     report, cure = story.words[1:]
     assert "attention, op matmul" in report and "scores = self.query(x)" in report
@@ -68,14 +69,18 @@ def test_gradients_vanish_without_a_scale(told):
         assert without["error of the picture"] > 1.5 * fp32["error of the picture"]
     for scaled in (stock, ours):
         assert scaled["zero gradients"] == pytest.approx(fp32["zero gradients"], abs=1)
-        assert scaled["error of the picture"] == pytest.approx(fp32["error of the picture"], rel=0.02)
+        assert scaled["error of the picture"] == pytest.approx(
+            fp32["error of the picture"], rel=0.02
+        )
 
 
 def test_masked_loss_is_nan_in_half_only(told):
     story = told("masked", 20)
     stock, half, ours = story.rows.values()
     assert stock["NaN losses"] == half["NaN losses"] == half["skipped"] == 20
-    assert stock["skipped"] == 3  # a scale of 2^16 is inf in half, and two batches have nothing hidden
+    assert (
+        stock["skipped"] == 3
+    )  # a scale of 2^16 is inf in half, and two batches have nothing hidden
     assert half["loss scale"] == 2.0**16
     assert ours["NaN losses"] == 2
     assert ours["error on hidden pixels"] < 0.7 * stock["error on hidden pixels"]
@@ -91,13 +96,16 @@ def test_one_step_can_be_told(name, told):
 
 
 def test_sides_start_alike(told):
-    """Before anything goes wrong both sides are in the same place: equal seeds, equal weights, equal batches."""
+    """Before anything goes wrong both sides are in the same place: equal seeds, equal weights,
+    equal batches.
+    """
     stock, ours = told("bad-batches", 1).rows.values()
     assert stock["accuracy"] == pytest.approx(ours["accuracy"], abs=0.5)
 
 
 @pytest.mark.parametrize(
-    ("scale", "text"), [(65536.0, "2^16"), (2.0**-24, "2^-24"), (1.0, "1"), (0.0, "0"), (2.0**-149, "2^-149")]
+    ("scale", "text"),
+    [(65536.0, "2^16"), (2.0**-24, "2^-24"), (1.0, "1"), (0.0, "0"), (2.0**-149, "2^-149")],
 )
 def test_power_of_two(scale, text):
     assert power_of_two(scale) == text
@@ -107,7 +115,10 @@ def test_command_prints_the_story(capsys, caplog):
     caplog.set_level(logging.INFO, logger="tritonamp")
     threads = torch.get_num_threads()
     try:
-        assert main(["demo", "--story", "bad-batches", "--steps", "4", "--device", "cpu", "--quiet"]) == 0
+        assert (
+            main(["demo", "--story", "bad-batches", "--steps", "4", "--device", "cpu", "--quiet"])
+            == 0
+        )
     finally:
         torch.set_num_threads(threads)
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " %  " in line]
@@ -119,16 +130,22 @@ def test_command_prints_the_story(capsys, caplog):
 def test_list_has_every_story(capsys):
     assert main(["demo", "--story", "list"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {name} " in printed and story.__doc__ in printed for name, story in STORIES.items())
+    assert all(
+        f"  {name} " in printed and story.__doc__ in printed for name, story in STORIES.items()
+    )
 
 
 def test_unknown_story_lists_those_there_are():
-    with pytest.raises(SystemExit, match=r"--story atention: there is no such story(.|\n)*bad-batches"):
+    with pytest.raises(
+        SystemExit, match=r"--story atention: there is no such story(.|\n)*bad-batches"
+    ):
         main(["demo", "--story", "atention"])
 
 
 @pytest.mark.parametrize(
-    "option", [["--level", "O2"], ["--dtype", "bfloat16"], ["--output", "curves.png"]], ids=lambda option: option[0]
+    "option",
+    [["--level", "O2"], ["--dtype", "bfloat16"], ["--output", "curves.png"]],
+    ids=lambda option: option[0],
 )
 def test_options_that_a_story_ignores_are_refused(option):
     with pytest.raises(SystemExit, match=f"drop {option[0]}"):

@@ -1,4 +1,6 @@
-"""Each skipped step gets its cause, with names; clean steps cost nothing; a healthy run raises no alarm."""
+"""Each skipped step gets its cause, with names; clean steps cost nothing; a healthy run raises no
+alarm.
+"""
 
 import logging
 import weakref
@@ -35,7 +37,12 @@ class Run:
         self.amp = tritonamp.enable(self.model, self.optimizer, **{"level": "O2", **fields})
         self.x = torch.randn(6, 8, device=device)
 
-    def step(self, x: Tensor | None = None, factor: float = 1.0, spoil: Callable[[Net], Any] | None = None) -> None:
+    def step(
+        self,
+        x: Tensor | None = None,
+        factor: float = 1.0,
+        spoil: Callable[[Net], Any] | None = None,
+    ) -> None:
         loss = self.model(self.x if x is None else x).square().mean() * factor
         self.amp.backward(loss)
         if spoil is not None:
@@ -102,7 +109,10 @@ def test_bad_parameters_since_when(start: Callable[..., Run]) -> None:
         run.step()
     causes = [(record.step, record.cause, record.parameters) for record in run.amp.history]
     assert causes == [(1, None, ()), *((i, "bad parameters", ("head.bias",)) for i in (2, 3, 4))]
-    assert "1 parameter(s) of the model were inf or NaN already, seen since step 2: head.bias" in run.amp.explain()
+    assert (
+        "1 parameter(s) of the model were inf or NaN already, seen since step 2: head.bias"
+        in run.amp.explain()
+    )
 
 
 def test_scale_overflow_and_what_it_leaves(start: Callable[..., Run]) -> None:
@@ -122,14 +132,26 @@ def test_scale_overflow_and_what_it_leaves(start: Callable[..., Run]) -> None:
         ({"loss_scale": 1.0}, INF, "backward fault"),
         ({"dtype": torch.bfloat16}, NAN, "backward fault"),
         ({"loss_scale": 4.0}, INF, "scale exhausted"),
-        ({"scaler": tritonamp.GradScaler("cpu", init_scale=2.0, min_scale=2.0)}, NAN, "scale exhausted"),
-        ({"scaler": tritonamp.GradScaler("cpu", init_scale=0.5, min_scale=0.25)}, INF, "backward fault"),
+        (
+            {"scaler": tritonamp.GradScaler("cpu", init_scale=2.0, min_scale=2.0)},
+            NAN,
+            "scale exhausted",
+        ),
+        (
+            {"scaler": tritonamp.GradScaler("cpu", init_scale=0.5, min_scale=0.25)},
+            INF,
+            "backward fault",
+        ),
         ({"scaler": tritonamp.GradScaler("cpu", init_scale=2.0)}, NAN, "scale overflow"),
     ],
     ids=str,
 )
 def test_gradients_that_no_scale_helps(
-    start: Callable[..., Run], device: torch.device, fields: dict[str, Any], value: float, cause: str
+    start: Callable[..., Run],
+    device: torch.device,
+    fields: dict[str, Any],
+    value: float,
+    cause: str,
 ) -> None:
     run = start(**fields)
     run.step(spoil=fill(value))
@@ -138,7 +160,9 @@ def test_gradients_that_no_scale_helps(
 
 
 @pytest.mark.parametrize(("value", "cause"), [(NAN, "backward fault"), (INF, "scale overflow")])
-def test_a_nan_out_of_nothing_is_no_matter_of_the_scale(start: Callable[..., Run], value: float, cause: str) -> None:
+def test_a_nan_out_of_nothing_is_no_matter_of_the_scale(
+    start: Callable[..., Run], value: float, cause: str
+) -> None:
     """The gradients of the steps before are far from what the format holds."""
     run = start(scaler=tritonamp.GradScaler("cpu", init_scale=16.0))
     run.step()
@@ -147,7 +171,14 @@ def test_a_nan_out_of_nothing_is_no_matter_of_the_scale(start: Callable[..., Run
 
 
 def test_all_causes_are_reached_above() -> None:
-    reached = {"data", "forward fault", "bad parameters", "scale overflow", "backward fault", "scale exhausted"}
+    reached = {
+        "data",
+        "forward fault",
+        "bad parameters",
+        "scale overflow",
+        "backward fault",
+        "scale exhausted",
+    }
     assert set(CAUSES) == reached
 
 
@@ -161,11 +192,16 @@ def test_calibration_is_quiet_and_a_long_run_is_said_once(
         run.step()
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert "8 of 9 steps skipped, the last 8 of them in a row. The last skipped step was a scale ov" in warnings[0]
+    assert (
+        "8 of 9 steps skipped, the last 8 of them in a row. The last skipped step was a scale ov"
+        in warnings[0]
+    )
     assert len([m for m in caplog.messages if "scale overflow" in m]) == 11
 
 
-def test_no_false_alarm_in_a_thousand_steps(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_false_alarm_in_a_thousand_steps(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
     run = start(scaler=tritonamp.GradScaler("cpu", init_scale=2.0**24, growth_interval=40))
     with caplog.at_level(logging.WARNING, "tritonamp"):
         for _ in range(1000):
@@ -197,7 +233,9 @@ def test_micro_batches_are_looked_at_too(start: Callable[..., Run]) -> None:
     assert "sample(s) 5" in run.amp.explain()
 
 
-def test_the_batch_is_let_go_when_its_decision_is_known(start: Callable[..., Run], device: torch.device) -> None:
+def test_the_batch_is_let_go_when_its_decision_is_known(
+    start: Callable[..., Run], device: torch.device
+) -> None:
     run = start()
     batches = [torch.randn(2, 8, device=device) for _ in range(3)]
     refs = [weakref.ref(x) for x in batches]
@@ -209,7 +247,9 @@ def test_the_batch_is_let_go_when_its_decision_is_known(start: Callable[..., Run
     assert [ref() for ref in refs] == [None] * 3
 
 
-def test_the_rank_is_named(start: Callable[..., Run], caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_named(
+    start: Callable[..., Run], caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     run = start()
@@ -246,13 +286,20 @@ def test_running_statistics_that_a_bad_batch_left_behind(device: torch.device) -
         amp.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert [record.cause for record in amp.history] == ["data", None], "statistics of its own serve a training forward"
-    assert "Running statistics are inf or NaN, too, and stay so until reset_running_stats()" in amp.explain()
+    assert [record.cause for record in amp.history] == ["data", None], (
+        "statistics of its own serve a training forward"
+    )
+    assert (
+        "Running statistics are inf or NaN, too, and stay so until reset_running_stats()"
+        in amp.explain()
+    )
     assert "0.running_mean, 0.running_var" in amp.explain()
     amp.disable()
 
 
-def test_parameters_that_come_later_do_not_disturb_a_skip_on_its_way(start: Callable[..., Run]) -> None:
+def test_parameters_that_come_later_do_not_disturb_a_skip_on_its_way(
+    start: Callable[..., Run],
+) -> None:
     run = start()
     run.step(factor=NAN)  # its numbers are still on their way
     run.model.extra = nn.Linear(16, 4).to(run.x.device)

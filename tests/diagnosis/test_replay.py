@@ -1,4 +1,6 @@
-"""Models with one planted fault each: the replay names the module and the kind; clean models give None."""
+"""Models with one planted fault each: the replay names the module and the kind; clean models give
+None.
+"""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +23,9 @@ HALF = [torch.float16, torch.bfloat16]
 
 
 class Function(nn.Module):
-    """A module whose forward is ``function(x, big)``; ``big`` squared is beyond the half format, ``big`` is not."""
+    """A module whose forward is ``function(x, big)``; ``big`` squared is beyond the half format,
+    ``big`` is not.
+    """
 
     def __init__(self, function: Callable[[Tensor, float], Tensor]) -> None:
         super().__init__()
@@ -34,7 +38,11 @@ class Function(nn.Module):
 class Net(nn.Module):
     def __init__(self, block: nn.Module, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
-        self.stem, self.block, self.head = nn.Linear(WIDTH, WIDTH), copy.deepcopy(block), nn.Linear(WIDTH, 4)
+        self.stem, self.block, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            copy.deepcopy(block),
+            nn.Linear(WIDTH, 4),
+        )
         for module in self.block.modules():
             if isinstance(module, Function):
                 module.big = 1e3 if dtype is torch.float16 else 1e22
@@ -230,7 +238,9 @@ CASES = {
 }  # fmt: skip
 
 
-def enabled(model: nn.Module, level: str, dtype: torch.dtype, device: torch.device, **fields: Any) -> Any:
+def enabled(
+    model: nn.Module, level: str, dtype: torch.dtype, device: torch.device, **fields: Any
+) -> Any:
     return tritonamp.enable(model.to(device), level=level, dtype=dtype, **fields)
 
 
@@ -262,7 +272,9 @@ def net(device: torch.device) -> Net:
     return Net(nn.Identity()).to(device)
 
 
-def find(model: nn.Module, x: Tensor, level: str = "O2", scale: float = 1.0, factor: float = 1.0) -> Fault | None:
+def find(
+    model: nn.Module, x: Tensor, level: str = "O2", scale: float = 1.0, factor: float = 1.0
+) -> Fault | None:
     amp = tritonamp.enable(model, level=level)
     fault = find_fault(model, lambda: model(x).square().mean() * factor, scale=scale)
     amp.disable()
@@ -312,7 +324,11 @@ def test_weight_beyond_half(net: Net, device: torch.device) -> None:
     at_o1, at_o2 = find(net, x, "O1"), find(net, x, "O2")
     assert at_o1 is not None
     assert at_o2 is not None
-    assert (at_o1.kind, at_o1.event.names, at_o1.module) == ("cast_overflow", ("head.weight",), "head")
+    assert (at_o1.kind, at_o1.event.names, at_o1.module) == (
+        "cast_overflow",
+        ("head.weight",),
+        "head",
+    )
     assert (at_o2.kind, at_o2.names, at_o2.module) == ("weight_overflow", ("head.weight",), "head")
 
 
@@ -360,7 +376,10 @@ def test_gradient_that_arrives_broken(net: Net, device: torch.device) -> None:
 
 def test_masked_loss_in_half_outside_the_model(net: Net, device: torch.device) -> None:
     amp = tritonamp.enable(net, level="O2", cast_outputs=None)
-    x, mask = torch.randn(SAMPLES, WIDTH, device=device), torch.ones(SAMPLES, 1, device=device).half()
+    x, mask = (
+        torch.randn(SAMPLES, WIDTH, device=device),
+        torch.ones(SAMPLES, 1, device=device).half(),
+    )
 
     def run() -> Tensor:
         loss = (net(x) * 0 + 100) ** 2
@@ -454,7 +473,9 @@ def test_kernels(backend: str, device: torch.device) -> None:
 
 
 class Causal(nn.Module):
-    """Masks of -inf from a buffer, from masked_fill, from log(0) and from -1e9, each with something left."""
+    """Masks of -inf from a buffer, from masked_fill, from log(0) and from -1e9, each with something
+    left.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +493,9 @@ class Causal(nn.Module):
             torch.where(below > 0, scores, torch.tensor(float("-inf"), device=x.device)),
             scores + (1 - below) * -1e9,
         ]
-        return sum(attention(s, v) for s in masked) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return sum(attention(s, v) for s in masked) + F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )
 
 
 class Harmless(nn.Module):
@@ -507,7 +530,9 @@ def test_clean(block: nn.Module, level: str, device: torch.device) -> None:
     model, x = Net(block), torch.randn(SAMPLES, WIDTH, device=device)
     y = torch.randint(4, (SAMPLES,), device=device)
     amp = enabled(model, level, torch.float16, device)
-    fault = find_fault(model, lambda: F.cross_entropy(model(x), y), scale=1.0 if level == "O0" else 256.0)
+    fault = find_fault(
+        model, lambda: F.cross_entropy(model(x), y), scale=1.0 if level == "O0" else 256.0
+    )
     amp.disable()
     assert fault is None, fault
 

@@ -1,4 +1,6 @@
-"""What follows a skip: the operation is named, the module healed, the error raised; and nothing else changes."""
+"""What follows a skip: the operation is named, the module healed, the error raised; and nothing
+else changes.
+"""
 
 import copy
 import logging
@@ -40,7 +42,12 @@ class Flat(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.q, self.k, self.v, self.head = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.q(x) @ self.k(x).transpose(-1, -2)
@@ -58,7 +65,10 @@ class Run:
 
     def loss(self, i: int, size: float = 600.0) -> Tensor:
         torch.manual_seed(i)
-        x, y = torch.randn(8, 5, 16, device=self.device) * size, torch.randint(0, 4, (8,), device=self.device)
+        x, y = (
+            torch.randn(8, 5, 16, device=self.device) * size,
+            torch.randint(0, 4, (8,), device=self.device),
+        )
         return nn.functional.cross_entropy(self.model(x), y)
 
     def step(self, i: int, size: float = 600.0) -> float:
@@ -90,7 +100,9 @@ def test_explain_names_the_operation(start: Callable[..., Run], caplog: Any, lev
         run.step(0)
     (text,) = caplog.messages
     assert text.startswith("The last skipped step was a forward fault")
-    assert "matmul overflow, forward: attention, op matmul at " in text and "test_response.py" in text
+    assert (
+        "matmul overflow, forward: attention, op matmul at " in text and "test_response.py" in text
+    )
     assert "scores = self.q(x) @ self.k(x).transpose(-1, -2)" in text
     assert run.amp.explain() == text
     run.step(1, size=1.0)
@@ -121,7 +133,9 @@ def test_replay_on_request(start: Callable[..., Run]) -> None:
     assert "The replay failed: KeyError: 'gone'" in run.amp.explain(replay=lambda: {}["gone"])
 
 
-def test_a_fault_of_the_loss_is_not_blamed_on_the_model(start: Callable[..., Run], caplog: Any) -> None:
+def test_a_fault_of_the_loss_is_not_blamed_on_the_model(
+    start: Callable[..., Run], caplog: Any
+) -> None:
     run = start(level="O2", on_nonfinite="explain")
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run.amp.backward(run.loss(0, size=1.0) * float("inf"))
@@ -133,7 +147,9 @@ def test_a_fault_of_the_loss_is_not_blamed_on_the_model(start: Callable[..., Run
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("model", [Net, Flat])
-def test_heal_trains_on(start: Callable[..., Run], caplog: Any, level: str, model: type[nn.Module]) -> None:
+def test_heal_trains_on(
+    start: Callable[..., Run], caplog: Any, level: str, model: type[nn.Module]
+) -> None:
     """Two skips, then FP32 where it is needed, and losses close to those of FP32 training."""
     name = "attention" if model is Net else ""
     plain = start(level="O0", model=model, scaler=None, loss_scale=1.0)
@@ -173,12 +189,18 @@ def test_healing_is_undone_kept_and_resumed(start: Callable[..., Run], level: st
     other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     for i in range(4, 8):
         assert run.step(i, size=1.0) == other.step(i, size=1.0)
-    assert all(torch.equal(a, b) for a, b in zip(run.amp.master_params(), other.amp.master_params(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(run.amp.master_params(), other.amp.master_params(), strict=True)
+    )
 
     run.amp.unheal("attention")
     assert [p.dtype for p in run.model.parameters()] == dtypes
     run.step(9, size=1.0)
-    assert all(torch.equal(c, p.to(c.dtype)) for c, p in zip(run.model.parameters(), run.amp.master_params(), strict=True))  # noqa: E501
+    assert all(
+        torch.equal(c, p.to(c.dtype))
+        for c, p in zip(run.model.parameters(), run.amp.master_params(), strict=True)
+    )
     run.amp.disable()
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     other.amp.disable()
@@ -187,7 +209,9 @@ def test_healing_is_undone_kept_and_resumed(start: Callable[..., Run], level: st
 
 def test_names_that_nothing_has(start: Callable[..., Run]) -> None:
     run = start(level="O2")
-    with pytest.raises(ValueError, match=r"got the module name 'atention'; the model's modules are '', 'attention'"):
+    with pytest.raises(
+        ValueError, match=r"got the module name 'atention'; the model's modules are '', 'attention'"
+    ):
         run.amp.heal("atention")
     with pytest.raises(ValueError, match=r"got 'attention', healed are \[\]"):
         run.amp.unheal("attention")
@@ -200,7 +224,9 @@ def test_raise_after_some_in_a_row(start: Callable[..., Run]) -> None:
     run.step(2, size=1.0)  # a clean one between
     for i in range(2):
         run.step(i)
-    with pytest.raises(tritonamp.NonFiniteError, match=r"(?s)forward fault.*matmul overflow, forward: attention"):
+    with pytest.raises(
+        tritonamp.NonFiniteError, match=r"(?s)forward fault.*matmul overflow, forward: attention"
+    ):
         run.step(0)
 
 
@@ -233,8 +259,12 @@ def test_a_bundle_of_the_failing_batch(start: Callable[..., Run], tmp_path: Path
     assert "matmul overflow, forward: attention" in (folder / "report.txt").read_text()
     model = Net().to(run.device)
     model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
-    amp = tritonamp.enable(model, policy=tritonamp.Policy.from_json((folder / "policy.json").read_text()))
-    fault = tritonamp.diagnosis.replay.find_fault(model, tritonamp.diagnosis.replay.load_bundle(folder, model).run)
+    amp = tritonamp.enable(
+        model, policy=tritonamp.Policy.from_json((folder / "policy.json").read_text())
+    )
+    fault = tritonamp.diagnosis.replay.find_fault(
+        model, tritonamp.diagnosis.replay.load_bundle(folder, model).run
+    )
     assert fault is not None
     assert (fault.kind, fault.module) == ("matmul_overflow", "attention")
     amp.disable()
@@ -252,7 +282,9 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_what_one_model_makes_is_not_the_data_of_the_next(device: torch.device, detached: bool) -> None:
+def test_what_one_model_makes_is_not_the_data_of_the_next(
+    device: torch.device, detached: bool
+) -> None:
     torch.manual_seed(0)
     encoder, decoder = Encoder().to(device), nn.Linear(8, 2).to(device)
     optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])

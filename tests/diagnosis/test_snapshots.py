@@ -1,4 +1,6 @@
-"""A forward that is recorded runs again with the same bits, and a replay leaves no trace; bundles carry both."""
+"""A forward that is recorded runs again with the same bits, and a replay leaves no trace; bundles
+carry both.
+"""
 
 import json
 import random
@@ -22,7 +24,9 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+        self.inner = nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8)
+        )
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("last", torch.zeros(4, 8))
         self.gain = nn.Parameter(torch.ones(8))
@@ -48,8 +52,14 @@ def batch(device: torch.device) -> Tensor:
 
 def bits(model: nn.Module, device: torch.device) -> list[Any]:
     """Everything that a replay could change, as comparable values."""
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    generators = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+    generators = [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    )
     return [
         [(id(t), t._version, t.dtype, t.detach().float().nan_to_num(-7).tolist()) for t in tensors],
         [g.tolist() for g in generators],
@@ -172,7 +182,9 @@ def test_masters_that_the_user_wrote_to(device: torch.device) -> None:
 # Bundles
 
 
-def bundle(folder: Path, model: nn.Module, args: tuple[Any, ...], level: str = "O2") -> tuple[Any, Tensor]:
+def bundle(
+    folder: Path, model: nn.Module, args: tuple[Any, ...], level: str = "O2"
+) -> tuple[Any, Tensor]:
     amp = tritonamp.enable(model, level=level)
     snapshot = Snapshot(model, args, {})
     output = model(*args)
@@ -197,10 +209,16 @@ def test_bundle(tmp_path: Path, device: torch.device, monkeypatch: pytest.Monkey
     script = runpy.run_path(str(tmp_path / "replay.py"))
     with pytest.raises(NotImplementedError, match="in FP32 and on its device"):
         script["make_model"]()
-    completed = (tmp_path / "replay.py").read_text().replace("raise NotImplementedError(", "return MAKE() or (")
+    completed = (
+        (tmp_path / "replay.py")
+        .read_text()
+        .replace("raise NotImplementedError(", "return MAKE() or (")
+    )
     (tmp_path / "completed.py").write_text(completed)
     printed: list[Any] = []
-    runpy.run_path(str(tmp_path / "completed.py"), {"MAKE": make, "print": printed.append}, "__main__")
+    runpy.run_path(
+        str(tmp_path / "completed.py"), {"MAKE": make, "print": printed.append}, "__main__"
+    )
     assert (printed[0].kind, printed[0].event.exact) == (fault.kind, fault.event.exact)
 
 
@@ -211,7 +229,9 @@ def test_bundle_of_nothing(tmp_path: Path, device: torch.device) -> None:
     assert torch.isfinite(output).all()
 
 
-def test_bundle_holds_plain_values_only(tmp_path: Path, model: Restless, device: torch.device) -> None:
+def test_bundle_holds_plain_values_only(
+    tmp_path: Path, model: Restless, device: torch.device
+) -> None:
     snapshot = Snapshot(model, (batch(device), object()), {})
     with pytest.raises(ValueError, match="called with a object: a bundle can hold"):
         write_bundle(tmp_path, None, snapshot, tritonamp.O2)

@@ -13,7 +13,9 @@ from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, Operand, Place,
 PLACE = Place("encoder.layer.3.attn", "Attention", "matmul", str(Path(__file__)), 1)
 
 
-def event(op: str = "mul", phase: str = "forward", dtype: torch.dtype = torch.float16, **fields: object) -> Event:
+def event(
+    op: str = "mul", phase: str = "forward", dtype: torch.dtype = torch.float16, **fields: object
+) -> Event:
     place = Place(PLACE.module, PLACE.kind, op, PLACE.file, PLACE.line)
     operand = Operand(dtype, (2, 3), 12.5)
     return Event(place, phase, dtype, "aten.x", (operand,), **fields)  # type: ignore[arg-type]
@@ -66,7 +68,9 @@ def test_family(name: str) -> None:
 @pytest.mark.parametrize("module", ["encoder.layer.3.attn", "", None])
 def test_every_verdict_can_be_told(kind: str, module: str | None) -> None:
     place = Place(module, "Attention", "div", None, 0)
-    seen = Event(place, "forward", torch.float16, exact=None, eps=(1e-8, torch.float16), scalars=(-1e9,))
+    seen = Event(
+        place, "forward", torch.float16, exact=None, eps=(1e-8, torch.float16), scalars=(-1e9,)
+    )
     fault = Fault(kind, seen, names=("a.weight",), fits=256.0)
     assert "{" not in fault.why + fault.advice
     assert place.name in str(fault)
@@ -75,13 +79,17 @@ def test_every_verdict_can_be_told(kind: str, module: str | None) -> None:
 
 def test_report() -> None:
     seen = event("matmul", exact=131008.0, later=3, first_nan=PLACE)
-    fault = Fault("matmul_overflow", seen, outcome="the loss is NaN", replayed="bit-identical to the first")
+    fault = Fault(
+        "matmul_overflow", seen, outcome="the loss is NaN", replayed="bit-identical to the first"
+    )
     lines = str(fault).splitlines()
     assert lines[0] == f"matmul overflow, forward: encoder.layer.3.attn, op matmul at {__file__}:1"
     assert lines[1] == '  code:    """The table of verdicts, and the report made of it."""'
     assert lines[2] == "  why:     the product is 1.31e+05, 2 times the 65504 that float16 ends at"
     assert lines[3] == "  inputs:  float16[2, 3] up to 12.5 (aten.x)"
-    assert lines[4].startswith("  then:    3 later ops not finite; first NaN in encoder.layer.3.attn")
+    assert lines[4].startswith(
+        "  then:    3 later ops not finite; first NaN in encoder.layer.3.attn"
+    )
     assert lines[4].endswith("; the loss is NaN")
     assert "fp32_modules=['encoder.layer.3.attn']" in lines[5]
     assert lines[6] == "  replay:  forward output bit-identical to the first"

@@ -1,4 +1,5 @@
-"""Two gloo ranks on CPU train one model under DistributedDataParallel: they decide alike, and end up alike.
+"""Two gloo ranks on CPU train one model under DistributedDataParallel: they decide alike, and end
+up alike.
 
 The ranks are this file run as a script, see two_ranks.py.
 """
@@ -52,8 +53,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
 }
-# by how much a step moves a parameter at most, for each unit of gradient: AdamW's lr / eps, twice for its two moments;
-# SGD's lr / (1 - momentum)
+# by how much a step moves a parameter at most, for each unit of gradient: AdamW's lr / eps, twice
+# for its two moments; SGD's lr / (1 - momentum)
 STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "SGD": 0.1 / (1 - 0.5)}
 HOOK_CALLS: list[str] = []
 HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -69,7 +70,12 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def enabled_and_wrapped(
-    order: str, optimizer: str, level: str, seed: int = 0, on_nonfinite: str = "skip", **options: Any
+    order: str,
+    optimizer: str,
+    level: str,
+    seed: int = 0,
+    on_nonfinite: str = "skip",
+    **options: Any,
 ) -> tuple[DistributedDataParallel, nn.Module, torch.optim.Optimizer, tritonamp.Amp]:
     torch.manual_seed(seed)
     net = Net()
@@ -79,12 +85,18 @@ def enabled_and_wrapped(
     hook = options.pop("hook", None)
     fields = {"level": level, "on_nonfinite": on_nonfinite}
     if order == "before":
-        amp = tritonamp.enable(net, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields)
+        amp = tritonamp.enable(
+            net, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields
+        )
     model = DistributedDataParallel(net, **options)
     if hook is not None:
-        model.register_comm_hook(HOOK_CALLS, lambda calls, bucket: calls.append(hook) or HOOKS[hook](None, bucket))
+        model.register_comm_hook(
+            HOOK_CALLS, lambda calls, bucket: calls.append(hook) or HOOKS[hook](None, bucket)
+        )
     if order == "after":
-        amp = tritonamp.enable(model, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields)
+        amp = tritonamp.enable(
+            model, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields
+        )
     return model, net, stepper, amp
 
 
@@ -94,19 +106,27 @@ def outcome(net: nn.Module, stepper: torch.optim.Optimizer, amp: tritonamp.Amp) 
     return {
         "params": [p.detach().double().flatten().tolist() for p in net.parameters()],
         "masters": [p.detach().double().flatten().tolist() for p in amp.master_params()],
-        "state": [t.double().flatten().tolist() for s in stepper.state.values() for t in s.values()],
+        "state": [
+            t.double().flatten().tolist() for s in stepper.state.values() for t in s.values()
+        ],
         **{key: stats[key] for key in keys},
     }
 
 
-def alone(optimizer: str, level: str, accumulate: int = 1, unused: bool = False) -> tuple[list[Any], float]:
-    """Masters after the same steps on the joint batches in one process, and the largest gradient on the way."""
+def alone(
+    optimizer: str, level: str, accumulate: int = 1, unused: bool = False
+) -> tuple[list[Any], float]:
+    """Masters after the same steps on the joint batches in one process, and the largest gradient on
+    the way.
+    """
     torch.manual_seed(0)
     net, largest = Net(), 0.0
     if not unused:
         del net.unused
     stepper = OPTIMIZERS[optimizer](net.parameters())
-    amp = tritonamp.enable(net, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
+    amp = tritonamp.enable(
+        net, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    )
     for step, x in enumerate(batches()):
         amp.backward(loss_of(net(x)) / accumulate)
         if (step + 1) % accumulate == 0:
@@ -142,7 +162,12 @@ def run(
     return (found, *alone(optimizer, level, accumulate, unused))
 
 
-PLAIN = [(order, o, level, {}) for order in ("before", "after") for o in OPTIMIZERS for level in ("O1", "O2")]
+PLAIN = [
+    (order, o, level, {})
+    for order in ("before", "after")
+    for o in OPTIMIZERS
+    for level in ("O1", "O2")
+]
 OPTIONS = [
     {"accumulate": 2},
     {"static_graph": True},
@@ -151,23 +176,31 @@ OPTIONS = [
     {"hook": "fp16"},
     {"hook": "bf16"},
 ]
-RUNS = PLAIN + [(order, "AdamW", level, o) for order, level in (("before", "O1"), ("after", "O2")) for o in OPTIONS]
+RUNS = PLAIN + [
+    (order, "AdamW", level, o)
+    for order, level in (("before", "O1"), ("after", "O2"))
+    for o in OPTIONS
+]
 
 
 @pytest.mark.parametrize(("order", "optimizer", "level", "options"), RUNS)
 def test_as_one_process_on_the_joint_batch(
     pair: Pair, order: str, optimizer: str, level: str, options: dict[str, Any]
 ) -> None:
-    (first, joint, largest), (second, *_) = run(pair, order=order, optimizer=optimizer, level=level, **options)
+    (first, joint, largest), (second, *_) = run(
+        pair, order=order, optimizer=optimizer, level=level, **options
+    )
     assert first == second
     assert first["hooked"] == ("hook" in options)
     assert first["steps"] == STEPS // options.get("accumulate", 1) and first["skipped"] == 0
-    # half gradients are rounded on each rank, summed, and rounded by the hook: 4 roundings, doubled for what a
-    # difference of one step adds in the later ones
+    # half gradients are rounded on each rank, summed, and rounded by the hook: 4 roundings, doubled
+    # for what a difference of one step adds in the later ones
     unit = 2.0**-8 if options.get("hook") == "bf16" else 2.0**-11
     bound = STEPS * STEP_SIZES[optimizer] * largest * 8 * unit
     difference = max(
-        abs(a - b) for p, q in zip(first["masters"], joint, strict=True) for a, b in zip(p, q, strict=True)
+        abs(a - b)
+        for p, q in zip(first["masters"], joint, strict=True)
+        for a, b in zip(p, q, strict=True)
     )
     assert difference <= bound
     assert math.isfinite(bound)
@@ -195,7 +228,9 @@ def meddle(kind: str, here: bool, net: nn.Module) -> None:
 
 
 @on_ranks
-def faults(kind: str, culprit: int, order: str, optimizer: str, level: str, by_hand: bool) -> list[dict[str, Any]]:
+def faults(
+    kind: str, culprit: int, order: str, optimizer: str, level: str, by_hand: bool
+) -> list[dict[str, Any]]:
     """What became of a run with a fault in the third step, and of one without that step."""
     rank, found = dist.get_rank(), []
     for faulty in (True, False):
@@ -239,14 +274,19 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
     texts = first.pop("explained"), second.pop("explained")
     assert first == second
     if kind == "loss":
-        assert all(f"the loss itself was inf or NaN (loss scale 1024) on rank {culprit}, and" in t for t in texts)
+        assert all(
+            f"the loss itself was inf or NaN (loss scale 1024) on rank {culprit}, and" in t
+            for t in texts
+        )
     if kind == "own":  # the others see good gradients
         assert f"the gradients of rank {culprit} were not" in texts[1 - culprit]
         assert "parameter(s) were not" in texts[culprit]
     assert first["steps"] == without["steps"] == STEPS - 1 and first["skipped"] == 1
     assert first["forward_faults"] == (kind == "loss")
     assert first["scale"] == (2.0**10 if kind == "loss" else 2.0**9)
-    if kind == "loss" or level == "O1":  # another scale rounds half gradients alike, but for subnormal ones
+    if (
+        kind == "loss" or level == "O1"
+    ):  # another scale rounds half gradients alike, but for subnormal ones
         assert (first["masters"], first["state"]) == (without["masters"], without["state"])
 
 
@@ -293,7 +333,9 @@ def reduced_gradients(order: str) -> bool:
     reduced = [p.grad for p in net.parameters()]
     net.zero_grad()
     loss_of(net(batches()[0])).backward()
-    return all(torch.allclose(r, p.grad, atol=1e-6) for r, p in zip(reduced, net.parameters(), strict=True))
+    return all(
+        torch.allclose(r, p.grad, atol=1e-6) for r, p in zip(reduced, net.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -308,7 +350,9 @@ def compiled(how: str) -> dict[str, Any]:
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     stepper = OPTIMIZERS["SGD"](net.parameters())
-    amp = tritonamp.enable(net, stepper, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
+    amp = tritonamp.enable(
+        net, stepper, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    )
     if how == "inside":
         model = DistributedDataParallel(torch.compile(net, backend="aot_eager", fullgraph=True))
     else:
@@ -341,7 +385,12 @@ def converted(order: str) -> list[Any]:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     norm = net[1]
     stepped = list(amp.master_params())
-    found = [type(norm).__name__, str(norm.weight.dtype), str(norm.running_mean.dtype), str(net[0].weight.dtype)]
+    found = [
+        type(norm).__name__,
+        str(norm.weight.dtype),
+        str(norm.running_mean.dtype),
+        str(net[0].weight.dtype),
+    ]
     found.append(any(p is norm.weight for p in stepped))
     amp.disable()
     return found
@@ -359,7 +408,9 @@ def test_sync_batch_norm_stays_fp32(pair: Pair, order: str) -> None:
 
 @on_ranks
 def uneven(order: str, optimizer: str, level: str, fault: str) -> list[dict[str, Any]]:
-    """Two epochs in which rank 1 has two batches more than rank 0, then an even one without ``join``."""
+    """Two epochs in which rank 1 has two batches more than rank 0, then an even one without
+    ``join``.
+    """
     rank, found = dist.get_rank(), []
     model, net, stepper, amp = enabled_and_wrapped(order, optimizer, level)
     for epoch in range(3):
@@ -377,7 +428,9 @@ def uneven(order: str, optimizer: str, level: str, fault: str) -> list[dict[str,
 
 
 @pytest.mark.parametrize("fault", ["", "loss", "gradient"])
-@pytest.mark.parametrize(("order", "optimizer", "level"), [("before", "AdamW", "O2"), ("after", "SGD", "O1")])
+@pytest.mark.parametrize(
+    ("order", "optimizer", "level"), [("before", "AdamW", "O2"), ("after", "SGD", "O1")]
+)
 def test_uneven_inputs(pair: Pair, order: str, optimizer: str, level: str, fault: str) -> None:
     """In ``join`` a rank that has run out has no say, so decisions rest on the reduced gradients."""
     first, second = uneven(pair, order=order, optimizer=optimizer, level=level, fault=fault)
@@ -393,7 +446,9 @@ def test_uneven_inputs(pair: Pair, order: str, optimizer: str, level: str, fault
 
 @on_ranks
 def parted(how: str, steps: int) -> list[str]:
-    """What goes wrong on rank 1 between the first and the second step, and what is said about it and when."""
+    """What goes wrong on rank 1 between the first and the second step, and what is said about it
+    and when.
+    """
     rank, said = dist.get_rank(), []
     model, net, stepper, amp = enabled_and_wrapped("before", "SGD", "O1")
     handler = logging.Handler(logging.WARNING)
@@ -420,8 +475,14 @@ def parted(how: str, steps: int) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("scale", "(rank 0: loss scale 1024, 100 steps taken; rank 1: loss scale 128, 100 steps taken)"),
-        ("steps", "(rank 0: loss scale 1024, 100 steps taken; rank 1: loss scale 1024, 105 steps taken)"),
+        (
+            "scale",
+            "(rank 0: loss scale 1024, 100 steps taken; rank 1: loss scale 128, 100 steps taken)",
+        ),
+        (
+            "steps",
+            "(rank 0: loss scale 1024, 100 steps taken; rank 1: loss scale 1024, 105 steps taken)",
+        ),
     ],
 )
 def test_ranks_that_have_parted_are_told(pair: Pair, how: str, told: str) -> None:
@@ -436,7 +497,8 @@ def test_gradients_that_are_not_reduced_are_told(pair: Pair) -> None:
     for said in parted(pair, how="bypassed", steps=2 * CHECK_EVERY + 2):
         assert len(said) == 1
         assert re.match(
-            r"the ranks step with different gradients, of norms \S+, \S+, and will part: call the DDP", said[0]
+            r"the ranks step with different gradients, of norms \S+, \S+, and will part: call the DDP",
+            said[0],
         )
 
 
@@ -453,7 +515,9 @@ def independent() -> tuple[float, int]:
     rank = dist.get_rank()
     net = Net()
     stepper = OPTIMIZERS["SGD"](net.parameters())
-    amp = tritonamp.enable(net, stepper, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
+    amp = tritonamp.enable(
+        net, stepper, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    )
     for _ in range(2 + rank):
         amp.backward(harm("gradient", rank == 1, net(batches()[0])))
         stepper.step()
@@ -471,7 +535,10 @@ def test_models_of_their_own_decide_alone(pair: Pair) -> None:
 def two_groups() -> str:
     nets = [nn.Linear(6, 3), nn.Linear(6, 3)]
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    models = [DistributedDataParallel(net, process_group=group) for net, group in zip(nets, groups, strict=True)]
+    models = [
+        DistributedDataParallel(net, process_group=group)
+        for net, group in zip(nets, groups, strict=True)
+    ]
     try:
         tritonamp.enable(models, OPTIMIZERS["SGD"]([p for net in nets for p in net.parameters()]))
     except ValueError as error:
@@ -481,7 +548,9 @@ def two_groups() -> str:
 
 def test_models_of_several_groups_are_refused(pair: Pair) -> None:
     for text in two_groups(pair):
-        assert text.startswith("model: the models of one tritonamp.enable run under several process groups")
+        assert text.startswith(
+            "model: the models of one tritonamp.enable run under several process groups"
+        )
 
 
 def test_threads_run_one_enabled_model(device: torch.device) -> None:

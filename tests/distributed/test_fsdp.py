@@ -1,4 +1,5 @@
-"""Two gloo ranks on CPU train one model under FSDP2: each steps on its shards, and all decide alike.
+"""Two gloo ranks on CPU train one model under FSDP2: each steps on its shards, and all decide
+alike.
 
 The ranks are this file run as a script, see two_ranks.py.
 """
@@ -51,7 +52,11 @@ STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "SGD": 0.1 / (1 - 0.5)}  # see test_ddp.
 
 
 def sharded(
-    level: str, mesh: str = "one", dtype: torch.dtype | None = None, model: nn.Sequential | None = None, **options: Any
+    level: str,
+    mesh: str = "one",
+    dtype: torch.dtype | None = None,
+    model: nn.Sequential | None = None,
+    **options: Any,
 ) -> nn.Sequential:
     model = net() if model is None else model
     half = torch.float16 if level == "O2" else None
@@ -59,7 +64,12 @@ def sharded(
     shape = {"one": (RANKS,), "copies": (RANKS, 1), "shards": (1, RANKS)}[mesh]
     names = None if mesh == "one" else ("replicate", "shard")
     for part in (model[0], model):
-        fully_shard(part, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), mp_policy=policy, **options)
+        fully_shard(
+            part,
+            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+            mp_policy=policy,
+            **options,
+        )
     return model
 
 
@@ -70,7 +80,10 @@ def batches() -> list[Tensor]:
 
 def whole(tensor: Any) -> list[float]:
     values: list[float] = (
-        (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).double().flatten().tolist()
+        (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        .double()
+        .flatten()
+        .tolist()
     )
     return values
 
@@ -78,7 +91,9 @@ def whole(tensor: Any) -> list[float]:
 def train(
     model: nn.Module, optimizer: str, level: str, share: Callable[[Tensor], Tensor], **options: Any
 ) -> tuple[dict[str, Any], tritonamp.Amp, torch.optim.Optimizer]:
-    """A run in which the third step is lost, the gradients clipped, and unscaled before the last step."""
+    """A run in which the third step is lost, the gradients clipped, and unscaled before the last
+    step.
+    """
     here, fault = options.pop("here", True), options.pop("fault", None)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
@@ -111,14 +126,29 @@ def train(
 
 
 @on_ranks
-def run(optimizer: str, level: str, mesh: str = "one", fault: str | None = None, backend: str = "auto") -> list[Any]:
+def run(
+    optimizer: str, level: str, mesh: str = "one", fault: str | None = None, backend: str = "auto"
+) -> list[Any]:
     rank = dist.get_rank()
     model = sharded(level, mesh)
     found, amp, stepper = train(
-        model, optimizer, level, lambda x: x.chunk(RANKS)[rank], here=rank == 1, fault=fault, backend=backend
+        model,
+        optimizer,
+        level,
+        lambda x: x.chunk(RANKS)[rank],
+        here=rank == 1,
+        fault=fault,
+        backend=backend,
     )
-    kinds = {type(t).__name__ for p in model.parameters() for t in (p, *stepper.state[p].values()) if t.dim()}
-    dtypes = {str(p.dtype) for p in amp.master_params()} | {str(v.dtype) for v in model.state_dict().values()}
+    kinds = {
+        type(t).__name__
+        for p in model.parameters()
+        for t in (p, *stepper.state[p].values())
+        if t.dim()
+    }
+    dtypes = {str(p.dtype) for p in amp.master_params()} | {
+        str(v.dtype) for v in model.state_dict().values()
+    }
     amp.disable()
     alone, amp, _ = train(net(), optimizer, level, lambda x: x, fault=fault and "loss")
     amp.disable()
@@ -126,7 +156,12 @@ def run(optimizer: str, level: str, mesh: str = "one", fault: str | None = None,
 
 
 RUNS = [
-    *[(o, level, "one", fault) for o in OPTIMIZERS for level in ("O1", "O2") for fault in (None, "loss")],
+    *[
+        (o, level, "one", fault)
+        for o in OPTIMIZERS
+        for level in ("O1", "O2")
+        for fault in (None, "loss")
+    ],
     ("AdamW", "O2", "one", "gradient"),
     ("AdamW", "O2", "one", "shard"),
     ("SGD", "O1", "one", "shard"),
@@ -144,7 +179,11 @@ def test_as_one_process_on_the_joint_batch(
     found, alone, kinds, dtypes = answers[0]
     assert (kinds, dtypes) == (["DTensor"], ["torch.float32"])
     skipped = int(fault is not None)
-    assert (found["steps"], found["skipped"], found["forward_faults"]) == (STEPS - skipped, skipped, fault == "loss")
+    assert (found["steps"], found["skipped"], found["forward_faults"]) == (
+        STEPS - skipped,
+        skipped,
+        fault == "loss",
+    )
     assert found["scale"] == (2.0**9 if fault in ("gradient", "shard") else 2.0**10)
     # as in test_ddp.py, and the halves of gathered weights, one more rounding
     relative = 10 * 2.0**-11
@@ -153,7 +192,11 @@ def test_as_one_process_on_the_joint_batch(
     assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
     norms = [(float(a), float(b)) for a, b in zip(found["norms"], alone["norms"], strict=True)]
     for a, b in norms:  # of the gradients, to which each earlier step adds its difference
-        assert math.isnan(b) or not math.isfinite(a) or abs(a - b) <= STEPS * relative * alone["largest"]
+        assert (
+            math.isnan(b)
+            or not math.isfinite(a)
+            or abs(a - b) <= STEPS * relative * alone["largest"]
+        )
 
 
 def test_shards_are_stepped_on_by_the_kernels(pair: Pair) -> None:
@@ -219,14 +262,18 @@ def prepared(way: str, level: str) -> nn.Module:
 
 @on_ranks
 def trained(way: str, level: str, fault: str | None) -> list[Any]:
-    """That way, and plainly: two micro-batches a step, with a fault in the first of the second step on rank 1."""
+    """That way, and plainly: two micro-batches a step, with a fault in the first of the second step
+    on rank 1.
+    """
     warnings.filterwarnings("ignore", "The .grad attribute")  # torch.compile's own, at graph breaks
     rank, found = dist.get_rank(), []
     for kind in (way, "plain"):
         torch.compiler.reset()
         model: Any = prepared(kind, level)
         stepper = OPTIMIZERS["AdamW"](model.parameters())
-        amp = tritonamp.enable(model, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
+        amp = tritonamp.enable(
+            model, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
+        )
         for step, x in enumerate(batches()):
             last = step % 2 == 1
             if kind == "no sync":
@@ -235,14 +282,18 @@ def trained(way: str, level: str, fault: str | None) -> list[Any]:
             bad = step == 2 and rank == 1
             if bad and fault == "gradient":
                 output.register_hook(lambda grad: grad * math.inf)
-            amp.backward((output - 1).square().mean() * (math.nan if bad and fault == "loss" else 0.5))
+            amp.backward(
+                (output - 1).square().mean() * (math.nan if bad and fault == "loss" else 0.5)
+            )
             if last:
                 amp.clip_grad_norm_(0.5)
                 stepper.step()
                 stepper.zero_grad()
         stats = amp.stats()
         values = [whole(p.detach()) for p in amp.master_params()]
-        found.append([values, [stats[key] for key in ("scale", "steps", "skipped", "forward_faults")]])
+        found.append(
+            [values, [stats[key] for key in ("scale", "steps", "skipped", "forward_faults")]]
+        )
         amp.disable()
     return found
 
@@ -265,8 +316,13 @@ def test_other_ways_lead_to_the_same(pair: Pair, way: str, level: str, fault: st
         bool(fault),
         fault == "loss",
     ]
-    # without a reduction of each micro-batch their sum is rounded elsewhere, 3 times; all else is the same arithmetic
-    bound = STEPS * STEP_SIZES["AdamW"] * 0.5 * 2 * 3 * 2.0**-11 if way == "no sync" and level == "O2" else 0.0
+    # without a reduction of each micro-batch their sum is rounded elsewhere, 3 times; all else is
+    # the same arithmetic
+    bound = (
+        STEPS * STEP_SIZES["AdamW"] * 0.5 * 2 * 3 * 2.0**-11
+        if way == "no sync" and level == "O2"
+        else 0.0
+    )
     if way == "no sync" and level == "O1":
         bound = STEPS * STEP_SIZES["AdamW"] * 0.5 * 2 * 3 * 2.0**-24
     pairs = zip(found[0], plain[0], strict=True)
@@ -350,7 +406,9 @@ def replayed() -> str:
 
 def test_replays_are_refused(pair: Pair) -> None:
     for text in replayed(pair):
-        assert text.startswith("explain(replay=True): running a batch again takes all ranks of an FSDP2 model")
+        assert text.startswith(
+            "explain(replay=True): running a batch again takes all ranks of an FSDP2 model"
+        )
 
 
 @on_ranks
@@ -360,7 +418,9 @@ def kept_in_fp32() -> list[str]:
     fully_shard(model[3], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     seen: list[str] = []
-    model[3].register_forward_hook(lambda _, args, output: seen.extend([str(args[0].dtype), str(output.dtype)]))
+    model[3].register_forward_hook(
+        lambda _, args, output: seen.extend([str(args[0].dtype), str(output.dtype)])
+    )
     stepper = OPTIMIZERS["AdamW"](model.parameters())
     amp = tritonamp.enable(model, stepper, level="O2", fp32_modules=["3"])
     amp.backward(model(batches()[0]).mean())

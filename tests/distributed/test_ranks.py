@@ -1,4 +1,5 @@
-"""What users put around DDP: hooks, accumulation, checkpointing, faults; two gloo ranks on CPU decide alike.
+"""What users put around DDP: hooks, accumulation, checkpointing, faults; two gloo ranks on CPU
+decide alike.
 
 The ranks are this file run as a script, see two_ranks.py.
 """
@@ -53,7 +54,9 @@ class Net(nn.Module):
 def batches() -> list[Tensor]:
     """Of this rank."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator).chunk(RANKS)[dist.get_rank()] for _ in range(STEPS)]
+    return [
+        torch.randn(8, 6, generator=generator).chunk(RANKS)[dist.get_rank()] for _ in range(STEPS)
+    ]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -61,7 +64,12 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def enabled(
-    net: nn.Module, optimizer: torch.optim.Optimizer, level: str, hook: Any = None, state: Any = None, **options: Any
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str,
+    hook: Any = None,
+    state: Any = None,
+    **options: Any,
 ) -> tuple[DistributedDataParallel, tritonamp.Amp]:
     scale = options.pop("scale", SCALE)
     mode = options.pop("on_nonfinite", "skip")
@@ -116,13 +124,21 @@ def reduced(level: str, hook: str, gradients: list[float], view: bool) -> list[A
     """What a step makes of one gradient on each rank."""
     net = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    model, amp = enabled(net, optimizer, level, HOOKS[hook], scale=1.0, gradient_as_bucket_view=view)
+    model, amp = enabled(
+        net, optimizer, level, HOOKS[hook], scale=1.0, gradient_as_bucket_view=view
+    )
     before = next(amp.master_params()).item()
     amp.backward(model(torch.ones(1, 1)).sum() * gradients[dist.get_rank()])
     optimizer.step()
     moved = before - next(amp.master_params()).item()
     found = outcome(amp)
-    return [round(moved), found["skipped"], found["scale_overflows"], found["forward_faults"], found["scale"]]
+    return [
+        round(moved),
+        found["skipped"],
+        found["scale_overflows"],
+        found["forward_faults"],
+        found["scale"],
+    ]
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -141,7 +157,10 @@ def test_gradients_are_reduced_as_the_hook_says(
     pair: Pair, level: str, hook: str, gradients: list[float], mean: int | None, view: bool
 ) -> None:
     expected = [0, 1, 1, 0, 0.5] if mean is None else [mean, 0, 0, 0, 1.0]
-    assert reduced(pair, level=level, hook=hook, gradients=gradients, view=view) == [expected, expected]
+    assert reduced(pair, level=level, hook=hook, gradients=gradients, view=view) == [
+        expected,
+        expected,
+    ]
 
 
 @on_ranks
@@ -151,7 +170,12 @@ def compressed(kind: str, fault: str | None) -> dict[str, Any]:
     state: Any = None
     if kind == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(
-            None, 1, start_powerSGD_iter=2, min_compression_rate=0.1, use_error_feedback=False, warm_start=False
+            None,
+            1,
+            start_powerSGD_iter=2,
+            min_compression_rate=0.1,
+            use_error_feedback=False,
+            warm_start=False,
         )
     hook = powerSGD_hook.powerSGD_hook if kind == "PowerSGD" else HOOKS[kind]
     optimizer = adamw(net.parameters())
@@ -168,7 +192,11 @@ def compressed(kind: str, fault: str | None) -> dict[str, Any]:
 def test_a_fault_goes_through_compression_once(pair: Pair, kind: str, fault: str) -> None:
     first, second = compressed(pair, kind=kind, fault=fault)
     assert first == second
-    assert (first["steps"], first["skipped"], first["forward_faults"]) == (STEPS - 1, 1, fault == "loss")
+    assert (first["steps"], first["skipped"], first["forward_faults"]) == (
+        STEPS - 1,
+        1,
+        fault == "loss",
+    )
     assert all(math.isfinite(x) for values in first["masters"] for x in values)
 
 
@@ -186,7 +214,9 @@ def trained(way: str, level: str, fault: str | None, **options: Any) -> list[dic
         if way == "checkpoint" and not plain:
             net.part = lambda *args: checkpoint(*args, use_reentrant=False)
         optimizer = adamw(net.parameters())
-        model, amp = enabled(net, optimizer, level, find_unused_parameters=way == "branches", **options)
+        model, amp = enabled(
+            net, optimizer, level, find_unused_parameters=way == "branches", **options
+        )
         for step, x in enumerate(batches()):
             if plain and step // micro == 2 // micro:
                 continue
@@ -221,7 +251,9 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
     assert first["steps"] == without["steps"] == (STEPS // 2 - 1 if way == "no_sync" else STEPS - 1)
     assert (first["skipped"], first["forward_faults"]) == (1, fault == "loss")
     assert first["scale"] == (SCALE if fault == "loss" else SCALE / 2)
-    if fault == "loss" or level == "O1":  # another scale rounds half gradients alike, but for subnormal ones
+    if (
+        fault == "loss" or level == "O1"
+    ):  # another scale rounds half gradients alike, but for subnormal ones
         assert first["masters"] == without["masters"]
 
 
@@ -266,7 +298,9 @@ def raised() -> str:
 
 def test_all_ranks_raise(pair: Pair) -> None:
     for text in raised(pair):
-        assert text.startswith("The last skipped step was a forward fault: the loss itself was inf or NaN")
+        assert text.startswith(
+            "The last skipped step was a forward fault: the loss itself was inf or NaN"
+        )
 
 
 # ZeroRedundancyOptimizer
@@ -290,7 +324,9 @@ def divided(level: str) -> Any:
         except ValueError as error:
             return str(error)
         for step, x in enumerate(batches()):
-            amp.backward(harmed(model(x), "gradient" if step == 2 and dist.get_rank() == 1 else None))
+            amp.backward(
+                harmed(model(x), "gradient" if step == 2 and dist.get_rank() == 1 else None)
+            )
             amp.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -308,7 +344,9 @@ def test_an_optimizer_divided_among_the_ranks(pair: Pair, level: str) -> None:
 
 def test_divided_half_parameters_are_refused(pair: Pair) -> None:
     for text in divided(pair, level="O2"):
-        assert text.startswith("optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks already")
+        assert text.startswith(
+            "optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks already"
+        )
 
 
 if __name__ == "__main__":

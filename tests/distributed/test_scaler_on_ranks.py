@@ -1,4 +1,5 @@
-"""A loop of torch.amp's with our GradScaler under DistributedDataParallel, without ``tritonamp.enable``, on two ranks.
+"""A loop of torch.amp's with our GradScaler under DistributedDataParallel, without
+``tritonamp.enable``, on two ranks.
 
 The ranks are this file run as a script, see two_ranks.py.
 """
@@ -20,7 +21,11 @@ import tritonamp
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
-OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "optim.AdamW": tritonamp.optim.AdamW}
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "AdamW": torch.optim.AdamW,
+    "optim.AdamW": tritonamp.optim.AdamW,
+}
 SCALE, STEPS, BAD = 2.0**10, 4, 1
 
 
@@ -32,7 +37,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def harmed(kind: str, loss: Tensor, model: nn.Module) -> Tensor:
-    """A loss that is NaN and takes the gradients along, one that is inf and leaves them alone, or inf gradients."""
+    """A loss that is NaN and takes the gradients along, one that is inf and leaves them alone, or
+    inf gradients.
+    """
     if kind == "nan loss":
         return loss * math.nan
     if kind == "inf loss":
@@ -50,12 +57,17 @@ def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, 
     model = DistributedDataParallel(copy.deepcopy(net))
     stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
     scaler = tritonamp.GradScaler(
-        "cpu", init_scale=SCALE, growth_interval=100, process_group=dist.group.WORLD if grouped else None
+        "cpu",
+        init_scale=SCALE,
+        growth_interval=100,
+        process_group=dist.group.WORLD if grouped else None,
     )
     moved = []
     for step in range(STEPS):
         before = [p.detach().clone() for p in model.parameters()]
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)[dist.get_rank()]
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)[
+            dist.get_rank()
+        ]
         loss = model(x).square().mean()
         if step == BAD and dist.get_rank() == 1:
             loss = harmed(kind, loss, model)
@@ -68,10 +80,16 @@ def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, 
         scaler.step(stepper)
         scaler.update()
         stepper.zero_grad()
-        moved.append(any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)))
+        moved.append(
+            any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+        )
         if step == BAD:
             next(model.parameters())._backward_hooks = None
-    return {"moved": moved, "scale": scaler.get_scale(), "params": [p.tolist() for p in model.parameters()]}
+    return {
+        "moved": moved,
+        "scale": scaler.get_scale(),
+        "params": [p.tolist() for p in model.parameters()],
+    }
 
 
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale", "step"])
@@ -84,7 +102,9 @@ def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, 
 def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unscale: bool) -> None:
     first, second = train(pair, kind=kind, optimizer=optimizer, grouped=grouped, unscale=unscale)
     assert first == second
-    skipped = grouped or kind != "inf loss"  # whose gradients are good: nobody else has seen anything
+    skipped = (
+        grouped or kind != "inf loss"
+    )  # whose gradients are good: nobody else has seen anything
     assert first["moved"] == [step != BAD or not skipped for step in range(STEPS)]
     fault = grouped and kind.endswith("loss")
     assert first["scale"] == (SCALE if fault or not skipped else SCALE / 2)

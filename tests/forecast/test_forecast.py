@@ -1,4 +1,6 @@
-"""check(): what it predicts, that its policy cures, that clean models are left alone, and that nothing moves."""
+"""check(): what it predicts, that its policy cures, that clean models are left alone, and that
+nothing moves.
+"""
 
 import contextlib
 import copy
@@ -86,7 +88,9 @@ class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = self._conv(3, 16)
-        self.body = nn.Sequential(self._conv(16, 16), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
+        self.body = nn.Sequential(
+            self._conv(16, 16), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        )
         self.head = nn.Linear(16, 10)
 
     @staticmethod
@@ -104,7 +108,11 @@ class LanguageModel(nn.Module):
 
     def __init__(self, body, width=32, vocabulary=64):
         super().__init__()
-        self.token, self.body, self.norm = nn.Embedding(vocabulary, width), body, nn.LayerNorm(width)
+        self.token, self.body, self.norm = (
+            nn.Embedding(vocabulary, width),
+            body,
+            nn.LayerNorm(width),
+        )
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.token.weight
 
@@ -120,11 +128,15 @@ class LanguageModel(nn.Module):
 
 def cross_entropy(output):
     logits = output.flatten(0, -2)
-    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device) % logits.shape[-1])
+    return F.cross_entropy(
+        logits, torch.arange(len(logits), device=logits.device) % logits.shape[-1]
+    )
 
 
 def encoder():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
+    )
 
 
 def codes():
@@ -134,10 +146,22 @@ def codes():
 CLEAN = {
     "convolutions": lambda: (Classifier(), torch.randn(4, 3, 8, 8), cross_entropy),
     "encoder": lambda: (LanguageModel(encoder()), codes(), cross_entropy),
-    "lstm": lambda: (LanguageModel(nn.LSTM(32, 32, 2, batch_first=True, dropout=0.1)), codes(), cross_entropy),
-    "attention": lambda: (nn.Sequential(nn.LayerNorm(16), Attention(mask="inf")), torch.randn(2, 5, 16), None),
+    "lstm": lambda: (
+        LanguageModel(nn.LSTM(32, 32, 2, batch_first=True, dropout=0.1)),
+        codes(),
+        cross_entropy,
+    ),
+    "attention": lambda: (
+        nn.Sequential(nn.LayerNorm(16), Attention(mask="inf")),
+        torch.randn(2, 5, 16),
+        None,
+    ),
     "finfo mask": lambda: (Attention(mask="min"), 30 * torch.randn(2, 5, 16), None),
-    "rms norm in FP32": lambda: (around(RMSNorm(square=lambda x: x.pow(2))), 1e3 * torch.randn(4, 16), None),
+    "rms norm in FP32": lambda: (
+        around(RMSNorm(square=lambda x: x.pow(2))),
+        1e3 * torch.randn(4, 16),
+        None,
+    ),
     "normalize": lambda: (
         nn.Sequential(nn.Linear(16, 16), Apply(lambda x: F.normalize(x, dim=-1))),
         torch.randn(4, 16),
@@ -182,7 +206,9 @@ def test_scores_that_overflow(level):
     (finding,) = forecast.findings
     assert (finding.kind, finding.where) == ("overflow", "1")
     assert finding.weight == pytest.approx(float(scores.abs().max()) / 65504, rel=1e-5)
-    assert "matmul" in finding.why and f"{finding.weight:.3g} times the largest float16" in finding.why
+    assert (
+        "matmul" in finding.why and f"{finding.weight:.3g} times the largest float16" in finding.why
+    )
     assert finding.line.rpartition(":")[0].endswith("test_forecast.py")
     assert forecast.policy.fp32_modules == ("1",)
     assert forecast.formats["float16"].overflows == 1
@@ -200,7 +226,8 @@ def test_the_silent_overflow_of_a_square():
     assert "more results after these would overflow too" in str(forecast)
 
 
-# (function of half values of about 1e3, whether it overflows): FP32 ops do not overflow inside, only where stored
+# (function of half values of about 1e3, whether it overflows): FP32 ops do not overflow inside,
+# only where stored
 OPS = {
     "sum": (lambda x: x.sum(-1, keepdim=True) - x, False),
     "sum stored in half": (lambda x: (100 * x.abs().sum(-1, keepdim=True)).to(x.dtype) + x, True),
@@ -227,7 +254,9 @@ def test_each_op_overflows_only_where_half_is_stored(name):
     assert [finding.kind for finding in found][:1] == ["overflow"] * overflows
     amp = tritonamp.enable(model, level="O2")  # what is predicted is what happens
     amax = []
-    model[1].register_forward_hook(lambda module, args, output: amax.append(output.detach().float().abs().max()))
+    model[1].register_forward_hook(
+        lambda module, args, output: amax.append(output.detach().float().abs().max())
+    )
     model(x)
     amp.disable()
     assert math.isinf(amax[0]) == overflows
@@ -237,7 +266,10 @@ def test_each_op_overflows_only_where_half_is_stored(name):
 def test_what_is_too_large_before_any_op(where):
     model, x = around(nn.LayerNorm(16)), torch.randn(4, 16)
     if where == "batch":
-        model, x = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)), 1e5 + torch.arange(64.0).view(4, 16)
+        model, x = (
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)),
+            1e5 + torch.arange(64.0).view(4, 16),
+        )
         forecast = check(model, x)
         (problem,) = forecast.problems
         assert problem.where == "the batch"
@@ -279,7 +311,10 @@ def test_constants_of_masks():
 def test_a_constant_that_is_made_in_half():
     forecast = check(around(Apply(lambda x: x * x.new_tensor(1e5))), torch.randn(4, 16))
     assert (forecast.findings[0].kind, forecast.findings[0].where) == ("constant", "1")
-    assert forecast.policy.fp32_modules == ("1", "2")  # where 1e5 times x is finite, the next layer has to take it
+    assert forecast.policy.fp32_modules == (
+        "1",
+        "2",
+    )  # where 1e5 times x is finite, the next layer has to take it
 
 
 def test_a_row_that_the_mask_hides_completely_is_no_excuse():
@@ -312,7 +347,8 @@ def test_the_largest_loss_scale(power):
     model[0].weight.data.fill_(1.0)
     forecast = check(model, torch.ones(1, 4), loss_fn=lambda y: y.sum() * 2.0**power)
     seen = forecast.formats["float16"]
-    # the largest gradient is 2^power times a product of ones: 2^15 is the largest power of two in float16
+    # the largest gradient is 2^power times a product of ones: 2^15 is the largest power of two in
+    # float16
     assert seen.max_scale == min(2.0 ** (15 - power), 2.0**24)
     assert seen.scale == seen.max_scale / 4
     assert seen.fits == (power > -60)
@@ -322,7 +358,8 @@ def test_the_largest_loss_scale(power):
 
 
 @pytest.mark.parametrize(
-    ("amax", "scale"), [(65519.0, 1.0), (65520.0, 0.5), (65520 / 4, 2.0), (3.0, 2.0**14), (0.0, 2.0**24)]
+    ("amax", "scale"),
+    [(65519.0, 1.0), (65520.0, 0.5), (65520 / 4, 2.0), (3.0, 2.0**14), (0.0, 2.0**24)],
 )
 def test_the_largest_scale_of_a_gradient(amax, scale):
     assert largest_scale(amax, FP16) == scale
@@ -380,7 +417,9 @@ def test_a_fixed_loss_scale():
 
 def test_gradients_that_are_rounding_noise_are_not_missed():
     """A key's bias in attention has no gradient at all, but for rounding."""
-    forecast = check(Attention(), torch.randn(2, 5, 16), level=dataclasses.replace(tritonamp.O2, loss_scale=1.0))
+    forecast = check(
+        Attention(), torch.randn(2, 5, 16), level=dataclasses.replace(tritonamp.O2, loss_scale=1.0)
+    )
     noise = next(r for r in forecast.records if r.op == "gradient" and r.parameter == "key.bias")
     assert noise.sizes.vanishing(FP16) > 0.5
     assert not forecast.findings
@@ -503,12 +542,16 @@ class Restless(nn.Module):
 def test_everything_is_as_before(training, level, fails):
     model = Restless().train(training)
     x, optimizer = torch.randn(8, 16), adamw(model)
-    model(x.clone()).square().mean().backward()  # kept results, gradients and optimizer state to leave alone
+    model(
+        x.clone()
+    ).square().mean().backward()  # kept results, gradients and optimizer state to leave alone
     optimizer.step()
     before = snapshot(model, optimizer, x)
     with torch.no_grad():
         if fails:
-            with pytest.raises(RuntimeError, match="failed in the dry run, in FP32: ZeroDivisionError"):
+            with pytest.raises(
+                RuntimeError, match="failed in the dry run, in FP32: ZeroDivisionError"
+            ):
                 tritonamp.check(model, optimizer, (x,), lambda y: 1 / 0, level=level)
         else:
             tritonamp.check(model, optimizer, (x,), level=level)
@@ -516,7 +559,9 @@ def test_everything_is_as_before(training, level, fails):
     after = snapshot(model, optimizer, x)
     assert before.keys() == after.keys()
     for name, value in before.items():
-        same = torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+        same = (
+            torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+        )
         assert same, name
     assert not tritonamp.casts.dispatch.is_registered()
 
@@ -530,7 +575,10 @@ def snapshot(model, optimizer, x):
     numpy_state = numpy.random.get_state()
     return state | {
         "classes": [type(module) for module in model.modules()],
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "hooks": [
+            len(module._forward_hooks) + len(module._forward_pre_hooks)
+            for module in model.modules()
+        ],
         "flags": [module.training for module in model.modules()],
         "calls": model.calls,
         "seen": list(map(id, model.seen)),
@@ -550,7 +598,8 @@ def test_the_dry_run_computes_what_fp32_computes():
     assert forecast.loss == loss.item()
     amax = {r.parameter: r.sizes.amax for r in forecast.records if r.op == "gradient"}
     for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
-        # the softmax backward of the op table sums in another order: a few roundings, relative to the largest gradient
+        # the softmax backward of the op table sums in another order: a few roundings, relative to
+        # the largest gradient
         assert amax[name] == pytest.approx(float(grad.abs().max()), rel=1e-5, abs=1e-7)
 
 
@@ -558,12 +607,18 @@ def test_records_name_module_and_phase():
     model = around(nn.ReLU())
     records = check(model, torch.randn(4, 16)).records
     forward = [
-        (r.place.module, r.op) for r in records if r.half and not r.scaled and r.op not in ("parameter", "input")
+        (r.place.module, r.op)
+        for r in records
+        if r.half and not r.scaled and r.op not in ("parameter", "input")
     ]
     assert forward == [("0", "addmm"), ("1", "relu"), ("2", "addmm")]
-    backward = {(r.place.module, r.op) for r in records if r.half and r.scaled and r.op != "gradient"}
+    backward = {
+        (r.place.module, r.op) for r in records if r.half and r.scaled and r.op != "gradient"
+    }
     assert {("2", "mm"), ("1", "threshold_backward"), ("0", "mm")} <= backward
-    assert {r.parameter for r in records if r.op == "gradient"} == {n for n, _ in model.named_parameters()}
+    assert {r.parameter for r in records if r.op == "gradient"} == {
+        n for n, _ in model.named_parameters()
+    }
 
 
 # Without data
@@ -580,7 +635,9 @@ class Function(torch.autograd.Function):
 
 
 class CustomFwd(Function):
-    forward = staticmethod(torch.amp.custom_fwd(lambda ctx, x: x * 2, device_type="cpu", cast_inputs=torch.float32))
+    forward = staticmethod(
+        torch.amp.custom_fwd(lambda ctx, x: x * 2, device_type="cpu", cast_inputs=torch.float32)
+    )
     backward = staticmethod(torch.amp.custom_bwd(lambda ctx, grad: grad * 2, device_type="cpu"))
 
 
@@ -645,11 +702,17 @@ def test_averaged_copies():
 
     x = torch.randn(4, 16)
     copied = check(Teacher(lambda m: copy.deepcopy(m).requires_grad_(False)), x)
-    assert [(f.kind, f.where, f.problem) for f in copied.findings] == [("average", "teacher", False)]
+    assert [(f.kind, f.where, f.problem) for f in copied.findings] == [
+        ("average", "teacher", False)
+    ]
     averaged = check(Teacher(torch.optim.swa_utils.AveragedModel), x)
-    assert [(f.kind, f.where, f.problem) for f in averaged.findings] == [("average", "teacher", True)]
+    assert [(f.kind, f.where, f.problem) for f in averaged.findings] == [
+        ("average", "teacher", True)
+    ]
     assert averaged.policy.fp32_modules == ("teacher",)
-    assert not check(Teacher(lambda m: nn.Linear(16, 16).requires_grad_(False)), x).findings  # merely frozen
+    assert not check(
+        Teacher(lambda m: nn.Linear(16, 16).requires_grad_(False)), x
+    ).findings  # merely frozen
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -666,7 +729,11 @@ def test_bce_loss(inside):
     model = Probability()
     if not inside:
         model.loss = None
-    found = check(model, torch.randn(4, 16), loss_fn=None if inside else lambda p: nn.BCELoss()(p, torch.ones_like(p)))
+    found = check(
+        model,
+        torch.randn(4, 16),
+        loss_fn=None if inside else lambda p: nn.BCELoss()(p, torch.ones_like(p)),
+    )
     assert kinds(found) == ["BCELoss"]
     assert "BCEWithLogitsLoss" in found.findings[0].advice
 
@@ -708,8 +775,12 @@ def test_modules_and_buffers_to_mind():
     assert (finding.kind, finding.where, finding.problem) == ("constant", "mask", False)
     sparse = nn.Sequential(nn.Embedding(64, 16, sparse=True), nn.Linear(16, 8))
     indices = torch.zeros(2, 3, dtype=torch.int64)
-    assert [(f.kind, f.where, f.problem) for f in check(sparse, indices).findings] == [("sparse", "0", True)]
-    assert any(r.parameter == "0.weight" and r.op == "gradient" for r in check(sparse, indices).records)
+    assert [(f.kind, f.where, f.problem) for f in check(sparse, indices).findings] == [
+        ("sparse", "0", True)
+    ]
+    assert any(
+        r.parameter == "0.weight" and r.op == "gradient" for r in check(sparse, indices).records
+    )
     sgd = torch.optim.SGD(sparse.parameters(), lr=0.1)
     assert [f.problem for f in tritonamp.check(sparse, sgd, (indices,)).findings] == [False]
     with torch.autocast("cpu", BF16):
@@ -723,7 +794,9 @@ def test_modules_and_buffers_to_mind():
 
 def test_the_report_is_worst_first_and_short():
     blocks = [m for _ in range(20) for m in (Apply(lambda x: x * x * 1e-3), nn.LayerNorm(16))]
-    forecast = check(nn.Sequential(Apply(lambda x: x * x), Attention(), *blocks), 1e3 * torch.randn(2, 5, 16))
+    forecast = check(
+        nn.Sequential(Apply(lambda x: x * x), Attention(), *blocks), 1e3 * torch.randn(2, 5, 16)
+    )
     text = str(forecast)
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 120
@@ -745,13 +818,22 @@ def test_as_dict_is_json():
     ("arguments", "message"),
     [
         ((3, None, ()), "model: got int, allowed is a torch.nn.Module"),
-        ((nn.Linear(4, 4), 3, (torch.ones(1, 4),)), "optimizer: got int, allowed is a torch.optim.Optimizer"),
+        (
+            (nn.Linear(4, 4), 3, (torch.ones(1, 4),)),
+            "optimizer: got int, allowed is a torch.optim.Optimizer",
+        ),
         (
             (nn.Linear(4, 4), None, (torch.ones(1, 4),), lambda y: y),
             r"got a tensor of shape \(1, 4\), allowed is a scalar",
         ),
-        ((nn.Linear(4, 4), None, (torch.ones(1, 4),), lambda y: 1.0), "got float, allowed is a scalar tensor"),
-        ((nn.Identity(), None, (torch.ones(2, dtype=torch.int64),)), "no floating tensor: pass loss_fn"),
+        (
+            (nn.Linear(4, 4), None, (torch.ones(1, 4),), lambda y: 1.0),
+            "got float, allowed is a scalar tensor",
+        ),
+        (
+            (nn.Identity(), None, (torch.ones(2, dtype=torch.int64),)),
+            "no floating tensor: pass loss_fn",
+        ),
     ],
 )
 def test_misuse(arguments, message):
@@ -761,7 +843,8 @@ def test_misuse(arguments, message):
 
 def test_failures_name_the_module():
     with pytest.raises(
-        RuntimeError, match=r"module '1\.0' failed in the dry run, in FP32: RuntimeError: .*mat1 and mat2"
+        RuntimeError,
+        match=r"module '1\.0' failed in the dry run, in FP32: RuntimeError: .*mat1 and mat2",
     ):
         check(nn.Sequential(nn.Linear(16, 8), nn.Sequential(nn.Linear(16, 8))), torch.randn(4, 16))
 
@@ -774,7 +857,9 @@ def test_an_enabled_model_is_refused():
     amp.disable()
 
 
-@pytest.mark.parametrize("batch", [torch.randn(4, 16), [torch.randn(4, 16)], (torch.randn(4, 16).half(),)])
+@pytest.mark.parametrize(
+    "batch", [torch.randn(4, 16), [torch.randn(4, 16)], (torch.randn(4, 16).half(),)]
+)
 def test_batches(batch):
     assert not tritonamp.check(around(), None, batch).findings
 
@@ -795,7 +880,10 @@ def test_shares_are_those_of_real_rounding(dtype):
     info = torch.finfo(dtype)
     centre = math.log2(info.smallest_normal)
     # away from powers of two, so that no value sits on the edge between two bins
-    values = 1.37 * 2.0 ** torch.randint(int(max(centre - 30, -126)), int(centre) + 30, (10000,)).double()
+    values = (
+        1.37
+        * 2.0 ** torch.randint(int(max(centre - 30, -126)), int(centre) + 30, (10000,)).double()
+    )
     values = torch.cat([values.float(), torch.zeros(100)])
     sizes = magnitudes(values)
     half = values.to(dtype)
@@ -818,7 +906,11 @@ def test_sizes_of_special_values():
 
 def test_unrounded_says_half_and_holds_fp32():
     x = Unrounded(torch.tensor([1e6, 1e-9]), FP16)
-    for y, expected in ((x * 2, [2e6, 2e-9]), (x.float() + 1, [1e6 + 1, 1.0]), (x[:1].add_(1), [1e6 + 1])):
+    for y, expected in (
+        (x * 2, [2e6, 2e-9]),
+        (x.float() + 1, [1e6 + 1, 1.0]),
+        (x[:1].add_(1), [1e6 + 1]),
+    ):
         values = y.values if isinstance(y, Unrounded) else y
         assert torch.equal(values, torch.tensor(expected))
     assert (x * 2).dtype is FP16
@@ -826,7 +918,9 @@ def test_unrounded_says_half_and_holds_fp32():
     assert (x + torch.ones(())).dtype is FP16
     assert x.values[0] == 1e6 + 1  # written through the view
     assert "1.0000e+06" in repr(x)
-    assert torch.ops.aten._softmax(x, 0, True).dtype is torch.float32  # what CUDA makes of softmax(dtype=torch.float32)
+    assert (
+        torch.ops.aten._softmax(x, 0, True).dtype is torch.float32
+    )  # what CUDA makes of softmax(dtype=torch.float32)
 
 
 class Doubling(nn.Module):
@@ -861,5 +955,8 @@ def test_an_operation_that_overflows_again_in_a_loop_is_one_problem() -> None:
 
 
 def test_one_model_at_a_time() -> None:
-    with pytest.raises(ValueError, match=r"model: got list, allowed is one torch.nn.Module: check models one by one"):
+    with pytest.raises(
+        ValueError,
+        match=r"model: got list, allowed is one torch.nn.Module: check models one by one",
+    ):
         tritonamp.check([nn.Linear(2, 2)], None, (torch.ones(1, 2),))  # type: ignore[arg-type]

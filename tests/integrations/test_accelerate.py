@@ -37,7 +37,9 @@ def net() -> nn.Module:
 def make_optimizer(model: nn.Module, kind: str = "AdamW") -> torch.optim.Optimizer:
     if kind == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.05)
-    return (torch.optim.AdamW if kind == "AdamW" else tritonamp.optim.AdamW)(model.parameters(), lr=0.05)
+    return (torch.optim.AdamW if kind == "AdamW" else tritonamp.optim.AdamW)(
+        model.parameters(), lr=0.05
+    )
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -47,7 +49,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
 def batches(bad: int | None = None) -> list[tuple[Tensor, Tensor]]:
     """Number ``bad`` has an inf."""
     generator = torch.Generator().manual_seed(1)
-    made = [(torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(BATCHES)]
+    made = [
+        (torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator))
+        for _ in range(BATCHES)
+    ]
     if bad is not None:
         made[bad][0][0, 0] = torch.inf
     return made
@@ -62,7 +67,9 @@ class Run:
         model = net()
         optimizer = make_optimizer(model, kind)
         scheduler = make_scheduler(optimizer)
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, scheduler
+        )
         self.skips: list[bool] = []
         self.norms: list[float] = []
 
@@ -70,12 +77,16 @@ class Run:
     def amp(self) -> tritonamp.Amp:
         return self.accelerator.amp  # type: ignore[attr-defined]
 
-    def train(self, data: list[tuple[Tensor, Tensor]], norm: float = 0.0, value: float = 0.0) -> dict[str, Tensor]:
+    def train(
+        self, data: list[tuple[Tensor, Tensor]], norm: float = 0.0, value: float = 0.0
+    ) -> dict[str, Tensor]:
         for x, y in data:
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(LOSS(self.model(x), y))
                 if self.accelerator.sync_gradients and norm:
-                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), norm)))
+                    self.norms.append(
+                        float(self.accelerator.clip_grad_norm_(self.model.parameters(), norm))
+                    )
                 if self.accelerator.sync_gradients and value:
                     self.accelerator.clip_grad_value_(self.model.parameters(), value)
                 self.optimizer.step()
@@ -135,7 +146,13 @@ def test_the_loop_walks_our_steps(level: str, kind: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     "how",
-    [{"norm": 0.1}, {"value": 0.01}, {"accumulate": 2}, {"accumulate": 2, "norm": 0.1}, {"norm": float("inf")}],
+    [
+        {"norm": 0.1},
+        {"value": 0.01},
+        {"accumulate": 2},
+        {"accumulate": 2, "norm": 0.1},
+        {"norm": float("inf")},
+    ],
     ids=str,
 )
 def test_clipping_and_accumulation(level: str, how: dict[str, Any]) -> None:
@@ -162,7 +179,9 @@ def test_norms_of_a_part_and_of_another_kind(level: str) -> None:
         expected = nn.utils.get_total_norm([p.grad for p in parameters(plain)], norm_type)
         torch.testing.assert_close(norm, expected, rtol=2.0**-6, atol=0)  # some roundings to half
         clipped = nn.utils.get_total_norm([p.grad for p in parameters(run.model)], norm_type)
-        torch.testing.assert_close(clipped, torch.tensor(0.1), rtol=1e-4, atol=0)  # torch divides by norm + 1e-6
+        torch.testing.assert_close(
+            clipped, torch.tensor(0.1), rtol=1e-4, atol=0
+        )  # torch divides by norm + 1e-6
     run.accelerator.free_memory()
 
 
@@ -188,7 +207,11 @@ def test_our_scaler_in_a_plain_accelerator(kind: str) -> None:
     accelerator, model = Accelerator(cpu=True), net()
     optimizer = make_optimizer(model, kind if kind != "enabled" else "AdamW")
     accelerator.scaler = tritonamp.GradScaler("cpu", init_scale=2.0**8)
-    amp = tritonamp.enable(model, optimizer, level="O2", scaler=accelerator.scaler) if kind == "enabled" else None
+    amp = (
+        tritonamp.enable(model, optimizer, level="O2", scaler=accelerator.scaler)
+        if kind == "enabled"
+        else None
+    )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     skips = []
     for x, y in batches(bad=3):
@@ -206,7 +229,9 @@ def test_our_scaler_in_a_plain_accelerator(kind: str) -> None:
 def test_two_optimizers_are_told_apart() -> None:
     first, second = net(), net()
     accelerator = Accelerator(cpu=True)
-    enable(accelerator, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))  # overflows nowhere
+    enable(
+        accelerator, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    )  # overflows nowhere
     models = first, second
     *_, one, two = accelerator.prepare(*models, *map(make_optimizer, models))
     for (x, y), bad in zip(batches() * 2, [None, 0, 1, None] * 4, strict=True):

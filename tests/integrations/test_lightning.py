@@ -1,5 +1,5 @@
-"""Lightning's Trainer with our plugin walks the steps of a loop written by hand, bit for bit; its own plugin takes our
-GradScaler and AdamW.
+"""Lightning's Trainer with our plugin walks the steps of a loop written by hand, bit for bit; its
+own plugin takes our GradScaler and AdamW.
 
 The two ranks are this file run as a script, see two_ranks.py.
 """
@@ -28,7 +28,9 @@ from tritonamp.integrations.lightning import MixedPrecision
 pytestmark = [
     # Lightning's advice: more workers in the loader, a validation loop
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning 2.6 with torch 2.15
+    pytest.mark.filterwarnings(
+        "ignore:.*LeafSpec.* is deprecated:FutureWarning"
+    ),  # Lightning 2.6 with torch 2.15
 ]
 
 BATCHES = 8
@@ -43,7 +45,10 @@ QUIET: dict[str, Any] = dict(
 def data(bad: int | None = None) -> TensorDataset:
     """Batches of 4; number ``bad`` has an inf."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(4 * BATCHES, 6, generator=generator), torch.randn(4 * BATCHES, 3, generator=generator)
+    x, y = (
+        torch.randn(4 * BATCHES, 6, generator=generator),
+        torch.randn(4 * BATCHES, 3, generator=generator),
+    )
     if bad is not None:
         x[4 * bad, 0] = torch.inf
     return TensorDataset(x, y)
@@ -74,7 +79,10 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer, scheduler = make_optimizer(self, self.optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -121,7 +129,9 @@ def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(state[name], value), name
 
 
-def fit(model: Model, plugin: Any, bad: int | None = None, ckpt_path: Any = None, **settings: Any) -> Trainer:
+def fit(
+    model: Model, plugin: Any, bad: int | None = None, ckpt_path: Any = None, **settings: Any
+) -> Trainer:
     trainer = Trainer(plugins=[plugin], **{**QUIET, **settings})
     trainer.fit(model, loader(bad), ckpt_path=ckpt_path)
     return trainer
@@ -150,7 +160,9 @@ def test_the_trainer_walks_our_steps(level: str, kind: str) -> None:
     ids=["norm", "value", "accumulate", "accumulate and norm"],
 )
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_and_accumulation(level: str, settings: dict[str, Any], hand: dict[str, Any]) -> None:
+def test_clipping_and_accumulation(
+    level: str, settings: dict[str, Any], hand: dict[str, Any]
+) -> None:
     model = Model()
     fit(model, MixedPrecision(level=level), bad=5, **settings)
     expected, _ = by_hand(level, bad=5, **hand)
@@ -167,7 +179,8 @@ def test_steps_that_call_submodules(level: str) -> None:
     assert not torch.equal(model.net[0].weight, Model().net[0].weight)
     expected, _ = by_hand(level)
     for name, value in model.state_dict().items():
-        # outputs are half here, so the loss's gradient is: 8 AdamW steps of lr 0.05 may each turn their sign by it
+        # outputs are half here, so the loss's gradient is: 8 AdamW steps of lr 0.05 may each turn
+        # their sign by it
         assert (value - expected[name]).abs().max() <= 0.05
 
 
@@ -183,7 +196,9 @@ class NormLogger(Callback):
     def __init__(self) -> None:
         self.norms: list[Tensor] = []
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: LightningModule, optimizer: Any
+    ) -> None:
         self.norms.append(grad_norm(module, 2)["grad_2.0_norm_total"])
 
 
@@ -201,12 +216,16 @@ def test_hooks_see_true_gradients(level: str) -> None:
     expected_state, _ = by_hand(level, norm=clip)
     for name, value in model.state_dict().items():
         # the unscaled gradients take the clip coefficient in a rounding of their own
-        torch.testing.assert_close(value, expected_state[name], rtol=2.0**-11 if level == "O2" else 1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            value, expected_state[name], rtol=2.0**-11 if level == "O2" else 1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
 def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None:
-    last = BATCHES - 1  # the epoch ends with a skip; in the middle of one Lightning would begin it anew
+    last = (
+        BATCHES - 1
+    )  # the epoch ends with a skip; in the middle of one Lightning would begin it anew
     whole = Model(kind)
     fit(whole, MixedPrecision(level=level), bad=last, max_epochs=2)
     plugin = MixedPrecision(level=level)
@@ -257,7 +276,9 @@ def test_a_training_step_without_a_loss() -> None:
 
 
 class Two(LightningModule):
-    """Two networks, the second trained against the first, in Lightning's three ways of manual optimization."""
+    """Two networks, the second trained against the first, in Lightning's three ways of manual
+    optimization.
+    """
 
     def __init__(self, way: str, clip: float = 0.0) -> None:
         super().__init__()
@@ -273,7 +294,9 @@ class Two(LightningModule):
 
     def training_step(self, batch: list[Tensor], _: int) -> None:
         for optimizer, loss in zip(self.optimizers(), self.losses(batch), strict=True):
-            if self.way == "toggled":  # after the loss: gradients of what is toggled off are computed all the same
+            if (
+                self.way == "toggled"
+            ):  # after the loss: gradients of what is toggled off are computed all the same
                 self.toggle_optimizer(optimizer)
             else:
                 optimizer.zero_grad()
@@ -289,7 +312,10 @@ class Two(LightningModule):
                 self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(self.first.parameters(), lr=0.05), torch.optim.SGD(self.second.parameters(), lr=0.1)]
+        return [
+            torch.optim.AdamW(self.first.parameters(), lr=0.05),
+            torch.optim.SGD(self.second.parameters(), lr=0.1),
+        ]
 
 
 def two_by_hand(level: str, clip: float, toggled: bool) -> dict[str, Tensor]:
@@ -303,7 +329,9 @@ def two_by_hand(level: str, clip: float, toggled: bool) -> dict[str, Tensor]:
                 amp.backward(loss, optimizer if toggled or optimizer is optimizers[1] else None)
                 if clip:
                     amp.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+                    nn.utils.clip_grad_norm_(
+                        [p for group in optimizer.param_groups for p in group["params"]], clip
+                    )
                 optimizer.step()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     amp.disable()
@@ -311,7 +339,9 @@ def two_by_hand(level: str, clip: float, toggled: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(("way", "clip"), [("plain", 0.0), ("closure", 0.0), ("plain", 0.05), ("toggled", 0.0)])
+@pytest.mark.parametrize(
+    ("way", "clip"), [("plain", 0.0), ("closure", 0.0), ("plain", 0.05), ("toggled", 0.0)]
+)
 def test_manual_optimization(level: str, way: str, clip: float) -> None:
     model = Two(way, clip)
     fit(model, MixedPrecision(level=level))
@@ -328,10 +358,15 @@ def test_our_scaler_in_lightnings_plugin(kind: str) -> None:
     fit(model, StockMixedPrecision("16-mixed", "cpu", scaler), bad=3)
     assert scaler.get_scale() == 2.0**10  # the loss was inf, which is no matter of the scale
     plain = Model(kind)
-    fit(plain, StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)), bad=3)
+    fit(
+        plain,
+        StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)),
+        bad=3,
+    )
     for name, value in model.state_dict().items():
         assert not torch.equal(value, Model().state_dict()[name]) or "net.1" in name
-        # of our AdamW and torch's, roundings of eight updates; and the halved scale only moves powers of two
+        # of our AdamW and torch's, roundings of eight updates; and the halved scale only moves
+        # powers of two
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
@@ -353,9 +388,16 @@ def ddp(level: str, accumulate: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     model, plugin = Model(), MixedPrecision(level=level)
-    settings = {**QUIET, "devices": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    settings = {
+        **QUIET,
+        "devices": 2,
+        "accumulate_grad_batches": accumulate,
+        "gradient_clip_val": 0.1,
+    }
     strategy = DDPStrategy(process_group_backend="gloo")
-    trainer = Trainer(plugins=[plugin], strategy=strategy, use_distributed_sampler=False, **settings)
+    trainer = Trainer(
+        plugins=[plugin], strategy=strategy, use_distributed_sampler=False, **settings
+    )
     trainer.fit(model, rank_loader(bad=2))
     assert plugin.amp is not None and "forward" not in vars(model)
 
@@ -396,7 +438,12 @@ class Discarding(Model):
         before = [p.detach().clone() for p in masters]
         if index > 0:
             optimizer.step()
-            self.moves.append(max(float((p.detach() - q).abs().max()) for p, q in zip(masters, before, strict=True)))
+            self.moves.append(
+                max(
+                    float((p.detach() - q).abs().max())
+                    for p, q in zip(masters, before, strict=True)
+                )
+            )
         optimizer.zero_grad()
 
 
@@ -404,7 +451,8 @@ class Discarding(Model):
 def test_gradients_that_were_clipped_and_dropped(level: str) -> None:
     model = Discarding()
     fit(model, MixedPrecision(level=level, loss_scale=2.0**8))
-    # the largest gradient is at the limit: one step is the limit times the learning rate, rounded at weights below 2
+    # the largest gradient is at the limit: one step is the limit times the learning rate, rounded
+    # at weights below 2
     assert model.moves == pytest.approx([0.05 * 1e-3] * (BATCHES - 1), abs=2.0**-24)
 
 

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer walks the steps of a loop written by hand; the model is tiny and of random weights."""
+"""Hugging Face's Trainer walks the steps of a loop written by hand; the model is tiny and of random
+weights.
+"""
 
 import json
 import os
@@ -70,11 +72,17 @@ def make_trainer(folder: Path, model: nn.Module, **arguments: Any) -> transforme
     training_arguments = transformers.TrainingArguments(**{**settings, **arguments})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # Trainer's own has several groups
     return transformers.Trainer(
-        model=model, args=training_arguments, train_dataset=data(), eval_dataset=data(1), optimizers=(optimizer, None)
+        model=model,
+        args=training_arguments,
+        train_dataset=data(),
+        eval_dataset=data(1),
+        optimizers=(optimizer, None),
     )
 
 
-def train(folder: Path, level: str, kind: type = transformers.GPT2LMHeadModel, **arguments: Any) -> Any:
+def train(
+    folder: Path, level: str, kind: type = transformers.GPT2LMHeadModel, **arguments: Any
+) -> Any:
     trainer = make_trainer(folder, language_model(kind), **arguments)
     enable(trainer, level=level)
     trainer.train()
@@ -90,10 +98,15 @@ def by_hand(level: str, kind: type, accumulate: int, norm: float) -> Any:
     model = language_model(kind).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     steps = BATCHES // accumulate
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (steps - step) / steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: max(0.0, (steps - step) / steps)
+    )
     amp = tritonamp.enable(model, optimizer, level=level)
     norms, rates = [], []
-    rows, tokens_in_batch = data(), SIZE * 8 * accumulate  # all: Trainer does not know that this class shifts labels
+    rows, tokens_in_batch = (
+        data(),
+        SIZE * 8 * accumulate,
+    )  # all: Trainer does not know that this class shifts labels
     for i in range(BATCHES):
         tokens = torch.stack([row["input_ids"] for row in rows[SIZE * i : SIZE * (i + 1)]])
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=tokens_in_batch).loss
@@ -118,7 +131,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "accumulate", "norm"), [("O1", 1, 0.5), ("O1", 2, 0.0), ("O2", 1, 0.0), ("O2", 2, 0.5), ("O5", 1, 0.5)]
+    ("level", "accumulate", "norm"),
+    [("O1", 1, 0.5), ("O1", 2, 0.0), ("O2", 1, 0.0), ("O2", 2, 0.5), ("O5", 1, 0.5)],
 )
 def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_path: Path) -> None:
     trainer = train(
@@ -128,7 +142,9 @@ def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_p
     expected, norms, rates = by_hand(level, Poisoned, accumulate, norm or float("inf"))
     assert_same(state(trainer.model), expected)
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert str([entry["grad_norm"] for entry in logged]) == str(norms)  # the true one; NaN is itself there
+    assert str([entry["grad_norm"] for entry in logged]) == str(
+        norms
+    )  # the true one; NaN is itself there
     assert [entry["learning_rate"] for entry in logged] == rates
     assert trainer.accelerator.amp.stats()["forward_faults"] == 1
     trainer.accelerator.free_memory()
@@ -156,9 +172,13 @@ def test_evaluation_smoothing_and_what_is_saved(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "saved"))
     expected = state(trainer.model)
     trainer.accelerator.free_memory()
-    exact = make_trainer(tmp_path, trainer.model, label_smoothing_factor=0.1).evaluate()["eval_loss"]
+    exact = make_trainer(tmp_path, trainer.model, label_smoothing_factor=0.1).evaluate()[
+        "eval_loss"
+    ]
     assert half != exact
-    assert abs(half - exact) <= 2.0**-9 * exact  # some roundings to half of activations, the loss itself in FP32
+    assert (
+        abs(half - exact) <= 2.0**-9 * exact
+    )  # some roundings to half of activations, the loss itself in FP32
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
     assert_same(state(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")), expected)
 
@@ -170,12 +190,16 @@ def test_trainers_own_optimizer_and_a_second_training(tmp_path: Path) -> None:
     before = state(trainer.model)
     for _ in range(2):
         trainer.train()
-        assert any(not torch.equal(before[name], value) for name, value in state(trainer.model).items())
+        assert any(
+            not torch.equal(before[name], value) for name, value in state(trainer.model).items()
+        )
         before = state(trainer.model)
     trainer.accelerator.free_memory()
 
 
 def test_a_trainer_that_casts_by_itself_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, language_model(), bf16=True)
-    with pytest.raises(ValueError, match=r"mixed_precision='bf16', allowed is 'no'.*leave fp16 and bf16 False"):
+    with pytest.raises(
+        ValueError, match=r"mixed_precision='bf16', allowed is 'no'.*leave fp16 and bf16 False"
+    ):
         enable(trainer, level="O2")

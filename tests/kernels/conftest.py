@@ -1,4 +1,6 @@
-"""What kernel tests get: both forms of an operation, small tiles, guarded memory, bounds for the distance from FP64."""
+"""What kernel tests get: both forms of an operation, small tiles, guarded memory, bounds for the
+distance from FP64.
+"""
 
 import inspect
 import math
@@ -17,7 +19,9 @@ U = 2.0**-24  # half an ulp of 1 in FP32
 
 
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance of ``dtype``'s values around each FP64 value; in the subnormal range that of the smallest."""
+    """Distance of ``dtype``'s values around each FP64 value; in the subnormal range that of the
+    smallest.
+    """
     info = torch.finfo(dtype)
     exponent = torch.frexp(exact.abs().clamp(min=info.tiny)).exponent
     return torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
@@ -36,15 +40,16 @@ def length(x: Tensor, dim: int) -> int:
 def softmax_and_error(log: bool, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """softmax or log_softmax in FP64, and the error of FP32 arithmetic.
 
-    With d = max - x. A product with log2(e) turns d into exp2's argument: three relative errors, of d (1 u), the
-    constant (0.23 u) and the product (1 u), become 2.25 d u of exp(-d); a GPU's exp2 itself is off by 2 ulps of what
-    is correctly rounded (5 u). Below 2**-126 it returns 0.
+    With d = max - x. A product with log2(e) turns d into exp2's argument: three relative errors, of
+    d (1 u), the constant (0.23 u) and the product (1 u), become 2.25 d u of exp(-d); a GPU's exp2
+    itself is off by 2 ulps of what is correctly rounded (5 u). Below 2**-126 it returns 0.
 
-    The sum s: the mean of d, weighted with exp(-d), is at most log n. So s carries 2.25 log n + 5, n from additions in
-    any order, and 6 for each time that a part is rescaled to a new maximum.
+    The sum s: the mean of d, weighted with exp(-d), is at most log n. So s carries 2.25 log n + 5,
+    n from additions in any order, and 6 for each time that a part is rescaled to a new maximum.
     softmax: 1 / s is off by 2 ulps on a GPU (4 u), the product by 1 u.
-    log_softmax: what s carries turns absolute. A GPU's log2 is off by 2**-22 max(1, log2 s): 4 log s + 2.8 after the
-    product with log(2), which adds 1.05 log s; d is rounded, and the difference too.
+    log_softmax: what s carries turns absolute. A GPU's log2 is off by 2**-22 max(1, log2 s): 4 log
+    s + 2.8 after the product with log(2), which adds 1.05 log s; d is rounded, and the difference
+    too.
     """
     wide, n = x.double(), length(x, dim)
     exact = torch.log_softmax(wide, dim) if log else torch.softmax(wide, dim)
@@ -62,8 +67,8 @@ def backward_and_error(log: bool, grad: Tensor, y: Tensor, dim: int) -> tuple[Te
     """The gradient in FP64 from the y that is given, and the error of FP32 arithmetic.
 
     softmax: n + 5 roundings of y (|grad| + sum |grad y|).
-    log_softmax: 2 of |grad|; of exp(y) sum |grad| n + 8, and 1.25 |y| from exp2's argument, as forward. exp2 returns 0
-    below 2**-126.
+    log_softmax: 2 of |grad|; of exp(y) sum |grad| n + 8, and 1.25 |y| from exp2's argument, as
+    forward. exp2 returns 0 below 2**-126.
     """
     g, w, n = grad.double(), y.double(), length(y, dim)
     if not log:
@@ -84,8 +89,9 @@ def sum_and_error(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> tuple[Tens
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpreter() -> Iterator[None]:
-    """Triton's interpreter prepares ``triton.language`` for each launch, and for each call of a helper in a kernel:
-    half of a test's time. Once is enough."""
+    """Triton's interpreter prepares ``triton.language`` for each launch, and for each call of a
+    helper in a kernel: half of a test's time. Once is enough.
+    """
     if not INTERPRETED:
         yield
         return
@@ -127,12 +133,16 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """NaN in new memory and around it: what is not written shows, as do reads and writes out of bounds."""
+    """NaN in new memory and around it: what is not written shows, as do reads and writes out of
+    bounds.
+    """
     plain_like, plain_new = torch.empty_like, Tensor.new_empty
     buffers: list[Tensor] = []
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffers.append(torch.full((math.prod(shape) + 2 * GUARD,), float("nan"), dtype=dtype, device=device))
+        buffers.append(
+            torch.full((math.prod(shape) + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
+        )
         return buffers[-1][GUARD:-GUARD].view(shape)
 
     def empty_like(x: Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -140,24 +150,32 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return plain_like(x, dtype=dtype, **options)
         return empty(tuple(x.shape), dtype or x.dtype, x.device)
 
-    def new_empty(x: Tensor, *size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    def new_empty(
+        x: Tensor, *size: Any, dtype: torch.dtype | None = None, **options: Any
+    ) -> Tensor:
         if options or not (dtype or x.dtype).is_floating_point:
             return plain_new(x, *size, dtype=dtype, **options)
-        return empty(tuple(size[0]) if isinstance(size[0], tuple | list) else size, dtype or x.dtype, x.device)
+        return empty(
+            tuple(size[0]) if isinstance(size[0], tuple | list) else size,
+            dtype or x.dtype,
+            x.device,
+        )
 
     monkeypatch.setattr(torch, "empty_like", empty_like)
     monkeypatch.setattr(Tensor, "new_empty", new_empty)
     yield
     for buffer in buffers:
-        assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all(), "written out of bounds"
+        assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all(), (
+            "written out of bounds"
+        )
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Takes the number of programs below which they share lines, or None: all as shipped.
 
-    A program then holds at most 128 elements of a line, in softmax's backward 64. It walks over longer lines in tiles
-    of as many.
+    A program then holds at most 128 elements of a line, in softmax's backward 64. It walks over
+    longer lines in tiles of as many.
     """
 
     def shrink(many: int | None) -> None:
@@ -166,7 +184,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]
         for name, value in {"SHORT": 64, "LOOP_WARPS": 1, "MANY": many}.items():
             monkeypatch.setattr(_lines, name, value)
         for module in (softmax, reduce):
-            monkeypatch.setattr(module, "tiling", inspect.unwrap(_lines.tiling))  # remembers nothing
+            monkeypatch.setattr(
+                module, "tiling", inspect.unwrap(_lines.tiling)
+            )  # remembers nothing
             monkeypatch.setattr(module, "PER_THREAD", 4)
             monkeypatch.setattr(module, "LONGEST", 128)
 
@@ -202,7 +222,9 @@ def traffic(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Tra
         traffic.written += size(ptrs, mask)
         return store(self, ptrs, value, mask, *args)
 
-    def counted_atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+    def counted_atomic(
+        self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *args: Any
+    ) -> Any:
         traffic.written += size(ptrs, mask)
         return atomic(self, operation, ptrs, value, mask, *args)
 

@@ -1,4 +1,6 @@
-"""One Adam step against the papers' formulas in FP64, many against torch, and what a step must leave alone."""
+"""One Adam step against the papers' formulas in FP64, many against torch, and what a step must
+leave alone.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,9 @@ from tritonamp.kernels._launch import INTERPRETED, launch, tl, triton
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.adamw import RATES, AdamLists, AdamRule, _power, adamw
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 HALF, BF16, WIDE, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -28,8 +32,15 @@ RULE = AdamRule(
     maximize=False,
 )
 EVERY_RULE = [
-    RULE._replace(decoupled_weight_decay=decoupled, amsgrad=amsgrad, maximize=maximize, weight_decay=weight_decay)
-    for decoupled, amsgrad, maximize, weight_decay in itertools.product(*[(False, True)] * 3, (0.0, 0.25))
+    RULE._replace(
+        decoupled_weight_decay=decoupled,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        weight_decay=weight_decay,
+    )
+    for decoupled, amsgrad, maximize, weight_decay in itertools.product(
+        *[(False, True)] * 3, (0.0, 0.25)
+    )
 ]
 SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (4099,), (5, 7)]
 SMALL = [(3,), (5, 7)]
@@ -38,8 +49,10 @@ NOT_ZERO = [1.0, 2.0, 0.5, -1.0, INF, NAN]
 
 
 class Tensors:
-    """What one call works on, all shapes for each rule. All values are in (0.1, 1.1), so that no sum cancels; the last
-    tensor of each rule is transposed. Tensors of the same shape lie at the same places in memory modulo 16 bytes."""
+    """What one call works on, all shapes for each rule. All values are in (0.1, 1.1), so that no
+    sum cancels; the last tensor of each rule is transposed. Tensors of the same shape lie at the
+    same places in memory modulo 16 bytes.
+    """
 
     def __init__(
         self,
@@ -53,8 +66,14 @@ class Tensors:
         shapes: Sequence[tuple[int, ...]] = SHAPES,
     ) -> None:
         def make(dtype: torch.dtype) -> list[Tensor]:
-            of_rule = [(torch.rand(shape, device=device) + 0.1).to(dtype) for _ in rules for shape in [*shapes, (7, 5)]]
-            return [t.t() if k % (len(shapes) + 1) == len(shapes) else t for k, t in enumerate(of_rule)]
+            of_rule = [
+                (torch.rand(shape, device=device) + 0.1).to(dtype)
+                for _ in rules
+                for shape in [*shapes, (7, 5)]
+            ]
+            return [
+                t.t() if k % (len(shapes) + 1) == len(shapes) else t for k, t in enumerate(of_rule)
+            ]
 
         self.rules, self.backend = list(rules), backend
         self.groups = [g for g in range(len(rules)) for _ in range(len(shapes) + 1)]
@@ -69,13 +88,22 @@ class Tensors:
 
     def __iter__(self) -> Iterator[Tensor]:
         """All that a step may write to."""
-        written = (self.params, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.steps, self.copies)
+        written = (
+            self.params,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.max_exp_avg_sqs,
+            self.steps,
+            self.copies,
+        )
         return (tensor for tensor in itertools.chain(*written) if tensor is not None)
 
     def clone(self, **changes: Any) -> "Tensors":
         other = object.__new__(Tensors)
         lists = {k: v for k, v in vars(self).items() if k not in ("rules", "groups", "backend")}
-        vars(other).update(vars(self) | {k: [t if t is None else t.clone() for t in v] for k, v in lists.items()})
+        vars(other).update(
+            vars(self) | {k: [t if t is None else t.clone() for t in v] for k, v in lists.items()}
+        )
         vars(other).update(changes)
         return other
 
@@ -85,7 +113,9 @@ class Tensors:
             v_max if self.rules[g].amsgrad else v
             for g, v, v_max in zip(self.groups, self.exp_avg_sqs, self.max_exp_avg_sqs, strict=True)
         ]
-        copies = [p if copy is None else copy for p, copy in zip(self.params, self.copies, strict=True)]
+        copies = [
+            p if copy is None else copy for p, copy in zip(self.params, self.copies, strict=True)
+        ]
         for name, tensors in {
             "params": self.params,
             "grads": self.grads,
@@ -159,11 +189,15 @@ def test_one_step_is_the_textbook_step(
 ) -> None:
     """Groups of all kinds in one call.
 
-    u is half an ulp of 1. Without cancellation relative errors add up: a gradient with L2 term carries 3u. Then
-    v 12u (6 from the square); m 8u, times (|m| + |g|) / |new m| < 11 for the lerp's difference. The update m / sqrt(v):
-    under 128u; the rest of p's change 4u.
+    u is half an ulp of 1. Without cancellation relative errors add up: a gradient with L2 term
+    carries 3u. Then v 12u (6 from the square); m 8u, times (|m| + |g|) / |new m| < 11 for the
+    lerp's difference. The update m / sqrt(v): under 128u; the rest of p's change 4u.
     """
-    rules = EVERY_RULE if shapes is TINY else [RULE, RULE._replace(decoupled_weight_decay=False, amsgrad=True)]
+    rules = (
+        EVERY_RULE
+        if shapes is TINY
+        else [RULE, RULE._replace(decoupled_weight_decay=False, amsgrad=True)]
+    )
     before = Tensors(device, backend, dtype, grad_dtype, None, steps, rules, shapes)
     for grad, g in zip(before.grads, before.groups, strict=True):
         if rules[g].maximize:
@@ -188,17 +222,28 @@ def test_one_step_is_the_textbook_step(
 @pytest.mark.parametrize("programs", [_multi_tensor.PROGRAMS, 1])
 @pytest.mark.parametrize("grad_dtype", [WIDE, HALF], ids=str)
 def test_memory_that_is_not_aligned(
-    device: torch.device, backend: str, grad_dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    backend: str,
+    grad_dtype: torch.dtype,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And large chunks: other loops, the same bits."""
-    start = Tensors(device, backend, WIDE, grad_dtype, HALF, steps=2, shapes=[(), (1,), (255,), (257,), (4099,)])
+    start = Tensors(
+        device, backend, WIDE, grad_dtype, HALF, steps=2, shapes=[(), (1,), (255,), (257,), (4099,)]
+    )
     aligned = start.clone().step()
     monkeypatch.setattr(_multi_tensor, "PROGRAMS", programs)
-    start.params, start.grads = list(map(unaligned, start.params)), list(map(unaligned, start.grads))
+    start.params, start.grads = (
+        list(map(unaligned, start.params)),
+        list(map(unaligned, start.grads)),
+    )
     assert same_bits(aligned, start.step())
     for tensor in start.params:
         memory = torch.as_strided(tensor, (tensor.numel() + 16,), (1,), 0)
-        assert memory[0] == 7.0 and (memory[1 + tensor.numel() :] == 7.0).all(), "written out of bounds"
+        assert memory[0] == 7.0 and (memory[1 + tensor.numel() :] == 7.0).all(), (
+            "written out of bounds"
+        )
 
 
 def test_memory_with_gaps(device: torch.device, backend: str) -> None:
@@ -217,17 +262,23 @@ def test_memory_with_gaps(device: torch.device, backend: str) -> None:
 def test_hyperparameters_may_be_tensors(
     device: torch.device, backend: str, dtype: torch.dtype, decoupled: bool
 ) -> None:
-    """FP32 holds these values exactly, so nothing differs but the twin's lerp, which may contract product and sum."""
+    """FP32 holds these values exactly, so nothing differs but the twin's lerp, which may contract
+    product and sum.
+    """
     rule = RULE._replace(lr=0.125, beta1=0.875, beta2=0.96875, decoupled_weight_decay=decoupled)
     start = Tensors(device, backend, steps=3, rules=[RULE, rule], shapes=SMALL)
     for at in {device, torch.device("cpu")}:
-        lr, beta1, beta2 = (torch.tensor(h, dtype=dtype, device=at) for h in (rule.lr, rule.beta1, rule.beta2))
+        lr, beta1, beta2 = (
+            torch.tensor(h, dtype=dtype, device=at) for h in (rule.lr, rule.beta1, rule.beta2)
+        )
         tensors = start.clone(rules=[RULE, rule._replace(lr=lr, beta1=beta1, beta2=beta2)]).step()
         numbers = start.clone().step()
         if backend == "triton":
             assert same_bits(tensors, numbers)
         for a, b in zip(tensors, numbers, strict=True):
-            torch.testing.assert_close(a, b, rtol=2**-22, atol=2**-22)  # two ulps; all values are below 2
+            torch.testing.assert_close(
+                a, b, rtol=2**-22, atol=2**-22
+            )  # two ulps; all values are below 2
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -261,7 +312,9 @@ def test_hyperparameters_may_change(device: torch.device, backend: str, as_tenso
     [{}, {"lr": 1e-7, "beta2": 0.999, "decoupled_weight_decay": False, "maximize": True}],
 )
 def test_rates_are_rounded_once(triton_device: torch.device, changes: dict[str, Any]) -> None:
-    """What does not depend on the element is FP64: rounding errors of it would bend all elements of a step alike."""
+    """What does not depend on the element is FP64: rounding errors of it would bend all elements of
+    a step alike.
+    """
     rule = RULE._replace(**changes)
     tensors = Tensors(triton_device, "triton", rules=[rule], shapes=[(1,)] * 33)
     for k, step in enumerate(tensors.steps):
@@ -286,7 +339,9 @@ def test_amsgrad_may_be_switched(device: torch.device, backend: str) -> None:
     for amsgrad in (True, False, True):
         rules = [RULE._replace(amsgrad=amsgrad)]
         lists.rules = expected.rules = rules
-        lists.tensors.set("max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.exp_avg_sqs)
+        lists.tensors.set(
+            "max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.exp_avg_sqs
+        )
         adamw(lists, None, None, backend)
         assert same_bits(tensors, expected.step()), amsgrad
 
@@ -299,17 +354,21 @@ TORCHS = {  # steps; decoupled, amsgrad, lr of each group
 
 @pytest.mark.parametrize("name", TORCHS)
 def test_many_steps_are_torchs(device: torch.device, backend: str, name: str) -> None:
-    """Gradients have magnitudes from 0.5 to 1.5 = G: sqrt(v_hat) is at least 0.5 and |m_hat| / sqrt(v_hat) at most 3.
+    """Gradients have magnitudes from 0.5 to 1.5 = G: sqrt(v_hat) is at least 0.5 and |m_hat| /
+    sqrt(v_hat) at most 3.
 
     In step t of n = 100 two correct implementations drift apart by, in u = 2**-24:
     4 |p|: each rounds p's decay and p's sum;
     lr * 28 G / 0.5 = 84 lr: of m, each rounds by 1.4 G u a step, which fades with 0.9;
-    lr * 3 (2 t + 12): of v, each two roundings a step, halved by the root, and those of the quotient.
-    That is 4 |p| + 720 lr at most, n times; |p| is of the size of what the steps move. L2 decay feeds a difference
-    back, less than 1 %.
+    lr * 3 (2 t + 12): of v, each two roundings a step, halved by the root, and those of the
+    quotient. That is 4 |p| + 720 lr at most, n times; |p| is of the size of what the steps move. L2
+    decay feeds a difference back, less than 1 %.
     """
     n, groups = TORCHS[name]
-    rules = [AdamRule(lr, 0.9, 0.999, 1e-8, 0.01, decoupled, amsgrad, False) for decoupled, amsgrad, lr in groups]
+    rules = [
+        AdamRule(lr, 0.9, 0.999, 1e-8, 0.01, decoupled, amsgrad, False)
+        for decoupled, amsgrad, lr in groups
+    ]
     ours = Tensors(device, backend, rules=rules, shapes=[])
     ours.params = [torch.randn(32, device=device) * n * rule.lr for rule in rules]
     for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
@@ -333,7 +392,9 @@ def test_many_steps_are_torchs(device: torch.device, backend: str, name: str) ->
         adamw(lists, None, None, backend)
     for g, (p, q) in enumerate(zip(ours.params, theirs, strict=True)):
         bound = 1.01 * n * 2.0**-24 * (4 * largest[g] + 720 * rules[g].lr)
-        assert bound < 0.01 * (q.detach() - start.params[g]).abs().max().item(), "a bound that can fail"
+        assert bound < 0.01 * (q.detach() - start.params[g]).abs().max().item(), (
+            "a bound that can fail"
+        )
         torch.testing.assert_close(p, q.detach(), rtol=0, atol=bound)
 
 
@@ -345,8 +406,12 @@ def power_kernel(base_ptr, exponent_ptr, out_ptr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("base", [0.9, 0.999, 0.9999999, 0.0, 1.0, 0.5])
 def test_powers(triton_device: torch.device, base: float) -> None:
-    """48 roundings of the product, and each earlier one counts as often as its square is squared again: n u in all."""
-    exponents = torch.tensor([0, 1, 2, 3, 10, 1000, 65535, 65537, 2**20 - 1, 2**24 - 1, 2**24, 5, 6, 7, 8, 9])
+    """48 roundings of the product, and each earlier one counts as often as its square is squared
+    again: n u in all.
+    """
+    exponents = torch.tensor(
+        [0, 1, 2, 3, 10, 1000, 65535, 65537, 2**20 - 1, 2**24 - 1, 2**24, 5, 6, 7, 8, 9]
+    )
     bases = torch.full((16,), base, dtype=FP64, device=triton_device)
     out = torch.empty_like(bases)
     launch(power_kernel, (1, 1, 1), (bases, exponents.int().to(triton_device), out), (), (16,), 1)
@@ -355,8 +420,12 @@ def test_powers(triton_device: torch.device, base: float) -> None:
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.51, 0.0])
-def test_the_mean_of_nothing_and_a_gradient_is_rounded_once(device: torch.device, backend: str, beta1: float) -> None:
-    """torch.lerp's two formulas: each keeps the smaller term's rounding errors small. A weight of 1 leaves no trace."""
+def test_the_mean_of_nothing_and_a_gradient_is_rounded_once(
+    device: torch.device, backend: str, beta1: float
+) -> None:
+    """torch.lerp's two formulas: each keeps the smaller term's rounding errors small. A weight of 1
+    leaves no trace.
+    """
     tensors = Tensors(device, backend, rules=[RULE._replace(beta1=beta1)], shapes=[(100,)])
     for grad, moment in zip(tensors.grads, tensors.exp_avgs, strict=True):
         grad.mul_(torch.randn_like(grad))
@@ -405,9 +474,13 @@ def test_numbers_with_gaps(device: torch.device, backend: str, half: torch.dtype
 
 
 def test_smallest_gradients_meet_eps(device: torch.device, backend: str) -> None:
-    """Where sqrt(v) is below eps = 1e-8, eps sets the size of the step: lr * 0.1 m / (0.1 (sqrt(v) + eps))."""
+    """Where sqrt(v) is below eps = 1e-8, eps sets the size of the step: lr * 0.1 m / (0.1 (sqrt(v)
+    + eps)).
+    """
     grads = (1e-10, 1e-8, 1e-6)
-    tensors = Tensors(device, backend, rules=[RULE._replace(eps=1e-8, weight_decay=0.0)], shapes=[(1,)] * 2)
+    tensors = Tensors(
+        device, backend, rules=[RULE._replace(eps=1e-8, weight_decay=0.0)], shapes=[(1,)] * 2
+    )
     for name in ("params", "exp_avgs", "exp_avg_sqs"):
         setattr(tensors, name, [torch.zeros(1, device=device) for _ in grads])
     tensors.grads = [torch.full((1,), grad, device=device) for grad in grads]
@@ -443,7 +516,9 @@ def test_bad_numbers_are_not_hidden(device: torch.device, backend: str, bad: flo
 
 
 @pytest.mark.parametrize("half", [HALF, BF16], ids=str)
-def test_copies_are_the_rounded_parameters(device: torch.device, backend: str, half: torch.dtype) -> None:
+def test_copies_are_the_rounded_parameters(
+    device: torch.device, backend: str, half: torch.dtype
+) -> None:
     tensors = Tensors(device, backend, WIDE, half, half)
     tensors.copies[1] = None
     without = tensors.clone(copies=[None] * len(tensors.params))
@@ -456,9 +531,19 @@ def test_copies_are_the_rounded_parameters(device: torch.device, backend: str, h
 
 
 def test_parameters_beyond_the_copies_range_are_noted(device: torch.device, backend: str) -> None:
-    """At any place; a parameter that is inf or NaN itself is no overflow; the note stays until somebody clears it."""
+    """At any place; a parameter that is inf or NaN itself is no overflow; the note stays until
+    somebody clears it.
+    """
     values = [65519.9, 65520.0, -65520.0, INF, NAN, 1e38, 0.0]
-    tensors = Tensors(device, backend, WIDE, WIDE, HALF, rules=[RULE._replace(weight_decay=0.0)], shapes=[(1029,)] * 6)
+    tensors = Tensors(
+        device,
+        backend,
+        WIDE,
+        WIDE,
+        HALF,
+        rules=[RULE._replace(weight_decay=0.0)],
+        shapes=[(1029,)] * 6,
+    )
     for grad, moment in zip(tensors.grads, tensors.exp_avgs, strict=True):
         grad.zero_()
         moment.zero_()
@@ -539,7 +624,9 @@ def test_a_power_of_two_scale_cancels_exactly(
     rules = [RULE, RULE._replace(maximize=True, decoupled_weight_decay=False)]
     plain = Tensors(device, backend, WIDE, grad_dtype, rules=rules, shapes=SMALL)
     if grad_dtype is HALF:
-        plain.grads = [(g.float() * 8).round().half() / 8 for g in plain.grads]  # stay normal when scaled down
+        plain.grads = [
+            (g.float() * 8).round().half() / 8 for g in plain.grads
+        ]  # stay normal when scaled down
     scaled = plain.clone(grads=[g * 2.0**exponent for g in plain.grads])
     assert same_bits(plain.step(), scaled.step(torch.tensor(2.0**-exponent, device=device)))
 
@@ -593,22 +680,32 @@ LAYOUTS = {  # dtypes of parameter, gradient and copy, amsgrad; bytes for each p
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes(triton_device: torch.device, traffic: Any, layout: str, place: Any) -> None:
-    """28 for each parameter with master and half copy. Beside them, of the rates: a program of up to 32 tensors reads
-    flag and factor (4 each), for each tensor its step's pointer, number (8 each), group, step (4 each) and rule (7
-    times 8), and leaves its step and its rates. Each program of the step reads flag and row (4 each), of it number,
-    size, first chunk and pointers (8 each), and the rates."""
+    """28 for each parameter with master and half copy. Beside them, of the rates: a program of up
+    to 32 tensors reads flag and factor (4 each), for each tensor its step's pointer, number (8
+    each), group, step (4 each) and rule (7 times 8), and leaves its step and its rates. Each
+    program of the step reads flag and row (4 each), of it number, size, first chunk and pointers (8
+    each), and the rates.
+    """
     dtype, grad_dtype, copy_dtype, amsgrad, expected = LAYOUTS[layout]
     rules = [RULE._replace(amsgrad=amsgrad)]
     shapes = [(5,), (4095,), (4097,)]
-    tensors = Tensors(triton_device, "triton", dtype, grad_dtype, copy_dtype, rules=rules, shapes=shapes)
+    tensors = Tensors(
+        triton_device, "triton", dtype, grad_dtype, copy_dtype, rules=rules, shapes=shapes
+    )
     tensors.params = list(map(place, tensors.params))
     tensors.step()
     numel, programs, rows = sum(p.numel() for p in tensors.params), 5, 4
     pointers = 4 + amsgrad + (copy_dtype is not None)
-    read = traffic.read - (4 + 4 + rows * (8 + 8 + 4 + 4 + 56)) - programs * (4 + 4 + 3 * 8 + pointers * 8 + 4 * RATES)
+    read = (
+        traffic.read
+        - (4 + 4 + rows * (8 + 8 + 4 + 4 + 56))
+        - programs * (4 + 4 + 3 * 8 + pointers * 8 + 4 * RATES)
+    )
     written = traffic.written - rows * (4 + 4 * RATES)
     assert read + written == numel * expected
-    assert written == numel * (dtype.itemsize + 8 + 4 * amsgrad + (copy_dtype.itemsize if copy_dtype else 0))
+    assert written == numel * (
+        dtype.itemsize + 8 + 4 * amsgrad + (copy_dtype.itemsize if copy_dtype else 0)
+    )
 
 
 def test_a_skip_writes_nothing(triton_device: torch.device, traffic: Any) -> None:
@@ -622,7 +719,9 @@ def test_a_skip_writes_nothing(triton_device: torch.device, traffic: Any) -> Non
 def test_half_values_that_stay_are_counted(
     device: torch.device, backend: str, half: torch.dtype, has_master: bool
 ) -> None:
-    """From 1, where half an ulp is 2**-12 (float16) or 2**-9, down by lr; a gradient of zero moves nothing."""
+    """From 1, where half an ulp is 2**-12 (float16) or 2**-9, down by lr; a gradient of zero moves
+    nothing.
+    """
     if half is torch.bfloat16 and backend == "triton" and INTERPRETED:
         pytest.skip("the interpreter's bfloat16 is FP32")
     ulp = torch.finfo(half).eps / 2  # below 1

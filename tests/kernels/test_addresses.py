@@ -1,4 +1,6 @@
-"""Where kernels look for elements in tensors of more than 2**31: addresses against Python's integers."""
+"""Where kernels look for elements in tensors of more than 2**31: addresses against Python's
+integers.
+"""
 
 import itertools
 import operator
@@ -13,13 +15,17 @@ from tritonamp.kernels import reduce, softmax
 from tritonamp.kernels._launch import INTERPRETED, launch, tl, triton
 from tritonamp.kernels._lines import column_offsets, line_offsets
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 ROWS, BLOCK, STEPS = 4, 8, 2
 
 
 class Place(NamedTuple):
-    """A program, ``split`` its second number, of a launch on groups of ``rows`` lines of ``n`` elements."""
+    """A program, ``split`` its second number, of a launch on groups of ``rows`` lines of ``n``
+    elements.
+    """
 
     row_major: bool
     pid: int
@@ -30,7 +36,11 @@ class Place(NamedTuple):
     def lines(self) -> list[tuple[int, int]]:
         """Start and number of each line."""
         if self.row_major:
-            return [(i * self.n, i) for i in range(self.pid * ROWS, (self.pid + 1) * ROWS) if i < self.rows]
+            return [
+                (i * self.n, i)
+                for i in range(self.pid * ROWS, (self.pid + 1) * ROWS)
+                if i < self.rows
+            ]
         group, first = self.pid // self.blocks, self.pid % self.blocks * ROWS
         rows = range(first, min(first + ROWS, self.rows))
         return [(group * self.n * self.rows + i, group * self.rows + i) for i in rows]
@@ -102,9 +112,19 @@ def test_offsets_beyond_32_bits(triton_device: torch.device, place: Place) -> No
     valid = torch.empty(ROWS, dtype=torch.int8, device=triton_device)
     exist = torch.empty(BLOCK, dtype=torch.int8, device=triton_device)
     sizes = place.pid, start, place.rows, place.n, place.blocks
-    launch(offsets_kernel, (1, 1, 1), (offs, numbers, valid, exist), sizes, (place.row_major, 1, ROWS, BLOCK), 1)
+    launch(
+        offsets_kernel,
+        (1, 1, 1),
+        (offs, numbers, valid, exist),
+        sizes,
+        (place.row_major, 1, ROWS, BLOCK),
+        1,
+    )
     rows, columns = len(place.lines()), min(place.n - start, BLOCK)
-    assert (valid.tolist(), exist.tolist()) == ([i < rows for i in range(ROWS)], [j < columns for j in range(BLOCK)])
+    assert (valid.tolist(), exist.tolist()) == (
+        [i < rows for i in range(ROWS)],
+        [j < columns for j in range(BLOCK)],
+    )
     assert offs[:rows, :columns].flatten().tolist() == place.elements(start, start + BLOCK)
     assert numbers[:rows].tolist() == place.numbers()
 
@@ -121,7 +141,9 @@ Run = Callable[[Any, list[torch.dtype], Place, list[int], list[Any]], Accesses]
 
 @pytest.fixture
 def accesses(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs one program of a kernel. It is told that it is another; its loads find nothing and its stores do nothing."""
+    """Runs one program of a kernel. It is told that it is another; its loads find nothing and its
+    stores do nothing.
+    """
     if not INTERPRETED:
         pytest.skip("addresses are observed in Triton's interpreter")
     import numpy as np
@@ -131,14 +153,23 @@ def accesses(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Ru
 
     def wide_range(begin: Any, end: Any, step: Any) -> Iterator[Any]:
         """As compiled: the counter is as wide as the bounds. The interpreter's has no type."""
-        wide = any(isinstance(bound, tl.tensor) and bound.dtype == tl.int64 for bound in (begin, end))
+        wide = any(
+            isinstance(bound, tl.tensor) and bound.dtype == tl.int64 for bound in (begin, end)
+        )
         for at in range(*(operator.index(bound) for bound in (begin, end, step))):
-            handle = TensorHandle(np.array([at], dtype=np.int64 if wide else np.int32), tl.int64 if wide else tl.int32)
+            handle = TensorHandle(
+                np.array([at], dtype=np.int64 if wide else np.int32), tl.int64 if wide else tl.int32
+            )
             yield tl.tensor(handle, handle.dtype)
 
-    def run(kernel: Any, dtypes: list[torch.dtype], place: Place, sizes: list[int], constants: list[Any]) -> Accesses:
+    def run(
+        kernel: Any, dtypes: list[torch.dtype], place: Place, sizes: list[int], constants: list[Any]
+    ) -> Accesses:
         tensors = [torch.empty(16, dtype=dtype) for dtype in dtypes]
-        bases = {triton.runtime.jit.mangle_type(tensor).removeprefix("*"): tensor.data_ptr() for tensor in tensors}
+        bases = {
+            triton.runtime.jit.mangle_type(tensor).removeprefix("*"): tensor.data_ptr()
+            for tensor in tensors
+        }
         found = Accesses(defaultdict(list), defaultdict(list))
 
         def note(where: dict[str, list[int]], ptrs: Any, mask: Any) -> None:
@@ -152,7 +183,9 @@ def accesses(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Ru
             return load(self, ptrs, TensorHandle(np.zeros_like(mask.data), mask.dtype), *args)
 
         def program_id(self: Any, axis: int) -> Any:
-            return TensorHandle(np.array([(place.pid, place.split, 0)[axis]], dtype=np.int32), tl.int32)
+            return TensorHandle(
+                np.array([(place.pid, place.split, 0)[axis]], dtype=np.int32), tl.int32
+            )
 
         def noted_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> None:
             note(found.written, ptrs, mask)
@@ -168,7 +201,12 @@ def accesses(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Ru
     return run
 
 
-X, Y, PART, OTHER = torch.float16, torch.float64, torch.float32, torch.bfloat16  # one for each tensor of a launch
+X, Y, PART, OTHER = (
+    torch.float16,
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+)  # one for each tensor of a launch
 COUNT = 1 << 32  # lines, in 64 bits: the splits are not 256 here but up to 2**28
 FORWARD, BACKWARD = [False, 0.0], [False]
 each_whole = pytest.mark.parametrize("place", WHOLE)
@@ -179,7 +217,10 @@ each_shared = pytest.mark.parametrize("place", SHARED)
 @each_whole
 def test_addresses_of_whole_lines(accesses: Run, place: Place) -> None:
     elements = place.elements(0, place.n)
-    assert accesses(softmax.softmax_kernel, [X, Y], place, [], FORWARD) == ({"fp16": elements}, {"fp64": elements})
+    assert accesses(softmax.softmax_kernel, [X, Y], place, [], FORWARD) == (
+        {"fp16": elements},
+        {"fp64": elements},
+    )
     found = accesses(softmax.softmax_backward_kernel, [X, OTHER, Y], place, [], BACKWARD)
     assert found == ({"fp16": elements, "bf16": elements}, {"fp64": elements})
 
@@ -204,11 +245,19 @@ def test_addresses_of_shared_lines(accesses: Run, place: Place) -> None:
     sizes = [STEPS, COUNT]
     found = accesses(softmax.softmax_part_kernel, [X, PART, OTHER], place, sizes, [0.0])
     assert found == ({"fp16": there}, {"fp32": own, "bf16": own})
-    found = accesses(softmax.softmax_rest_kernel, [X, PART, OTHER, Y], place, [*sizes, splits], [*FORWARD, 4])
+    found = accesses(
+        softmax.softmax_rest_kernel, [X, PART, OTHER, Y], place, [*sizes, splits], [*FORWARD, 4]
+    )
     assert found == ({"fp32": parts, "bf16": parts, "fp16": back}, {"fp64": back})
     found = accesses(softmax.softmax_backward_part_kernel, [X, OTHER, PART], place, sizes, BACKWARD)
     assert found == ({"fp16": there, "bf16": there}, {"fp32": own})
-    found = accesses(softmax.softmax_backward_rest_kernel, [X, OTHER, PART, Y], place, [*sizes, splits], [*BACKWARD, 4])
+    found = accesses(
+        softmax.softmax_backward_rest_kernel,
+        [X, OTHER, PART, Y],
+        place,
+        [*sizes, splits],
+        [*BACKWARD, 4],
+    )
     assert found == ({"fp32": parts, "fp16": back, "bf16": back}, {"fp64": back})
 
 

@@ -11,7 +11,9 @@ from tritonamp.kernels._launch import INTERPRETED
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 HALVES = [torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
@@ -32,12 +34,18 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_every_rounding_decision(device: torch.device, backend: str, half: torch.dtype, sign: int) -> None:
-    """Each half value, the middle to the next one (a tie goes to the even bits), and both FP32 neighbours of it."""
+def test_every_rounding_decision(
+    device: torch.device, backend: str, half: torch.dtype, sign: int
+) -> None:
+    """Each half value, the middle to the next one (a tie goes to the even bits), and both FP32
+    neighbours of it.
+    """
     end = int(torch.tensor(INF, dtype=half).view(torch.int16))
     bits = torch.arange(end)
     value = from_bits(bits, half).double()
-    above = torch.cat([value[1:], 2 * value[-1:] - value[-2:-1]])  # beyond the largest: where the next would be
+    above = torch.cat(
+        [value[1:], 2 * value[-1:] - value[-2:-1]]
+    )  # beyond the largest: where the next would be
     middle = ((value + above) / 2).float()
     assert torch.equal(middle.double(), (value + above) / 2), "FP32 holds every tie"
     cases = [
@@ -53,8 +61,15 @@ def test_every_rounding_decision(device: torch.device, backend: str, half: torch
     for copy, (_, expected) in zip(copies, cases, strict=True):
         assert torch.equal(copy.cpu().abs().view(torch.int16).long(), expected)
         assert torch.equal(copy.cpu().signbit(), torch.full(copy.shape, sign < 0))
-    if backend == "eager" or half is not torch.bfloat16 or not INTERPRETED:  # FP32 stands in for bfloat16 there
-        assert overflow(lists, device) == [0, 1, 0, 1]  # the tie above the largest, whose bits are odd, and beyond
+    if (
+        backend == "eager" or half is not torch.bfloat16 or not INTERPRETED
+    ):  # FP32 stands in for bfloat16 there
+        assert overflow(lists, device) == [
+            0,
+            1,
+            0,
+            1,
+        ]  # the tie above the largest, whose bits are odd, and beyond
 
 
 SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (2047,), (2048,), (4107,), (5, 7), (3, 0)]
@@ -64,13 +79,21 @@ SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (2047,), (2048,), (4107,), 
 @pytest.mark.parametrize("programs", [_multi_tensor.PROGRAMS, 1])
 @pytest.mark.parametrize("half", HALVES, ids=str)
 def test_shapes_and_special_values(
-    device: torch.device, backend: str, half: torch.dtype, programs: int, place: Any, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    backend: str,
+    half: torch.dtype,
+    programs: int,
+    place: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_multi_tensor, "PROGRAMS", programs)
     sources = [torch.randn(shape, device=device) for shape in SHAPES]
     special = [INF, -INF, NAN, -0.0, 2.0**-149, 2.0**-24, -(2.0**-25), 2.0**-14]
     sources += [torch.tensor(special, device=device), torch.randn(6, 8, device=device)[::2, 1:]]
-    sources += [torch.randn(9, 5, device=device).t(), torch.randn(2, 3, 4, device=device).permute(1, 2, 0)]
+    sources += [
+        torch.randn(9, 5, device=device).t(),
+        torch.randn(2, 3, 4, device=device).permute(1, 2, 0),
+    ]
     copies: list[Tensor] = [place(torch.full_like(source, 9.0, dtype=half)) for source in sources]
     copies[SHAPES.index((5, 7))] = torch.full((7, 5), 9.0, dtype=half, device=device).t()
     kept, versions = [source.clone() for source in sources], [copy._version for copy in copies]
@@ -90,13 +113,19 @@ def test_shapes_and_special_values(
 
 def test_one_call_takes_several_dtypes(device: torch.device, backend: str) -> None:
     source = torch.full((3,), 1 + 2.0**-9, device=device)
-    copies = [torch.empty(3, dtype=dtype, device=device) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    copies = [
+        torch.empty(3, dtype=dtype, device=device)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    ]
     cast(TensorLists(params=[source] * 3, copies=copies), backend)
     assert [copy[0].item() for copy in copies] == [1 + 2.0**-9, 1.0, 1 + 2.0**-9]
 
 
 def test_parameters_of_fp64_and_those_without_a_copy(device: torch.device, backend: str) -> None:
-    params = [torch.full((3,), 0.1, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32)]
+    params = [
+        torch.full((3,), 0.1, dtype=dtype, device=device)
+        for dtype in (torch.float64, torch.float32)
+    ]
     copies = [torch.zeros(3, dtype=torch.float16, device=device), params[1]]
     cast(TensorLists(params=params, copies=copies), backend)
     assert copies[0].tolist() == params[0].half().tolist()
@@ -106,8 +135,12 @@ def test_parameters_of_fp64_and_those_without_a_copy(device: torch.device, backe
 
 
 @pytest.mark.parametrize("n", [1, 7, 1023, 2049, 4107])
-def test_what_is_beyond_the_range_is_noted_by_number(device: torch.device, backend: str, n: int) -> None:
-    """At either end; inf and NaN of the parameter itself are no overflow; the note stays until somebody clears it."""
+def test_what_is_beyond_the_range_is_noted_by_number(
+    device: torch.device, backend: str, n: int
+) -> None:
+    """At either end; inf and NaN of the parameter itself are no overflow; the note stays until
+    somebody clears it.
+    """
     params = [torch.ones(n, device=device) for _ in range(5)]
     params[0][0], params[1][-1], params[2][0], params[3][-1] = 65520.0, -1e38, INF, NAN
     lists = TensorLists()
@@ -134,8 +167,12 @@ def test_each_call_takes_the_tensors_it_is_given(device: torch.device, backend: 
 
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
-def test_six_bytes_for_each_parameter(triton_device: torch.device, traffic: Any, place: Any) -> None:
-    """Each program reads its row (4 bytes) and of it number, size, first chunk and pointers (8 each)."""
+def test_six_bytes_for_each_parameter(
+    triton_device: torch.device, traffic: Any, place: Any
+) -> None:
+    """Each program reads its row (4 bytes) and of it number, size, first chunk and pointers (8
+    each).
+    """
     params = [place(torch.randn(n, device=triton_device)) for n in (5, 2047, 4096, 4107)]
     copies = [torch.zeros(len(p), dtype=torch.float16, device=triton_device) for p in params]
     cast(TensorLists(params=params, copies=copies), "triton")
@@ -145,7 +182,9 @@ def test_six_bytes_for_each_parameter(triton_device: torch.device, traffic: Any,
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_the_fp32_value_counts_while_it_rounds_to_the_half(device: torch.device, half: torch.dtype) -> None:
+def test_the_fp32_value_counts_while_it_rounds_to_the_half(
+    device: torch.device, half: torch.dtype
+) -> None:
     third = torch.tensor(1 / 3)
     cases = [  # half, precise, expected
         (third.to(half).item(), 1 / 3, third.item()),
@@ -159,7 +198,9 @@ def test_the_fp32_value_counts_while_it_rounds_to_the_half(device: torch.device,
         (0.0, 1e-42, 1e-42),
         (2.0, 2.0, 2.0),
     ]
-    halves, precise, expected = (torch.tensor(column, device=device) for column in zip(*cases, strict=True))
+    halves, precise, expected = (
+        torch.tensor(column, device=device) for column in zip(*cases, strict=True)
+    )
     result = fp32_value(halves.to(half), precise)
     assert result.dtype is torch.float32
     torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,6 @@
-"""``launch`` against Triton's own compiler, with a driver that records what it is given instead of a GPU."""
+"""``launch`` against Triton's own compiler, with a driver that records what it is given instead of
+a GPU.
+"""
 
 import os
 import subprocess
@@ -93,6 +95,10 @@ print("done")
 def test_builds_and_their_arguments(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
     )
     assert done.stdout == "done\n", done.stderr

@@ -1,4 +1,6 @@
-"""Skip or go, and the loss-scale state machine against a model of it in plain Python; kernel and twin alike."""
+"""Skip or go, and the loss-scale state machine against a model of it in plain Python; kernel and
+twin alike.
+"""
 
 import itertools
 from typing import Any
@@ -14,10 +16,16 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.decide import RECORD, Record, ScaleRule, ScaleState, decide, update_scale
 from tritonamp.kernels.grad_stats import grad_stats
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 INF, NAN = float("inf"), float("nan")
-FORMS = ["eager", "triton"] if INTERPRETED or why_not_triton(torch.device("cuda")) is None else ["eager"]
+FORMS = (
+    ["eager", "triton"]
+    if INTERPRETED or why_not_triton(torch.device("cuda")) is None
+    else ["eager"]
+)
 AT = torch.device("cpu" if INTERPRETED or FORMS == ["eager"] else "cuda")
 
 
@@ -74,7 +82,10 @@ class Machine:
         )
 
     def see(self, found_inf: float, loss_nonfinite: float, largest: float = 0.0) -> None:
-        numbers = (torch.tensor(x, device=self.tensors.scale.device) for x in (found_inf, loss_nonfinite, largest))
+        numbers = (
+            torch.tensor(x, device=self.tensors.scale.device)
+            for x in (found_inf, loss_nonfinite, largest)
+        )
         update_scale(self.tensors, *numbers, self.rule, self.backend)
 
     @property
@@ -92,7 +103,9 @@ def test_the_scale_moves_as_specified(rule: ScaleRule, events: list[tuple[float,
 @pytest.mark.skipif("triton" not in FORMS, reason="no kernels here")
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(RULES, st.lists(EVENTS, max_size=15))
-def test_the_scale_moves_as_specified_in_the_kernel(rule: ScaleRule, events: list[tuple[float, float]]) -> None:
+def test_the_scale_moves_as_specified_in_the_kernel(
+    rule: ScaleRule, events: list[tuple[float, float]]
+) -> None:
     follow(rule, events, "triton")
 
 
@@ -112,7 +125,18 @@ def follow(rule: ScaleRule, events: list[tuple[float, float]], backend: str) -> 
 def test_the_defaults_by_hand(device: torch.device, backend: str) -> None:
     machine = Machine(ScaleRule(2.0, 0.5, 2, 2, 2.0**-24, 2.0**24), backend, device)
     seen = []
-    for event in [OVERFLOWS[0], OVERFLOWS[0], OVERFLOWS[0], CLEAN, CLEAN, OVERFLOWS[0], FAULTS[0], CLEAN, CLEAN, CLEAN]:
+    for event in [
+        OVERFLOWS[0],
+        OVERFLOWS[0],
+        OVERFLOWS[0],
+        CLEAN,
+        CLEAN,
+        OVERFLOWS[0],
+        FAULTS[0],
+        CLEAN,
+        CLEAN,
+        CLEAN,
+    ]:
         machine.see(*event)
         seen.append(machine.state)
     assert seen == [
@@ -142,7 +166,12 @@ def test_it_moves_in_place_and_keeps_dtypes(device: torch.device, backend: str) 
     for event in (CLEAN, OVERFLOWS[0]):
         machine.see(*event)
     assert [t.data_ptr() for t in machine.tensors] == pointers
-    assert [t.dtype for t in machine.tensors] == [torch.float32, torch.int32, torch.int32, torch.float32]
+    assert [t.dtype for t in machine.tensors] == [
+        torch.float32,
+        torch.int32,
+        torch.int32,
+        torch.float32,
+    ]
     assert machine.state == (1.0, 0, 0)
 
 
@@ -175,14 +204,19 @@ GRADIENTS = st.sampled_from([0.0, 2.0**-30, 1e-3, 1.0, 2.0**4, 1e6])
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.tuples(EVENTS, GRADIENTS), max_size=15))
-def test_headroom_keeps_the_scale_within_bounds(form: str, events: list[tuple[tuple[float, float], float]]) -> None:
+def test_headroom_keeps_the_scale_within_bounds(
+    form: str, events: list[tuple[tuple[float, float], float]]
+) -> None:
     machine = Machine(ROOMY, form, AT)
     ceiling = ROOMY.max_scale
     for event, largest in events:
         scale, tracker, _ = machine.state
         machine.see(*event, largest)
         after = machine.state[0]
-        assert ROOMY.min_scale <= after <= ROOMY.max_scale and torch.frexp(torch.tensor(after)).mantissa == 0.5
+        assert (
+            ROOMY.min_scale <= after <= ROOMY.max_scale
+            and torch.frexp(torch.tensor(after)).mantissa == 0.5
+        )
         due = tracker + 1 == ROOMY.growth_interval
         if event in FAULTS:
             assert after == scale
@@ -190,13 +224,19 @@ def test_headroom_keeps_the_scale_within_bounds(form: str, events: list[tuple[tu
             assert after == max(scale / 2, ROOMY.min_scale)
             ceiling = after if tracker > 0 else ceiling
         else:
-            room = 2 * scale <= ceiling and largest * min(2 * scale, ROOMY.max_scale) <= ROOMY.headroom
+            room = (
+                2 * scale <= ceiling and largest * min(2 * scale, ROOMY.max_scale) <= ROOMY.headroom
+            )
             assert after == min(2 * scale, ROOMY.max_scale) if room or due else after == scale
             ceiling = ROOMY.max_scale if due else ceiling
 
 
-def test_headroom_recovers_from_a_burst_within_fifty_steps(device: torch.device, backend: str) -> None:
-    """Forty overflows in a row; then back to just below where they began, not to where the next one would follow."""
+def test_headroom_recovers_from_a_burst_within_fifty_steps(
+    device: torch.device, backend: str
+) -> None:
+    """Forty overflows in a row; then back to just below where they began, not to where the next one
+    would follow.
+    """
     machine = Machine(ROOMY._replace(growth_interval=2000), backend, device)
     for _ in range(60):
         machine.see(0.0, 0.0, 2.0**-6)
@@ -228,7 +268,9 @@ def judge(
 ) -> tuple[float, float, float]:
     square_sum = [0.0] * len(amax) if square_sum is None else square_sum
     flags = (torch.tensor(value, device=device) for value in (loss_nonfinite, found_earlier, scale))
-    stats = (torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum))
+    stats = (
+        torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
+    )
     verdict = torch.full((3,), -7.0, device=device)
     decide(*stats, *flags, max_norm, state, rule, record, verdict, backend)
     found_inf, norm, factor = verdict.tolist()
@@ -258,7 +300,12 @@ def judge(
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_what_skips(
-    device: torch.device, backend: str, amax: list[float], scale: float, skips: bool, max_norm: float | None
+    device: torch.device,
+    backend: str,
+    amax: list[float],
+    scale: float,
+    skips: bool,
+    max_norm: float | None,
 ) -> None:
     found = judge(amax, scale=scale, max_norm=max_norm, device=device, backend=backend)[0]
     assert found == float(skips)
@@ -266,7 +313,9 @@ def test_what_skips(
 
 @pytest.mark.parametrize("bad", [INF, NAN])
 @pytest.mark.parametrize("place", [0, 1023, 1024, 2048])
-def test_one_bad_gradient_of_many(device: torch.device, backend: str, place: int, bad: float) -> None:
+def test_one_bad_gradient_of_many(
+    device: torch.device, backend: str, place: int, bad: float
+) -> None:
     """At both ends of the kernel's tiles."""
     amax = torch.ones(2049)
     assert judge(amax, device=device, backend=backend)[0] == 0.0
@@ -280,7 +329,9 @@ def test_a_fault_of_the_loss_skips(device: torch.device, backend: str, amax: flo
 
 
 @pytest.mark.parametrize("found_earlier", [1.0, 2.0, INF])
-def test_what_was_found_earlier_skips(device: torch.device, backend: str, found_earlier: float) -> None:
+def test_what_was_found_earlier_skips(
+    device: torch.device, backend: str, found_earlier: float
+) -> None:
     assert judge([1.0], found_earlier=found_earlier, device=device, backend=backend)[0] != 0.0
 
 
@@ -310,7 +361,9 @@ def test_the_squares_are_summed_beyond_fp32(device: torch.device, backend: str) 
 
 @pytest.mark.parametrize("parts", [0, 1, 1023, 1024, 1025, 2049])
 def test_every_part_counts_once(device: torch.device, backend: str, parts: int) -> None:
-    """More parts than gradients, and fewer. The sum is a square: no rounding at all but one in the FP64 root."""
+    """More parts than gradients, and fewer. The sum is a square: no rounding at all but one in the
+    FP64 root.
+    """
     squares = torch.arange(parts).square().float()
     exact = torch.arange(parts).double().square().sum().sqrt().float().item()
     assert judge([1.0] * 3, squares, device=device, backend=backend)[1] == exact
@@ -323,9 +376,12 @@ SPLIT = ([3.0, -4.0], [12.0])  # norms 5, 12; together 13, without any rounding
 @pytest.mark.parametrize("max_norm", [0.0, 1e-6, 1.0, 12.99, 13.0, 13.01, 100.0, INF])
 @pytest.mark.parametrize("size", [1.0, 2.0**-20, 2.0**-30])
 @pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**16])
-def test_clipping_is_torchs(device: torch.device, backend: str, size: float, scale: float, max_norm: float) -> None:
-    """At the small sizes torch's 1e-6 in the denominator tells. Roundings: sum, quotient, product, and in our form the
-    norm's: within 4 u = 2**-22; powers of two cost none."""
+def test_clipping_is_torchs(
+    device: torch.device, backend: str, size: float, scale: float, max_norm: float
+) -> None:
+    """At the small sizes torch's 1e-6 in the denominator tells. Roundings: sum, quotient, product,
+    and in our form the norm's: within 4 u = 2**-22; powers of two cost none.
+    """
     grads = [torch.tensor(values, device=device) * size for values in SPLIT]
     params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
@@ -334,7 +390,9 @@ def test_clipping_is_torchs(device: torch.device, backend: str, size: float, sca
 
     scaled = [grad * scale for grad in grads]
     stats = grad_stats(TensorLists(grads=scaled), device, backend)
-    found_inf, norm, factor = judge(*stats, scale=scale, max_norm=max_norm, device=device, backend=backend)
+    found_inf, norm, factor = judge(
+        *stats, scale=scale, max_norm=max_norm, device=device, backend=backend
+    )
     assert found_inf == 0.0
     torch.testing.assert_close(norm, norm_of_torch.item(), rtol=2**-22, atol=0)
     for param, grad in zip(params, scaled, strict=True):
@@ -348,7 +406,9 @@ def squares_overflow(device: torch.device, backend: str) -> tuple[Tensor, Tensor
     return grad_stats(TensorLists(grads=grads), device, backend)
 
 
-def test_a_norm_beyond_fp32_is_inf_and_clips_to_zero_as_in_torch(device: torch.device, backend: str) -> None:
+def test_a_norm_beyond_fp32_is_inf_and_clips_to_zero_as_in_torch(
+    device: torch.device, backend: str
+) -> None:
     """Finite bf16 gradients whose squares leave FP32 are not non-finite gradients."""
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=device))
     param.grad = torch.full_like(param, 1e30)
@@ -372,7 +432,9 @@ def test_a_factor_that_is_not_a_number_skips(device: torch.device, backend: str)
 
 def scale_state(device: torch.device, scale: float, growth: int, hysteresis: int) -> ScaleState:
     counts = (torch.tensor(n, dtype=torch.int32, device=device) for n in (growth, hysteresis))
-    return ScaleState(torch.tensor(scale, device=device), *counts, torch.tensor(2.0**24, device=device))
+    return ScaleState(
+        torch.tensor(scale, device=device), *counts, torch.tensor(2.0**24, device=device)
+    )
 
 
 @pytest.mark.parametrize("amax", [1.0, INF])
@@ -383,13 +445,22 @@ def test_a_decision_moves_the_scale_like_update_scale(
     for growth, hysteresis in itertools.product((0, 1), (0, 1, 2)):
         rule = RULE._replace(hysteresis=2)
         moved, expected = (scale_state(device, 8.0, growth, hysteresis) for _ in range(2))
-        found_inf = judge([1.0, amax], loss_nonfinite=fault, state=moved, rule=rule, device=device, backend=backend)[0]
+        found_inf = judge(
+            [1.0, amax],
+            loss_nonfinite=fault,
+            state=moved,
+            rule=rule,
+            device=device,
+            backend=backend,
+        )[0]
         flags = (torch.tensor(flag, device=device) for flag in (found_inf, fault, 1.0))
         update_scale(expected, *flags, rule, "eager")
         assert moved == expected
 
 
-def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(device: torch.device, backend: str) -> None:
+def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
+    device: torch.device, backend: str
+) -> None:
     """The gradients are unscaled by what it was."""
     state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(3, device=device)
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
@@ -410,7 +481,10 @@ def record_of(device: torch.device, places: list[int]) -> Record:
 
 def test_the_record_by_hand(device: torch.device, backend: str) -> None:
     record = record_of(device, [2, -1, 0, 2])
-    pointer, at = record.numbers.data_ptr(), {"record": record, "device": device, "backend": backend}
+    pointer, at = (
+        record.numbers.data_ptr(),
+        {"record": record, "device": device, "backend": backend},
+    )
     judge([1.0, 2.0, 3.0], [4.0], scale=0.5, **at)
     assert record.numbers.tolist() == [101, 101, 102, 4.0, 6.0, 0.5, 106, 107, 108, 109, 110, 111]
     judge([1.0, 2.0, INF], [9.0], scale=4.0, **at)
@@ -433,7 +507,9 @@ def test_the_record_of_many(device: torch.device, backend: str, names: int) -> N
     record = record_of(device, places.tolist())
     judge(amax, record=record, device=device, backend=backend)
     expected = torch.where(places < 0, 0.0, amax[places]).double()
-    torch.testing.assert_close(record.numbers[RECORD:].cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        record.numbers[RECORD:].cpu(), expected, rtol=0, atol=0, equal_nan=True
+    )
     assert record.numbers[:RECORD].tolist() == [100, 102, 102, 103, 104, 1, 1, 1]
 
 
@@ -447,9 +523,12 @@ def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
 
 
 MAGNITUDES = st.one_of(
-    st.sampled_from([0.0, INF, NAN, 2.0**-149, 3.4e38, 65504.0]), st.floats(0, 2.0**127, width=32, allow_nan=False)
+    st.sampled_from([0.0, INF, NAN, 2.0**-149, 3.4e38, 65504.0]),
+    st.floats(0, 2.0**127, width=32, allow_nan=False),
 )
-SCALES = st.sampled_from([*(2.0**k for k in (-149, -148, -127, -126, -24, 0, 16, 24, 127)), 0.0, 3.0, 1e-40, INF])
+SCALES = st.sampled_from(
+    [*(2.0**k for k in (-149, -148, -127, -126, -24, 0, 16, 24, 127)), 0.0, 3.0, 1e-40, INF]
+)
 FLAGS = st.sampled_from([0.0, 0.0, 1.0, 2.0, INF])
 
 
@@ -475,15 +554,30 @@ def test_the_kernel_decides_like_its_twin(
     state: tuple[float, int, int] | None,
     places: list[int] | None,
 ) -> None:
-    """Bit by bit, but for the norm in FP64: summed in another order it may round to the FP32 number beside it, and the
-    clip coefficient adds two roundings of its own."""
+    """Bit by bit, but for the norm in FP64: summed in another order it may round to the FP32 number
+    beside it, and the clip coefficient adds two roundings of its own.
+    """
     rule = RULE._replace(hysteresis=2)
     results = []
     for backend in FORMS:
         moved = scale_state(AT, *state) if state else None
-        record = None if places is None else record_of(AT, [min(place, len(amax) - 1) for place in places])
+        record = (
+            None
+            if places is None
+            else record_of(AT, [min(place, len(amax) - 1) for place in places])
+        )
         verdict = judge(
-            amax, square_sum, fault, scale, max_norm, earlier, moved, rule, record, device=AT, backend=backend
+            amax,
+            square_sum,
+            fault,
+            scale,
+            max_norm,
+            earlier,
+            moved,
+            rule,
+            record,
+            device=AT,
+            backend=backend,
         )
         numbers = [] if record is None else record.numbers.tolist()
         results.append((verdict, [t.item() for t in moved or ()], numbers))
@@ -497,7 +591,9 @@ def test_the_kernel_decides_like_its_twin(
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_what_a_decision_reads_and_writes(triton_device: torch.device, traffic: Any, max_norm: float | None) -> None:
+def test_what_a_decision_reads_and_writes(
+    triton_device: torch.device, traffic: Any, max_norm: float | None
+) -> None:
     """Gradients' numbers once, and the three flags."""
     judge([1.0] * 1500, [1.0] * 1100, max_norm=max_norm, device=triton_device, backend="triton")
     assert (traffic.read, traffic.written) == (4 * (1500 + 1100 + 3), 12)

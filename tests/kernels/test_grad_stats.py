@@ -11,11 +11,27 @@ from tritonamp.kernels._launch import launch, tl, triton
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.grad_stats import _float_bits, _magnitude, grad_stats
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 KERNELS_TAKE = DTYPES[:3]
-SHAPES = [(), (1,), (7,), (9,), (511,), (513,), (2047,), (2049,), (4095,), (4096,), (4097,), (3, 5, 7), (2, 4101)]
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (9,),
+    (511,),
+    (513,),
+    (2047,),
+    (2049,),
+    (4095,),
+    (4096,),
+    (4097,),
+    (3, 5, 7),
+    (2, 4101),
+]
 INF, NAN = float("inf"), float("nan")
 U = 2.0**-24  # half an ulp of 1 in FP32
 
@@ -35,11 +51,19 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_fp64(device: torch.device, backend: str, dtype: torch.dtype) -> None:
-    """n positive terms in any order: n u for each part, and 4 u for square, root, square again and rounding to FP32."""
+    """n positive terms in any order: n u for each part, and 4 u for square, root, square again and
+    rounding to FP32.
+    """
     grads = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES]
     grads += [unaligned(grad) for grad in grads]
-    grads += [torch.randn(8, 6, device=device).to(dtype)[::2, 1:], torch.randn(5, 9, device=device).to(dtype).t()]
-    grads += [torch.randn(3, 1, device=device).to(dtype).expand(3, 4), torch.zeros(7, dtype=dtype, device=device)]
+    grads += [
+        torch.randn(8, 6, device=device).to(dtype)[::2, 1:],
+        torch.randn(5, 9, device=device).to(dtype).t(),
+    ]
+    grads += [
+        torch.randn(3, 1, device=device).to(dtype).expand(3, 4),
+        torch.zeros(7, dtype=dtype, device=device),
+    ]
     kept = [(grad.clone(), grad._version) for grad in grads]
     amax, square_sum = stats(grads, device, backend)
     exact = [grad.double() for grad in grads]
@@ -47,28 +71,41 @@ def test_against_fp64(device: torch.device, backend: str, dtype: torch.dtype) ->
     longest = max(e.numel() for e in exact)
     expected = sum(e.square().sum() for e in exact)
     torch.testing.assert_close(square_sum, expected, rtol=(longest + 4) * U, atol=0)
-    assert all(torch.equal(g, k) and g._version == version for g, (k, version) in zip(grads, kept, strict=True))
+    assert all(
+        torch.equal(g, k) and g._version == version
+        for g, (k, version) in zip(grads, kept, strict=True)
+    )
 
 
 @pytest.mark.parametrize("programs", [_multi_tensor.PROGRAMS, 1])
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
 def test_no_element_is_lost(
-    device: torch.device, backend: str, dtype: torch.dtype, place: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    place: Any,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Integers whose sums of squares FP32 holds exactly, in any order; 4 u for the twin's root. Chunks of one tile, and
-    with one program of several."""
+    """Integers whose sums of squares FP32 holds exactly, in any order; 4 u for the twin's root.
+    Chunks of one tile, and with one program of several.
+    """
     monkeypatch.setattr(_multi_tensor, "PROGRAMS", programs)
     grads = [place(torch.randint(-30, 31, shape, device=device).to(dtype)) for shape in SHAPES]
     amax, square_sum = stats(grads, device, backend)
     assert amax.tolist() == [grad.abs().max().item() for grad in grads]
     expected = sum(grad.double().square().sum() for grad in grads)
-    torch.testing.assert_close(square_sum, expected, rtol=0 if backend == "triton" else 4 * U, atol=0)
+    torch.testing.assert_close(
+        square_sum, expected, rtol=0 if backend == "triton" else 4 * U, atol=0
+    )
 
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
-def test_one_large_element_anywhere(device: torch.device, backend: str, dtype: torch.dtype, place: Any) -> None:
+def test_one_large_element_anywhere(
+    device: torch.device, backend: str, dtype: torch.dtype, place: Any
+) -> None:
     """One element at each end of tiles, chunks and vectors."""
     where = [0, 7, 511, 512, 2047, 2048, 4095, 4096, 4103, 4104, 4106]
     grads = []
@@ -111,12 +148,16 @@ def wide_patterns() -> Tensor:
 
 @pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
 def test_magnitudes_as_integers(triton_device: torch.device, dtype: torch.dtype) -> None:
-    """Each half: they order like |x|, inf above all numbers and NaN above inf, and become the same FP32 number."""
+    """Each half: they order like |x|, inf above all numbers and NaN above inf, and become the same
+    FP32 number.
+    """
     if dtype is torch.bfloat16 and _launch.INTERPRETED:
         pytest.skip("Triton's interpreter has no bfloat16")
     x = (wide_patterns() if dtype is torch.float32 else half_patterns(dtype)).to(triton_device)
     x = torch.cat([x, x.new_zeros((1 << 16 if dtype is not torch.float32 else 1 << 12) - len(x))])
-    magnitude, bits = (torch.empty(len(x), dtype=torch.int32, device=triton_device) for _ in range(2))
+    magnitude, bits = (
+        torch.empty(len(x), dtype=torch.int32, device=triton_device) for _ in range(2)
+    )
     kind = getattr(tl, _multi_tensor.DTYPES[dtype])
     launch(magnitude_kernel, (1, 1, 1), (x, magnitude, bits), (), (kind, len(x)), 4)
     result = bits.view(torch.float32)
@@ -131,7 +172,9 @@ def test_magnitudes_as_integers(triton_device: torch.device, dtype: torch.dtype)
 
 @pytest.mark.parametrize("place", [0, 511, 4095, 4096, 4098])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_inf_and_nan_show_in_the_magnitude(device: torch.device, backend: str, dtype: torch.dtype, place: int) -> None:
+def test_inf_and_nan_show_in_the_magnitude(
+    device: torch.device, backend: str, dtype: torch.dtype, place: int
+) -> None:
     bad = [1.0, INF, -INF, NAN, -NAN]
     grads = [torch.ones(4099, dtype=dtype, device=device) for _ in bad]
     for grad, value in zip(grads, bad, strict=True):
@@ -146,7 +189,9 @@ def test_inf_and_nan_show_in_the_magnitude(device: torch.device, backend: str, d
 @pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
 def test_subnormal_numbers(device: torch.device, backend: str, dtype: torch.dtype) -> None:
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    grads = [torch.tensor([0.0, -k * smallest, smallest], dtype=dtype, device=device) for k in (1, 2, 3)]
+    grads = [
+        torch.tensor([0.0, -k * smallest, smallest], dtype=dtype, device=device) for k in (1, 2, 3)
+    ]
     amax, _ = stats(grads, device, backend)
     assert amax.tolist() == [smallest, 2 * smallest, 3 * smallest]
 
@@ -162,7 +207,9 @@ def test_finite_gradients_whose_squares_overflow_stay_finite_in_the_magnitude(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_empty_tensors_count_as_zero(device: torch.device, backend: str, dtype: torch.dtype) -> None:
+def test_empty_tensors_count_as_zero(
+    device: torch.device, backend: str, dtype: torch.dtype
+) -> None:
     one = torch.full((1,), 3.0, dtype=dtype, device=device)
     amax, square_sum = stats([one, one[:0], one.new_empty(0, 4), one], device, backend)
     assert amax.tolist() == [3.0, 0.0, 0.0, 3.0]
@@ -173,14 +220,24 @@ def test_empty_tensors_count_as_zero(device: torch.device, backend: str, dtype: 
 
 def test_no_gradients_at_all(device: torch.device, backend: str) -> None:
     for result in grad_stats(TensorLists(grads=[]), device, backend):
-        assert (result.dtype, result.shape, result.device.type) == (torch.float32, (0,), device.type)
+        assert (result.dtype, result.shape, result.device.type) == (
+            torch.float32,
+            (0,),
+            device.type,
+        )
     for result in grad_stats(TensorLists(), device, backend):
-        assert (result.dtype, result.shape, result.device.type) == (torch.float32, (0,), device.type)
+        assert (result.dtype, result.shape, result.device.type) == (
+            torch.float32,
+            (0,),
+            device.type,
+        )
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES, KERNELS_TAKE], ids=["all", "kernels'"])
 def test_dtypes_may_be_mixed(device: torch.device, backend: str, dtypes: list[torch.dtype]) -> None:
-    grads = [torch.full((2,), float(i + 1), dtype=dtype, device=device) for i, dtype in enumerate(dtypes)]
+    grads = [
+        torch.full((2,), float(i + 1), dtype=dtype, device=device) for i, dtype in enumerate(dtypes)
+    ]
     amax, square_sum = stats(grads, device, backend)
     assert amax.tolist() == [float(i + 1) for i in range(len(dtypes))]
     expected = 2.0 * sum((i + 1) ** 2 for i in range(len(dtypes)))
@@ -199,19 +256,27 @@ def test_no_graph_is_kept(device: torch.device, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_numbers_that_no_gradient_has_are_zero(device: torch.device, backend: str, dtype: torch.dtype) -> None:
+def test_numbers_that_no_gradient_has_are_zero(
+    device: torch.device, backend: str, dtype: torch.dtype
+) -> None:
     lists = TensorLists()
     lists.number([1, 4], 6)
-    lists.set("grads", [torch.full((2,), value, dtype=dtype, device=device) for value in (3.0, 4.0)])
+    lists.set(
+        "grads", [torch.full((2,), value, dtype=dtype, device=device) for value in (3.0, 4.0)]
+    )
     amax, squares = grad_stats(lists, device, backend)
     assert amax.tolist() == [0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
     torch.testing.assert_close(squares.sum().item(), 50.0, rtol=4 * U, atol=0)
 
 
 def test_nothing_is_left_of_the_step_before(device: torch.device, backend: str) -> None:
-    lists = TensorLists(grads=[torch.full((n,), NAN, dtype=torch.float16, device=device) for n in (3, 4100)])
+    lists = TensorLists(
+        grads=[torch.full((n,), NAN, dtype=torch.float16, device=device) for n in (3, 4100)]
+    )
     grad_stats(lists, device, backend)
-    lists.set("grads", [torch.full((n,), 2.0, dtype=torch.float16, device=device) for n in (3, 4100)])
+    lists.set(
+        "grads", [torch.full((n,), 2.0, dtype=torch.float16, device=device) for n in (3, 4100)]
+    )
     for _ in range(2):
         amax, squares = grad_stats(lists, device, backend)
         assert amax.tolist() == [2.0, 2.0]
@@ -220,10 +285,16 @@ def test_nothing_is_left_of_the_step_before(device: torch.device, backend: str) 
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_each_gradient_is_read_once(triton_device: torch.device, traffic: Any, dtype: torch.dtype, place: Any) -> None:
-    """Each program reads its row (4 bytes) and of it size, first chunk, pointer and number (8 each); it leaves a
-    maximum and a sum."""
-    grads = [place(torch.ones(n, dtype=dtype, device=triton_device)) for n in (5, 511, 4095, 4096, 4097, 8200)]
+def test_each_gradient_is_read_once(
+    triton_device: torch.device, traffic: Any, dtype: torch.dtype, place: Any
+) -> None:
+    """Each program reads its row (4 bytes) and of it size, first chunk, pointer and number (8
+    each); it leaves a maximum and a sum.
+    """
+    grads = [
+        place(torch.ones(n, dtype=dtype, device=triton_device))
+        for n in (5, 511, 4095, 4096, 4097, 8200)
+    ]
     programs = sum(-(-len(grad) // 4096) for grad in grads)
     grad_stats(TensorLists(grads=grads), triton_device, "triton")
     numel = sum(map(len, grads))

@@ -1,4 +1,6 @@
-"""From the op to the kernel: which calls arrive at Triton, what autograd and torch.compile make of them."""
+"""From the op to the kernel: which calls arrive at Triton, what autograd and torch.compile make of
+them.
+"""
 
 import os
 import subprocess
@@ -18,8 +20,12 @@ from tritonamp import functional
 from tritonamp.kernels import _launch, reduce, softmax
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter computes with inf and NaN in NumPy
-    pytest.mark.skipif(not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"),
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter computes with inf and NaN in NumPy
+    pytest.mark.skipif(
+        not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
+    ),
 ]
 FP16, FP32 = torch.float16, torch.float32
 SHAPE = (8, 8192)  # as many elements as a GPU needs to take the kernels
@@ -100,7 +106,9 @@ def test_every_log_softmax_arrives_at_the_kernel(name: str, x: Tensor, launched:
     y = run(LOG_SOFTMAXES[name], x)
     assert launched == ["softmax_kernel"]
     assert y.dtype is FP32
-    torch.testing.assert_close(y.double(), x.double().log_softmax(1), rtol=2**-20, atol=2**-11)  # 8192 u, absolute
+    torch.testing.assert_close(
+        y.double(), x.double().log_softmax(1), rtol=2**-20, atol=2**-11
+    )  # 8192 u, absolute
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -110,7 +118,9 @@ def test_every_sum_arrives_at_the_kernel(name: str, x: Tensor, launched: list[st
     assert y.dtype is FP32
     exact = SUMS[name](x.double())
     assert y.shape == exact.shape
-    torch.testing.assert_close(y.double(), exact, rtol=0, atol=19 * 2**-24 * x.double().abs().sum().item())
+    torch.testing.assert_close(
+        y.double(), exact, rtol=0, atol=19 * 2**-24 * x.double().abs().sum().item()
+    )
 
 
 def test_attention_arrives_at_the_kernel(device: torch.device, launched: list[str]) -> None:
@@ -135,7 +145,9 @@ def test_softmax_dtype_of_the_policy(x: Tensor, launched: list[str]) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 @pytest.mark.parametrize("name", ["F.softmax", "torch.log_softmax", "torch.sum"])
-def test_what_does_not_arrive_there(name: str, backend: str, x: Tensor, launched: list[str]) -> None:
+def test_what_does_not_arrive_there(
+    name: str, backend: str, x: Tensor, launched: list[str]
+) -> None:
     """Eager never does; "auto" neither on a CPU nor for a small input."""
     function = {**SOFTMAXES, **LOG_SOFTMAXES, **SUMS}[name]
     y = run(function, x if backend == "eager" or x.device.type == "cpu" else x[:2], backend)
@@ -152,7 +164,9 @@ def test_other_input_is_torchs(x: Tensor, dtype: torch.dtype, launched: list[str
 
 def test_size_and_device_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = softmax.SOFTMAX
-    large, small = (torch.empty(n, device="meta") for n in (_launch.MIN_NUMEL, _launch.MIN_NUMEL - 1))
+    large, small = (
+        torch.empty(n, device="meta") for n in (_launch.MIN_NUMEL, _launch.MIN_NUMEL - 1)
+    )
     assert not operation.takes_triton("auto", large)  # not a GPU
     monkeypatch.setitem(_launch._answers, torch.device("meta"), True)
     assert operation.takes_triton("auto", large)
@@ -168,7 +182,9 @@ def test_size_and_device_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["F.softmax", "torch.log_softmax", "torch.sum dim"])
 def test_gradients(name: str, x: Tensor, launched: list[str]) -> None:
-    """The half gradient: one rounding of what FP32 gives from the rounded y (2 u of fp16, relative to the terms)."""
+    """The half gradient: one rounding of what FP32 gives from the rounded y (2 u of fp16, relative
+    to the terms).
+    """
     function = {**SOFTMAXES, **LOG_SOFTMAXES, **SUMS}[name]
     x, wide = x.clone().requires_grad_(), x.double().requires_grad_()
     y, exact = run(function, x), function(wide)
@@ -185,7 +201,9 @@ def test_gradients(name: str, x: Tensor, launched: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["F.softmax", "torch.log_softmax", "torch.sum dim"])
 def test_double_backward_goes_through_torch(name: str, x: Tensor, launched: list[str]) -> None:
-    """The gradient of a gradient's square sum, against FP64: some roundings to half of the largest term."""
+    """The gradient of a gradient's square sum, against FP64: some roundings to half of the largest
+    term.
+    """
     function = {**SOFTMAXES, **LOG_SOFTMAXES, **SUMS}[name]
     x[:, :4] += 10  # probabilities that half gradients can show
     x, wide = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -216,7 +234,9 @@ def test_training_is_the_same_on_either_backend(device: torch.device) -> None:
     losses = []
     for backend in ("triton", "eager"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Softmax(1), nn.Linear(16, 4), nn.LogSoftmax(1)).to(device)
+        model = nn.Sequential(
+            nn.Linear(8, 16), nn.Softmax(1), nn.Linear(16, 4), nn.LogSoftmax(1)
+        ).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         amp = tritonamp.enable(model, optimizer, level="O2", backend=backend)
         x, y = torch.randn(32, 8, device=device), torch.randint(4, (32,), device=device)
@@ -238,7 +258,9 @@ def _broken(*args: Any) -> None:
     raise _launch.KernelError("softmax_kernel cannot be compiled: FileNotFoundError: no C compiler")
 
 
-def test_auto_goes_on_in_eager_torch_with_one_warning(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_goes_on_in_eager_torch_with_one_warning(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(softmax, "launch", _broken)
     monkeypatch.setattr(_launch, "failures", {})
     monkeypatch.setitem(_launch._answers, x.device, True)

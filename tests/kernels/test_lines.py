@@ -12,7 +12,9 @@ from tritonamp.kernels import _lines, reduce, softmax
 from tritonamp.kernels._launch import launch, tl, triton
 from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 tiling = inspect.unwrap(_lines.tiling)  # remembers nothing
 
@@ -40,9 +42,12 @@ tiling = inspect.unwrap(_lines.tiling)  # remembers nothing
         ((9000, 1025, 3), False, 4, 1024, 8),
     ],
 )
-def test_regimes_of_softmax(shape: tuple[int, ...], whole: bool, lines: int, block: int, num_warps: int) -> None:
-    """Several short lines, a line of up to 32768, a tile that moves along; a warp for each 1024 elements, 512 where
-    lines are not rows."""
+def test_regimes_of_softmax(
+    shape: tuple[int, ...], whole: bool, lines: int, block: int, num_warps: int
+) -> None:
+    """Several short lines, a line of up to 32768, a tile that moves along; a warp for each 1024
+    elements, 512 where lines are not rows.
+    """
     t = tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST)
     assert (t.whole, *t.layout[2:], t.num_warps) == (whole, lines, block, num_warps)
     assert t.splits == 1
@@ -90,25 +95,58 @@ def test_few_long_lines_are_shared(shape: tuple[int, ...], splits: int, steps: i
         ((1024, 5), 0, 1),
     ],
 )
-def test_alignment_is_what_divides_the_distance_of_lines(shape: tuple[int, ...], dim: int, align: int) -> None:
+def test_alignment_is_what_divides_the_distance_of_lines(
+    shape: tuple[int, ...], dim: int, align: int
+) -> None:
     """Or of columns; BLOCK where no tile needs a mask."""
     assert tiling(shape, dim, dim, softmax.PER_THREAD, softmax.LONGEST).layout[1] == align
 
 
 @pytest.mark.parametrize(
-    "shape", [(0,), (0, 5), (0, 40_000), (5, 0), (40_000, 0), (0, 5, 3), (0, 40_000, 3), (3, 5, 0), (3, 40_000, 0)]
+    "shape",
+    [
+        (0,),
+        (0, 5),
+        (0, 40_000),
+        (5, 0),
+        (40_000, 0),
+        (0, 5, 3),
+        (0, 40_000, 3),
+        (3, 5, 0),
+        (3, 40_000, 0),
+    ],
 )
 def test_empty_tensors_have_a_tiling(shape: tuple[int, ...]) -> None:
     for dim in range(len(shape)):
-        for per_thread, longest in ((softmax.PER_THREAD, softmax.LONGEST), (reduce.PER_THREAD, reduce.LONGEST)):
+        for per_thread, longest in (
+            (softmax.PER_THREAD, softmax.LONGEST),
+            (reduce.PER_THREAD, reduce.LONGEST),
+        ):
             t = tiling(shape, dim, dim, per_thread, longest)
             assert t.n == shape[dim]
             assert t.n * t.lines == 0
 
 
 def test_powers_of_two() -> None:
-    assert [power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
-    assert [power_of_two(100, limit) for limit in (1, 3, 4, 127, 128, 200)] == [1, 2, 4, 64, 128, 128]
+    assert [power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [
+        1,
+        1,
+        2,
+        4,
+        4,
+        8,
+        1024,
+        1024,
+        2048,
+    ]
+    assert [power_of_two(100, limit) for limit in (1, 3, 4, 127, 128, 200)] == [
+        1,
+        2,
+        4,
+        64,
+        128,
+        128,
+    ]
 
 
 # which elements are visited
@@ -129,14 +167,27 @@ def visit_kernel(
         tl.atomic_add(visits_ptr + offs, 1, mask=mask)
 
 
-def assert_visits_each_once(shape: tuple[int, ...], first: int, last: int, t: Tiling, device: torch.device) -> None:
-    outer, n, inner = math.prod(shape[:first]), math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
+def assert_visits_each_once(
+    shape: tuple[int, ...], first: int, last: int, t: Tiling, device: torch.device
+) -> None:
+    outer, n, inner = (
+        math.prod(shape[:first]),
+        math.prod(shape[first : last + 1]),
+        math.prod(shape[last + 1 :]),
+    )
     line = torch.arange(outer)[:, None, None] * inner + torch.arange(inner)
     expected = line * n + torch.arange(n)[:, None]
     guard, size = 64, expected.numel()
     seen = torch.full((size + 2 * guard,), -1, device=device)
     visits = torch.zeros(size + 2 * guard, dtype=torch.int32, device=device)
-    launch(visit_kernel, t.grid, (seen[guard:], visits[guard:]), (*t.sizes, t.steps), t.layout, t.num_warps)
+    launch(
+        visit_kernel,
+        t.grid,
+        (seen[guard:], visits[guard:]),
+        (*t.sizes, t.steps),
+        t.layout,
+        t.num_warps,
+    )
     inside = slice(guard, guard + size)
     assert torch.equal(seen[inside].cpu(), expected.flatten())
     assert (visits[inside] == 1).all()
@@ -181,7 +232,9 @@ def test_every_element_is_visited_once(
 
 @pytest.mark.parametrize("lines", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(3, 13, 1), (2, 13, 3)])
-def test_the_last_tile_of_lines_is_not_full(triton_device: torch.device, shape: tuple[int, ...], lines: int) -> None:
+def test_the_last_tile_of_lines_is_not_full(
+    triton_device: torch.device, shape: tuple[int, ...], lines: int
+) -> None:
     row_major = shape[2] == 1
     blocks, groups = -(-3 // lines), 1 if row_major else 2
     layout = row_major, 1, lines, 16
@@ -197,7 +250,10 @@ def test_the_last_tile_of_lines_is_not_full(triton_device: torch.device, shape: 
     longest=st.sampled_from([32, 64]),
 )
 @settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_every_element_is_visited_once_in_small_tiles(
     triton_device: torch.device,

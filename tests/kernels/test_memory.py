@@ -1,4 +1,6 @@
-"""What softmax's and sum's kernels read and write: bytes, counted in Triton's interpreter; and the same bits again."""
+"""What softmax's and sum's kernels read and write: bytes, counted in Triton's interpreter; and the
+same bits again.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +11,9 @@ from torch import Tensor
 
 from tritonamp.kernels import reduce, softmax
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 HALF, WIDE = torch.float16, torch.float32
 Shrink = Callable[[int | None], None]
@@ -31,12 +35,21 @@ class Operation(NamedTuple):
 OPERATIONS = {
     "softmax": Operation(lambda x, dim: softmax.softmax(x, dim, HALF, "triton"), 2, 2, 2),
     "log_softmax": Operation(lambda x, dim: softmax.log_softmax(x, dim, WIDE, "triton"), 2, 4, 2),
-    "softmax_backward": Operation(lambda x, dim: softmax.softmax_backward(x, x.abs(), dim, HALF, "triton"), 4, 2, 1),
+    "softmax_backward": Operation(
+        lambda x, dim: softmax.softmax_backward(x, x.abs(), dim, HALF, "triton"), 4, 2, 1
+    ),
     "log_softmax_backward": Operation(
-        lambda x, dim: softmax.log_softmax_backward(x.float(), -x.abs().float(), dim, HALF, "triton"), 8, 2, 1
+        lambda x, dim: softmax.log_softmax_backward(
+            x.float(), -x.abs().float(), dim, HALF, "triton"
+        ),
+        8,
+        2,
+        1,
     ),
 }
-RUNS: dict[str, Callable[[Tensor, int], Tensor]] = {name: operation.run for name, operation in OPERATIONS.items()}
+RUNS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    name: operation.run for name, operation in OPERATIONS.items()
+}
 RUNS["sum"] = lambda x, dim: reduce.sum(x, (dim,), False, WIDE, "triton")
 WHOLE = [((3, 9), 1), ((3, 64), 1), ((9, 1025), 1), ((9, 7), 0), ((2, 33, 5), 1)]
 SEVERAL = [((3, 300), 1), ((2, 256), 1), ((129, 3), 0), ((1, 9, 65), 1)]
@@ -55,24 +68,40 @@ def test_whole_lines_are_read_once(
 ) -> None:
     x, operation = half(shape, triton_device), OPERATIONS[name]
     operation.run(x, dim)
-    assert (traffic.read, traffic.written) == (x.numel() * operation.reads, x.numel() * operation.writes)
+    assert (traffic.read, traffic.written) == (
+        x.numel() * operation.reads,
+        x.numel() * operation.writes,
+    )
 
 
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
 @each_operation
 def test_long_lines_are_read_twice(
-    triton_device: torch.device, small_tiles: Shrink, traffic: Any, name: str, shape: tuple[int, ...], dim: int
+    triton_device: torch.device,
+    small_tiles: Shrink,
+    traffic: Any,
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
 ) -> None:
     small_tiles(0)
     x, operation = half(shape, triton_device), OPERATIONS[name]
     operation.run(x, dim)
-    assert (traffic.read, traffic.written) == (2 * x.numel() * operation.reads, x.numel() * operation.writes)
+    assert (traffic.read, traffic.written) == (
+        2 * x.numel() * operation.reads,
+        x.numel() * operation.writes,
+    )
 
 
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
 @each_operation
 def test_shared_lines_are_read_twice(
-    triton_device: torch.device, small_tiles: Shrink, traffic: Any, name: str, shape: tuple[int, ...], dim: int
+    triton_device: torch.device,
+    small_tiles: Shrink,
+    traffic: Any,
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
 ) -> None:
     """Every segment leaves its numbers, in FP32, and reads those of all segments of its line."""
     small_tiles(4)
@@ -84,7 +113,9 @@ def test_shared_lines_are_read_twice(
     assert traffic.read == 2 * x.numel() * operation.reads + splits * parts
 
 
-@pytest.mark.parametrize("shape", [(8, 1 << 20), (1, 1 << 24), (64, 100_000), (1, 40_000), (2, 1 << 20, 3)])
+@pytest.mark.parametrize(
+    "shape", [(8, 1 << 20), (1, 1 << 24), (64, 100_000), (1, 40_000), (2, 1 << 20, 3)]
+)
 def test_partial_results_are_next_to_nothing(shape: tuple[int, ...]) -> None:
     """At most 1 % of softmax's own bytes in memory; segments read them out of L2."""
     t = softmax.tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST)
@@ -106,7 +137,9 @@ def test_a_sum_reads_once(
 def test_a_sum_of_tiles_reads_once(
     triton_device: torch.device, small_tiles: Shrink, traffic: Any, shape: tuple[int, ...], dim: int
 ) -> None:
-    """The partial sums of the tiles, in FP32, are written and read in addition. Here one more launch adds them."""
+    """The partial sums of the tiles, in FP32, are written and read in addition. Here one more
+    launch adds them.
+    """
     small_tiles(0)
     x = half(shape, triton_device)
     y = reduce.sum(x, (dim,), False, HALF, "triton")
@@ -131,10 +164,17 @@ def test_empty_tensors_launch_nothing(
     assert not launched
 
 
-@pytest.mark.parametrize(("shape", "dim", "many"), [((5, 300), 1, None), ((2, 200, 3), 1, 0), ((2, 300), 1, 4)])
+@pytest.mark.parametrize(
+    ("shape", "dim", "many"), [((5, 300), 1, None), ((2, 200, 3), 1, 0), ((2, 300), 1, 4)]
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_bits_again(
-    triton_device: torch.device, small_tiles: Shrink, name: str, shape: tuple[int, ...], dim: int, many: int | None
+    triton_device: torch.device,
+    small_tiles: Shrink,
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    many: int | None,
 ) -> None:
     small_tiles(many)
     x = half(shape, triton_device)

@@ -1,4 +1,6 @@
-"""Pointer tables: each element once, tensors that lie in memory in any way, and what a change of the lists costs."""
+"""Pointer tables: each element once, tensors that lie in memory in any way, and what a change of
+the lists costs.
+"""
 
 import contextlib
 import itertools
@@ -28,7 +30,20 @@ from tritonamp.kernels._multi_tensor import (
 pytestmark = pytest.mark.usefixtures("triton_device")
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
-SHAPES = [(0,), (), (1,), (3,), (4,), (7, 5), (4095,), (4096,), (4097,), (3, 0), (2, 4099), (12289,)]
+SHAPES = [
+    (0,),
+    (),
+    (1,),
+    (3,),
+    (4,),
+    (7, 5),
+    (4095,),
+    (4096,),
+    (4097,),
+    (3, 0),
+    (2, 4099),
+    (12289,),
+]
 ADD = Forms(lambda: None, lambda: None)
 
 
@@ -56,7 +71,14 @@ def add(lists: TensorLists) -> list[Table]:
         for t in tables:
             vec = 4 if t.aligned else 1
             arrays = t.pointers["x"], t.pointers["y"], t.numel, t.first, t.rows
-            launch(add_kernel, (t.chunks, 1, 1), arrays, (t.chunk,), (t.type("x"), t.type("y"), vec, 1024), 1)
+            launch(
+                add_kernel,
+                (t.chunks, 1, 1),
+                arrays,
+                (t.chunk,),
+                (t.type("x"), t.type("y"), vec, 1024),
+                1,
+            )
     return tables
 
 
@@ -100,12 +122,19 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", [HALF, BF16, WIDE], ids=str)
-def test_each_element_once(triton_device: torch.device, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> None:
+def test_each_element_once(
+    triton_device: torch.device, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
+) -> None:
     x = [place(numbered(shape, triton_device, dtype)) for shape in SHAPES]
     y = [numbered(shape, triton_device) for shape in SHAPES]
     tables = add(TensorLists(x=x, y=y))
-    assert all(torch.equal(b, numbered(shape, triton_device) + a) for a, b, shape in zip(x, y, SHAPES, strict=True))
-    assert sorted(n for t in tables for n in t.number.tolist()) == [i for i, a in enumerate(x) if a.numel()]
+    assert all(
+        torch.equal(b, numbered(shape, triton_device) + a)
+        for a, b, shape in zip(x, y, SHAPES, strict=True)
+    )
+    assert sorted(n for t in tables for n in t.number.tolist()) == [
+        i for i, a in enumerate(x) if a.numel()
+    ]
     for t in tables:
         assert t.numel.tolist() == [x[i].numel() for i in t.number.tolist()]
         chunks = [-(-n // MIN_CHUNK) for n in t.numel.tolist()]
@@ -116,7 +145,10 @@ def test_each_element_once(triton_device: torch.device, dtype: torch.dtype, plac
     one_element = {1, 2}  # these are read alone in any case
     expected = {True} if place is not unaligned or in_copies else {True, False}
     assert {t.aligned for t in tables} == expected
-    assert len(expected) == 1 or {i for t in tables if t.aligned for i in t.number.tolist()} == one_element
+    assert (
+        len(expected) == 1
+        or {i for t in tables if t.aligned for i in t.number.tolist()} == one_element
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,12 +173,19 @@ def test_large_chunks(triton_device: torch.device, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_multi_tensor, "PROGRAMS", 2)
     x, y = ([numbered((n,), triton_device) for n in (1, 8192, 9000)] for _ in range(2))
     (table,) = add(TensorLists(x=x, y=y))
-    assert (table.chunk, table.rows.tolist(), table.first.tolist()) == (3 * MIN_CHUNK, [0, 1, 2], [0, 1, 2])
+    assert (table.chunk, table.rows.tolist(), table.first.tolist()) == (
+        3 * MIN_CHUNK,
+        [0, 1, 2],
+        [0, 1, 2],
+    )
     assert all(torch.equal(b, 2 * a) for a, b in zip(x, y, strict=True))
 
 
 def test_tables_by_dtypes_and_alignment(triton_device: torch.device) -> None:
-    x = [numbered((n,), triton_device, dtype) for n, dtype in [(5, HALF), (5, WIDE), (4097, HALF), (5, HALF)]]
+    x = [
+        numbered((n,), triton_device, dtype)
+        for n, dtype in [(5, HALF), (5, WIDE), (4097, HALF), (5, HALF)]
+    ]
     x.append(unaligned(x[3]))
     y = [numbered((len(a),), triton_device) for a in x]
     tables = add(TensorLists(x=x, y=y))
@@ -194,7 +233,10 @@ def test_devices_have_tables_of_their_own() -> None:
     lists = TensorLists(x=x, y=[torch.zeros_like(a) for a in x])
     assert takes(lists) or not _launch.INTERPRETED
     if _launch.INTERPRETED:
-        assert [(t.device.type, t.before, t.chunks) for t in lists.tables] == [("cpu", 0, 4), ("meta", 4, 4)]
+        assert [(t.device.type, t.before, t.chunks) for t in lists.tables] == [
+            ("cpu", 0, 4),
+            ("meta", 4, 4),
+        ]
         assert lists.tables[0].number.tolist() == [0, 2]
         assert lists.tables[1].numel.device.type == lists.tables[1].rows.device.type == "meta"
 
@@ -271,7 +313,9 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_others_are_worked_on_in_copies_that_are_written_back(triton_device: torch.device, name: str) -> None:
+def test_others_are_worked_on_in_copies_that_are_written_back(
+    triton_device: torch.device, name: str
+) -> None:
     make_x, make_y, copied = MISMATCHES[name]
     x, y = make_x().to(triton_device, copy=False), make_y().to(triton_device, copy=False)
     lists = TensorLists(x=[x], y=[y])
@@ -292,10 +336,14 @@ def test_what_lies_between_is_left_alone(triton_device: torch.device) -> None:
 
 
 def test_only_lists_that_kernels_write_are_written_back(triton_device: torch.device) -> None:
-    lists = TensorLists(x=[numbered((5, 14), triton_device)[:, ::2]], y=[numbered((5, 14), triton_device)[:, ::2]])
+    lists = TensorLists(
+        x=[numbered((5, 14), triton_device)[:, ::2]], y=[numbered((5, 14), triton_device)[:, ::2]]
+    )
     versions = [lists[name][0]._version for name in "xy"]
     add(lists)
-    assert [lists[name][0]._version - version for name, version in zip("xy", versions, strict=True)] == [0, 1]
+    assert [
+        lists[name][0]._version - version for name, version in zip("xy", versions, strict=True)
+    ] == [0, 1]
 
 
 def test_copies_are_made_anew_for_each_launch(triton_device: torch.device) -> None:
@@ -310,7 +358,9 @@ def test_copies_are_made_anew_for_each_launch(triton_device: torch.device) -> No
 @pytest.mark.parametrize("name", ["x", "y"])
 def test_other_tensors_with_gaps(triton_device: torch.device, name: str) -> None:
     """Of the same kind, at another place: the copies, not the tensors, go into the table."""
-    lists = TensorLists(x=[numbered((9,), triton_device)[::2]], y=[numbered((9,), triton_device)[::2]])
+    lists = TensorLists(
+        x=[numbered((9,), triton_device)[::2]], y=[numbered((9,), triton_device)[::2]]
+    )
     add(lists)
     for turn in range(2):
         memory = numbered((9,), triton_device) + 10 + turn
@@ -385,19 +435,27 @@ def test_the_backend_is_asked(triton_device: torch.device) -> None:
 def test_numbers_with_gaps(triton_device: torch.device) -> None:
     lists = TensorLists()
     lists.number([1, 4, 6], 9)
-    lists.set("x", [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]])
+    lists.set(
+        "x",
+        [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]],
+    )
     assert takes(lists)
     assert [t.number.tolist() for t in lists.tables] == [[1, 6], [4]]
     assert (len(lists), lists.size, lists.numbers) == (3, 9, [1, 4, 6])
     lists.number([0, 4, 6], 9)
     with pytest.raises(KeyError):
         lists["x"]
-    lists.set("x", [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]])
+    lists.set(
+        "x",
+        [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]],
+    )
     assert takes(lists)
     assert [t.number.tolist() for t in lists.tables] == [[0, 6], [4]]
 
 
-def test_the_same_numbers_keep_the_lists(triton_device: torch.device, counts: SimpleNamespace) -> None:
+def test_the_same_numbers_keep_the_lists(
+    triton_device: torch.device, counts: SimpleNamespace
+) -> None:
     x = [numbered((3,), triton_device)]
     lists = TensorLists()
     for _ in range(3):
@@ -412,7 +470,9 @@ def test_the_same_numbers_keep_the_lists(triton_device: torch.device, counts: Si
 
 
 def test_another_length_starts_anew(triton_device: torch.device) -> None:
-    lists = TensorLists(x=[numbered((3,), triton_device)] * 2, y=[numbered((3,), triton_device)] * 2)
+    lists = TensorLists(
+        x=[numbered((3,), triton_device)] * 2, y=[numbered((3,), triton_device)] * 2
+    )
     assert (len(lists), lists.size, list(lists.numbers)) == (2, 2, [0, 1])
     lists.set("x", [numbered((3,), triton_device)])
     assert (len(lists), lists.size, list(lists.numbers)) == (1, 1, [0])
@@ -435,7 +495,10 @@ def test_kept_memory_stays_while_its_shape_does(triton_device: torch.device) -> 
 
 def fresh(device: torch.device) -> tuple[TensorLists, dict[str, list[Tensor]]]:
     """Lists that have been used once."""
-    given = {"x": [numbered((n,), device) for n in (3, 4099)], "y": [numbered((n,), device) for n in (3, 4099)]}
+    given = {
+        "x": [numbered((n,), device) for n in (3, 4099)],
+        "y": [numbered((n,), device) for n in (3, 4099)],
+    }
     lists = TensorLists(**given)
     assert takes(lists)
     return lists, given
@@ -456,7 +519,9 @@ def test_unchanged_lists_cost_nothing(triton_device: torch.device, counts: Simpl
     assert (counts.builds, counts.sent) == (1, 1)
 
 
-def test_new_tensors_of_the_same_kind_cost_one_upload(triton_device: torch.device, counts: SimpleNamespace) -> None:
+def test_new_tensors_of_the_same_kind_cost_one_upload(
+    triton_device: torch.device, counts: SimpleNamespace
+) -> None:
     lists, given = fresh(triton_device)
     for turn in range(1, 4):
         given["x"] = [x.clone() + 1 for x in given["x"]]
@@ -469,8 +534,13 @@ def test_new_tensors_of_the_same_kind_cost_one_upload(triton_device: torch.devic
         assert all(map(torch.equal, given["y"], expected))
 
 
-def test_several_tables_are_sent_together(triton_device: torch.device, counts: SimpleNamespace) -> None:
-    x = [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF), (6, WIDE), (7, HALF)]]
+def test_several_tables_are_sent_together(
+    triton_device: torch.device, counts: SimpleNamespace
+) -> None:
+    x = [
+        numbered((n,), triton_device, dtype)
+        for n, dtype in [(3, HALF), (4, WIDE), (5, HALF), (6, WIDE), (7, HALF)]
+    ]
     y = [numbered((len(a),), triton_device) for a in x]
     lists = TensorLists(x=x, y=y)
     takes(lists)
@@ -492,7 +562,9 @@ def test_each_device_costs_one_upload(counts: SimpleNamespace) -> None:
     assert (counts.builds, counts.sent) == (2, 4)
 
 
-def test_one_tensor_given_other_memory_costs_one_upload(triton_device: torch.device, counts: SimpleNamespace) -> None:
+def test_one_tensor_given_other_memory_costs_one_upload(
+    triton_device: torch.device, counts: SimpleNamespace
+) -> None:
     lists, given = fresh(triton_device)
     given["x"][1].data = given["x"][1] + 1
     lists.set("x", given["x"])
@@ -516,8 +588,9 @@ def test_tensors_given_other_memory(triton_device: torch.device, counts: SimpleN
 
 
 def test_a_tensor_in_the_place_of_one_that_is_gone(triton_device: torch.device) -> None:
-    """Python gives a new tensor the address of one that was freed, and the allocator the same memory: gradients, from
-    step to step."""
+    """Python gives a new tensor the address of one that was freed, and the allocator the same
+    memory: gradients, from step to step.
+    """
     memory, y = numbered((2, 6), triton_device), numbered((6, 2), triton_device)
     x = memory.view(6, 2)
     lists, before = TensorLists(x=[x], y=[y]), id(x)
@@ -564,7 +637,9 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_kind_builds_anew(triton_device: torch.device, counts: SimpleNamespace, change: str) -> None:
+def test_another_kind_builds_anew(
+    triton_device: torch.device, counts: SimpleNamespace, change: str
+) -> None:
     x, y = numbered((6, 2), triton_device), numbered((6, 2), triton_device)
     lists = TensorLists(x=[x], y=[y])
     takes(lists)
@@ -661,7 +736,9 @@ class Device:
     def copy_(self, piece: Tensor, non_blocking: bool) -> None:
         assert non_blocking
         if self.capturing:
-            assert not [p for p, _, _ in self.on_the_way if p is piece], "overwritten before it was copied"
+            assert not [p for p, _, _ in self.on_the_way if p is piece], (
+                "overwritten before it was copied"
+            )
             self.captured.append((piece, piece.tolist()))
         else:
             self.on_the_way.append((piece, piece.tolist(), None))
@@ -711,7 +788,9 @@ def test_upload_uses_memory_again_once_it_is_copied(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_what_a_graph_captures_is_never_used_again(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+def test_what_a_graph_captures_is_never_used_again(
+    monkeypatch: pytest.MonkeyPatch, in_flight: int
+) -> None:
     device, numbers = Device(monkeypatch), itertools.count()
     upload = Upload(torch.device("cuda"))
 
@@ -733,4 +812,6 @@ def test_what_a_graph_captures_is_never_used_again(monkeypatch: pytest.MonkeyPat
             device.arrive()
     assert len(device.captured) == 2
     assert len({id(piece) for piece, _ in device.captured}) == 2
-    assert all(piece.tolist() == values for piece, values in device.captured), "written to after the capture"
+    assert all(piece.tolist() == values for piece, values in device.captured), (
+        "written to after the capture"
+    )

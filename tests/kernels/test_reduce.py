@@ -9,7 +9,9 @@ from torch import Tensor
 from tests.kernels.conftest import assert_within, sum_and_error, ulp
 from tritonamp.kernels.reduce import sum
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 HALVES = [torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
@@ -47,7 +49,11 @@ def steps(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @pytest.mark.parametrize(("n", "many"), LENGTHS)
 @pytest.mark.parametrize(
     ("half", "dtype"),
-    [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)],
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
     ids=str,
 )
 def test_sums_at_the_ends_of_tiles(
@@ -68,9 +74,16 @@ def test_sums_at_the_ends_of_tiles(
 
 @pytest.mark.parametrize(
     ("n", "many"),
-    [(2**18, None), (300_007, None), (128 * 128, 0), (128 * 128 + 1, 0)],  # the last in three launches
+    [
+        (2**18, None),
+        (300_007, None),
+        (128 * 128, 0),
+        (128 * 128 + 1, 0),
+    ],  # the last in three launches
 )
-def test_long_sums(device: torch.device, backend: str, small_tiles: Shrink, n: int, many: int | None) -> None:
+def test_long_sums(
+    device: torch.device, backend: str, small_tiles: Shrink, n: int, many: int | None
+) -> None:
     small_tiles(many)
     x = steps(n, torch.float16, device)
     assert_is_sum(sum(x, (), False, torch.float32, backend), x, ())
@@ -152,7 +165,12 @@ def test_it_never_overflows_on_the_way(
 )
 @each_tile
 def test_it_is_rounded_once(
-    device: torch.device, backend: str, small_tiles: Shrink, many: int | None, terms: list[float], expected: float
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    many: int | None,
+    terms: list[float],
+    expected: float,
 ) -> None:
     """Ties to even; in half each 1 would be lost beside 2048. FP32 holds 2049 + 2**-10 exactly."""
     small_tiles(many)
@@ -192,7 +210,11 @@ def test_special_values(
     x[1, :, 0] = torch.tensor(terms)
     result = sum(x.flatten(1), (1,), False, half, backend)
     torch.testing.assert_close(
-        result, torch.tensor([0.0, expected, 0.0], dtype=half, device=device), rtol=0, atol=0, equal_nan=True
+        result,
+        torch.tensor([0.0, expected, 0.0], dtype=half, device=device),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
     )
 
 
@@ -202,7 +224,9 @@ def test_smallest_bfloat16_terms(device: torch.device, backend: str) -> None:
 
 
 @each_tile
-def test_fp32_input(device: torch.device, backend: str, small_tiles: Shrink, many: int | None) -> None:
+def test_fp32_input(
+    device: torch.device, backend: str, small_tiles: Shrink, many: int | None
+) -> None:
     small_tiles(many)
     x = torch.randn(1025, device=device)
     assert_is_sum(sum(x, (0,), False, torch.float32, backend), x, (0,))

@@ -12,7 +12,9 @@ from tests.kernels.conftest import U, assert_within, backward_and_error, softmax
 from tritonamp.kernels._launch import INTERPRETED
 from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
 Op = Callable[..., Tensor]
@@ -57,7 +59,11 @@ LAYOUTS = {f"{n}": Layout((3, n), 1) for n in SHORT} | {
     "shared, two tiles of columns": Layout((1, 9, 65), 1, 4),
 }
 REGIMES = ["257", "columns", "long", "shared columns"]
-REAL = {"longest": Layout((2, 32768), 1), "longest backward": Layout((1, 16384), 1), "over": Layout((1, 32769), 1)}
+REAL = {
+    "longest": Layout((2, 32768), 1),
+    "longest backward": Layout((1, 16384), 1),
+    "over": Layout((1, 32769), 1),
+}
 BACKWARD_DTYPES = [(HALF, HALF, HALF), (BF16, BF16, BF16), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -73,7 +79,9 @@ def inputs(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     x = torch.randn(shape, device=device)
     if shape:
         shape[layout.dim] = 1
-    spread = torch.tensor([3.0, 100.0, 0.1], device=device).repeat(-(-math.prod(shape) // 3))[: math.prod(shape)]
+    spread = torch.tensor([3.0, 100.0, 0.1], device=device).repeat(-(-math.prod(shape) // 3))[
+        : math.prod(shape)
+    ]
     x = (x * spread.view(shape)).to(dtype)
     return torch.empty_like(x).copy_(x)
 
@@ -81,24 +89,41 @@ def inputs(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 # forward
 
 
-def check(op: Op, layout: Layout, dtype: torch.dtype, result: torch.dtype, device: torch.device, backend: str) -> None:
-    """FP32's errors, and the result rounded; for softmax in half at most one ulp, the numerics contract."""
+def check(
+    op: Op,
+    layout: Layout,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    device: torch.device,
+    backend: str,
+) -> None:
+    """FP32's errors, and the result rounded; for softmax in half at most one ulp, the numerics
+    contract.
+    """
     x = inputs(layout, dtype, device)
     exact, error = softmax_and_error(op is log_softmax, x, layout.dim)
     y = op(x, layout.dim, result, backend)
     assert y.dtype is result
     bound = ulp(exact, result) / 2 + error
-    assert_within(y, exact, bound.minimum(ulp(exact, result)) if op is softmax and result is not WIDE else bound)
+    assert_within(
+        y,
+        exact,
+        bound.minimum(ulp(exact, result)) if op is softmax and result is not WIDE else bound,
+    )
 
 
 @each_layout
 @each_op
-def test_results(device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout) -> None:
+def test_results(
+    device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout
+) -> None:
     small_tiles(layout.many)
     check(op, layout, HALF, HALF, device, backend)
 
 
-@pytest.mark.parametrize(("dtype", "result"), [(BF16, BF16), (HALF, WIDE), (WIDE, BF16), (WIDE, WIDE)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "result"), [(BF16, BF16), (HALF, WIDE), (WIDE, BF16), (WIDE, WIDE)], ids=str
+)
 @each_regime
 @each_op
 def test_dtypes(
@@ -116,7 +141,9 @@ def test_dtypes(
 
 @each_real_layout
 @each_op
-def test_results_at_real_boundaries(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
+def test_results_at_real_boundaries(
+    device: torch.device, backend: str, op: Op, layout: Layout
+) -> None:
     check(op, layout, HALF, WIDE if op is log_softmax else HALF, device, backend)
 
 
@@ -138,7 +165,9 @@ def flushed_exp2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flushed_exp2")
 @pytest.mark.parametrize("many", [None, 0, 4])
-def test_smallest_bfloat16_results(device: torch.device, backend: str, small_tiles: Shrink, many: int | None) -> None:
+def test_smallest_bfloat16_results(
+    device: torch.device, backend: str, small_tiles: Shrink, many: int | None
+) -> None:
     """exp(-d) down to bfloat16's smallest subnormal, 2**-133."""
     d = torch.cat([torch.zeros(1), torch.linspace(80, 93, 105)])
     x = -d.to(BF16).to(device)
@@ -161,7 +190,11 @@ def test_rows_longer_than_half_can_count(device: torch.device, backend: str) -> 
 
 
 def check_backward(
-    op: Op, layout: Layout, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: torch.device, backend: str
+    op: Op,
+    layout: Layout,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device,
+    backend: str,
 ) -> None:
     """``dtypes``: of y, of its gradient, of the result."""
     forward = torch.log_softmax if op is log_softmax_backward else torch.softmax
@@ -176,7 +209,9 @@ def check_backward(
 
 @each_layout
 @each_backward
-def test_backward(device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout) -> None:
+def test_backward(
+    device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout
+) -> None:
     small_tiles(layout.many)
     check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
 
@@ -198,12 +233,16 @@ def test_backward_dtypes(
 
 @each_real_layout
 @each_backward
-def test_backward_at_real_boundaries(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
+def test_backward_at_real_boundaries(
+    device: torch.device, backend: str, op: Op, layout: Layout
+) -> None:
     check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
 
 
 @each_backward
-def test_backward_is_wide_enough_for_scaled_gradients(device: torch.device, backend: str, op: Op) -> None:
+def test_backward_is_wide_enough_for_scaled_gradients(
+    device: torch.device, backend: str, op: Op
+) -> None:
     """1024 gradients of 60000 cancel exactly; their sum, 6e7, is beyond fp16."""
     grad = torch.full((1024,), 60_000.0, dtype=HALF, device=device)
     y = torch.full((1024,), 2.0**-10, dtype=HALF, device=device)

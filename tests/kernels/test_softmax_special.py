@@ -1,4 +1,6 @@
-"""softmax and log_softmax of infinities, NaN and the ends of half's range, in whole, long and shared lines."""
+"""softmax and log_softmax of infinities, NaN and the ends of half's range, in whole, long and
+shared lines.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +12,9 @@ from torch import Tensor
 from tests.kernels.conftest import softmax_and_error, ulp
 from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 HALF, BF16 = torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
@@ -37,7 +41,9 @@ REGIMES = {
     "shared columns": Regime(0, 4),
 }
 N = 200
-SPECIAL: dict[str, list[tuple[int, int, float]]] = {  # values for columns from, to; tiles have 128, and 4 of columns
+SPECIAL: dict[
+    str, list[tuple[int, int, float]]
+] = {  # values for columns from, to; tiles have 128, and 4 of columns
     "all -inf": [(0, N, -INF)],
     "-inf first": [(0, 150, -INF)],
     "-inf in a segment": [(0, 128, -INF)],
@@ -78,7 +84,9 @@ def random(lines: int, dim: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty_like(x).copy_(x)
 
 
-@pytest.mark.parametrize(("regime", "half"), [*((regime, HALF) for regime in REGIMES), ("shared", BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("regime", "half"), [*((regime, HALF) for regime in REGIMES), ("shared", BF16)], ids=str
+)
 @each_op
 def test_special_lines_are_torchs_and_leave_their_neighbours_alone(
     device: torch.device, backend: str, small_tiles: Shrink, op: Op, regime: str, half: torch.dtype
@@ -91,16 +99,24 @@ def test_special_lines_are_torchs_and_leave_their_neighbours_alone(
         for start, end, value in SPECIAL.get(name, []):
             line[start:end] = value
     exact, error = softmax_and_error(op is log_softmax, x, dim)
-    rounded = exact.to(half).double()  # -131008 is beyond fp16: the nearest there is -inf, never the largest finite
+    rounded = exact.to(
+        half
+    ).double()  # -131008 is beyond fp16: the nearest there is -inf, never the largest finite
     result = op(x, dim, half, backend).double()
-    right = (result - exact).abs() <= (ulp(exact, half) / 2 + error if op is log_softmax else ulp(exact, half))
-    right = torch.where(rounded.isfinite(), right, (result == rounded) | (result.isnan() & rounded.isnan()))
+    right = (result - exact).abs() <= (
+        ulp(exact, half) / 2 + error if op is log_softmax else ulp(exact, half)
+    )
+    right = torch.where(
+        rounded.isfinite(), right, (result == rounded) | (result.isnan() & rounded.isnan())
+    )
     wrong = ~by_line(right, dim).all(1)
     assert not wrong.any(), [name for name, bad in zip(names, wrong, strict=True) if bad]
 
 
 @each_op
-def test_masked_lines_of_attention(device: torch.device, backend: str, small_tiles: Shrink, op: Op) -> None:
+def test_masked_lines_of_attention(
+    device: torch.device, backend: str, small_tiles: Shrink, op: Op
+) -> None:
     """Triangles of -inf: probabilities are exactly zero there, and add up to one."""
     for many in (None, 0):
         small_tiles(many)
@@ -109,7 +125,9 @@ def test_masked_lines_of_attention(device: torch.device, backend: str, small_til
         y = op(x, 1, HALF, backend).double()
         y = y.exp() if op is log_softmax else y
         assert (y[x == -INF] == 0).all()
-        torch.testing.assert_close(y.sum(1), torch.ones_like(y[:, 0]), rtol=2 * torch.finfo(HALF).eps, atol=0)
+        torch.testing.assert_close(
+            y.sum(1), torch.ones_like(y[:, 0]), rtol=2 * torch.finfo(HALF).eps, atol=0
+        )
 
 
 @each_regime
@@ -128,7 +146,9 @@ def test_backward_never_hides_a_bad_gradient(
 
 
 @each_regime
-def test_backward_of_masked_elements(device: torch.device, backend: str, small_tiles: Shrink, regime: Regime) -> None:
+def test_backward_of_masked_elements(
+    device: torch.device, backend: str, small_tiles: Shrink, regime: Regime
+) -> None:
     """Where y is 0, or log y is -inf, softmax has gradient 0 and log_softmax its incoming one."""
     small_tiles(regime.many)
     grad = random(3, regime.dim, HALF, device)

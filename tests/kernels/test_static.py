@@ -1,4 +1,6 @@
-"""bench/static.py: its gates on rows made by hand, its reading of the tools' output, and some real builds."""
+"""bench/static.py: its gates on rows made by hand, its reading of the tools' output, and some real
+builds.
+"""
 
 import importlib.util
 import json
@@ -95,7 +97,9 @@ def good(static: ModuleType) -> Any:
 
 def changed(row: Any, **values: Any) -> Any:
     """The row with other values of its own, of its build's or of its build's constants."""
-    constants = row.build.constants | {name: values.pop(name) for name in list(values) if name.isupper()}
+    constants = row.build.constants | {
+        name: values.pop(name) for name in list(values) if name.isupper()
+    }
     build = {name: values.pop(name) for name in list(values) if name in row.build._fields}
     return row._replace(build=row.build._replace(constants=constants, **build), **values)
 
@@ -118,11 +122,20 @@ def test_good_row_passes(static: ModuleType, good: Any) -> None:
         ({"loads": {8: 8}}, "0 of a tile's 64 B in loads of 16 B, allowed is all of it ({8: 8})"),
         ({"loads": {8: 2, 16: 3}}, "48 of a tile's 64 B in loads of 16 B, allowed is all of it"),
         ({"stores": {4: 16}}, "0 of a tile's 64 B in stores of 16 B, allowed is all of it"),
-        ({"tile_loads": {8: 64}}, "0 of a tile's 64 B in loads of 8 B, allowed is all of it ({4: 2, 16: 4})"),
-        ({"shared": 8, "max_shared": 0}, "8 B of shared memory, allowed are 0: a layout is converted"),
+        (
+            {"tile_loads": {8: 64}},
+            "0 of a tile's 64 B in loads of 8 B, allowed is all of it ({4: 2, 16: 4})",
+        ),
+        (
+            {"shared": 8, "max_shared": 0},
+            "8 B of shared memory, allowed are 0: a layout is converted",
+        ),
         ({"registers": 97, "arch": 70}, "97 registers, allowed are 96"),
         ({"loads": {2: 1, 16: 4}}, "1 loads of 2 B or less, allowed are none"),
-        ({"atomics": ["RED.E.ADD.F32.FTZ.RN"]}, "RED.E.ADD.F32.FTZ.RN: atomics on floating-point numbers"),
+        (
+            {"atomics": ["RED.E.ADD.F32.FTZ.RN"]},
+            "RED.E.ADD.F32.FTZ.RN: atomics on floating-point numbers",
+        ),
         ({"atomics": ["ATOMG.E.ADD.F16x2.RN"]}, "ATOMG.E.ADD.F16x2.RN: atomics on"),
         ({"atomics": ["REDG.E.ADD.BF16_V2"]}, "REDG.E.ADD.BF16_V2: atomics on"),
         ({"atomics": ["ATOM.E.CAS.STRONG.GPU"]}, "ATOM.E.CAS.STRONG.GPU: atomics on"),
@@ -130,9 +143,13 @@ def test_good_row_passes(static: ModuleType, good: Any) -> None:
         ({"instructions": None}, "cuobjdump printed no instructions"),
     ],
 )
-def test_each_gate_fails(static: ModuleType, good: Any, values: dict[str, Any], message: str) -> None:
+def test_each_gate_fails(
+    static: ModuleType, good: Any, values: dict[str, Any], message: str
+) -> None:
     [failed] = static.gates(changed(good, **values))
-    assert failed.startswith(f"sm_{values.get('arch', 90)} softmax float16 n=1024: softmax_kernel: {message}")
+    assert failed.startswith(
+        f"sm_{values.get('arch', 90)} softmax float16 n=1024: softmax_kernel: {message}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +161,14 @@ def test_each_gate_fails(static: ModuleType, good: Any, values: dict[str, Any], 
         {"loads": {2: 32}, "stores": {2: 32}, "in_flight": 1, "VEC": 1},
         {"shared": 8, "max_shared": 8},
         {"in_flight": 1, "arch": 80},
-        {"instructions": None, "loads": None, "stores": None, "spills": None, "atomics": None, "arch": 70},
+        {
+            "instructions": None,
+            "loads": None,
+            "stores": None,
+            "spills": None,
+            "atomics": None,
+            "arch": 70,
+        },
         {"instructions": 99, "max_instructions": None},
         {"instructions": 99, "ALIGN": 8},
         {"instructions": 99, "ROW_MAJOR": False},
@@ -157,8 +181,12 @@ def test_gates_that_do_not_apply(static: ModuleType, good: Any, values: dict[str
     assert static.gates(changed(good, **values)) == []
 
 
-def test_kernels_for_a_few_numbers_are_held_to_registers_and_spills(static: ModuleType, good: Any) -> None:
-    plain = good._replace(build=good.build._replace(constants={}, n=0), in_flight=1, loads={2: 1}, occupancy=0.1)
+def test_kernels_for_a_few_numbers_are_held_to_registers_and_spills(
+    static: ModuleType, good: Any
+) -> None:
+    plain = good._replace(
+        build=good.build._replace(constants={}, n=0), in_flight=1, loads={2: 1}, occupancy=0.1
+    )
     assert static.gates(plain) == []
     assert len(static.gates(plain._replace(registers=65, spills=1))) == 2
 
@@ -169,16 +197,23 @@ def test_kernels_for_a_few_numbers_are_built_once(static: ModuleType) -> None:
 
 
 def test_exp2_is_counted_over_all_launches_of_a_call(static: ModuleType, good: Any) -> None:
-    part, rest = (changed(good, kernel=kernel, exp2=2) for kernel in ("softmax_part_kernel", "softmax_rest_kernel"))
+    part, rest = (
+        changed(good, kernel=kernel, exp2=2)
+        for kernel in ("softmax_part_kernel", "softmax_rest_kernel")
+    )
     assert static.exp2_gate([part, rest, good._replace(ex2=0.9)]) == []
-    assert static.exp2_gate([part]) == ["sm_90 softmax float16 n=1024: 1.03 MUFU.EX2 for each element, allowed are 2"]
+    assert static.exp2_gate([part]) == [
+        "sm_90 softmax float16 n=1024: 1.03 MUFU.EX2 for each element, allowed are 2"
+    ]
     assert static.exp2_gate([changed(part, ROW_MAJOR=False), part._replace(ex2=None)]) == []
 
 
 @pytest.mark.parametrize("key", ["registers", "instructions"])
 def test_growth(static: ModuleType, good: Any, key: str) -> None:
     before = good._replace(registers=40, instructions=10.0)
-    snapshot = json.loads(static.snapshot_text([before, changed(before, arch=70, instructions=None)]))
+    snapshot = json.loads(
+        static.snapshot_text([before, changed(before, arch=70, instructions=None)])
+    )
     assert static.growth_gate(before._replace(**{key: getattr(before, key) * 1.15}), snapshot) == []
     [failed] = static.growth_gate(before._replace(**{key: getattr(before, key) * 1.16}), snapshot)
     assert f"{getattr(before, key) * 1.16:g} {key}" in failed
@@ -264,11 +299,16 @@ def test_exit_status(
     assert static.main([]) == bool(values)
     out, err = capsys.readouterr()
     assert out.splitlines() == [static.line(good)]
-    assert err.splitlines()[0] == "no triton-0.0.json: growth is not checked for this version of Triton"
+    assert (
+        err.splitlines()[0]
+        == "no triton-0.0.json: growth is not checked for this version of Triton"
+    )
     assert len(err.splitlines()) == 1 + bool(values)
     static.main(["--snapshot"])
     assert "growth" not in capsys.readouterr().err
-    monkeypatch.setattr(static, "measured", lambda todo: [changed(good, registers=32), changed(good, arch=80)])
+    monkeypatch.setattr(
+        static, "measured", lambda todo: [changed(good, registers=32), changed(good, arch=80)]
+    )
     assert static.main([]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "sm_80 softmax float16 n=1024: softmax_kernel: not in triton-0.0.json, write that with --snapshot"
@@ -278,8 +318,14 @@ def test_exit_status(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--snapshot", "--arch", "80"], "--snapshot takes everything: leave out --arch, --op and --only"),
-        (["--op", "soft"], "nothing to build: no kernel module has that name and ships such a call"),
+        (
+            ["--snapshot", "--arch", "80"],
+            "--snapshot takes everything: leave out --arch, --op and --only",
+        ),
+        (
+            ["--op", "soft"],
+            "nothing to build: no kernel module has that name and ships such a call",
+        ),
     ],
 )
 def test_misuse(
@@ -321,6 +367,8 @@ def test_shipped_kernels_pass() -> None:
     assert row["ex2"] == 1
     assert calls["softmax float16 n=1001", "softmax_kernel"]["loads"] == {"2": 32}
     row = calls["adamw float32 float16 float16", "adamw_kernel"]
-    assert row["tile_loads"] == row["tile_stores"] == {"8": 8, "16": 48}  # four elements: half, and three times FP32
+    assert (
+        row["tile_loads"] == row["tile_stores"] == {"8": 8, "16": 48}
+    )  # four elements: half, and three times FP32
     assert row["shared"] == row["spills"] == 0
     assert 40 <= row["registers"] <= 64

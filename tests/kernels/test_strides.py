@@ -20,7 +20,9 @@ from tests.kernels.conftest import (
 from tritonamp.kernels.reduce import sum
 from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
 
 Shrink = Callable[[int | None], None]
 FORWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
@@ -28,8 +30,12 @@ FORWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
     "log_softmax": lambda x, dim, backend: log_softmax(x, dim, torch.float32, backend),
 }
 BACKWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
-    "gradient of softmax": lambda g, dim, backend: softmax_backward(g, g.abs(), dim, g.dtype, backend),
-    "gradient of log_softmax": lambda g, dim, backend: log_softmax_backward(g, -g.abs(), dim, g.dtype, backend),
+    "gradient of softmax": lambda g, dim, backend: softmax_backward(
+        g, g.abs(), dim, g.dtype, backend
+    ),
+    "gradient of log_softmax": lambda g, dim, backend: log_softmax_backward(
+        g, -g.abs(), dim, g.dtype, backend
+    ),
 }
 SUM: dict[str, Callable[[Tensor, int, str], Tensor]] = {
     "sum": lambda x, dim, backend: sum(x, (dim,), False, torch.float32, backend),
@@ -84,7 +90,9 @@ def test_dimensions_are_summed_once(device: torch.device, backend: str) -> None:
 
 
 class View(NamedTuple):
-    """What becomes of memory: an offset, a shape, an order of its dimensions, slices, flips, repetition."""
+    """What becomes of memory: an offset, a shape, an order of its dimensions, slices, flips,
+    repetition.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -96,13 +104,37 @@ class View(NamedTuple):
     def random(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         torch.manual_seed(0)
         memory = torch.randn(self.offset + math.prod(self.shape), device=device).mul(3).to(dtype)
-        x = memory[self.offset :].view(self.shape).permute(self.order)[self.slices].flip(self.flipped)
+        x = (
+            memory[self.offset :]
+            .view(self.shape)
+            .permute(self.order)[self.slices]
+            .flip(self.flipped)
+        )
         one = tuple(slice(0, 1) if d in self.repeated else slice(None) for d in range(x.dim()))
-        return x[one].expand([5 if d in self.repeated and x.shape[d] else x.shape[d] for d in range(x.dim())])
+        return x[one].expand(
+            [5 if d in self.repeated and x.shape[d] else x.shape[d] for d in range(x.dim())]
+        )
 
 
-SHAPES = [(2, 3, 5, 9), (3, 130), (17, 9, 2), (130, 3), (5, 1, 40), (2, 300), (4, 5, 3, 2), (1, 9, 33), (600,), (1,)]
-SHAPES += [(2, 129, 1), (33, 9), (2, 0, 3), (0, 200), ()]  # few elements keep the interpreter quick; a tile has 128
+SHAPES = [
+    (2, 3, 5, 9),
+    (3, 130),
+    (17, 9, 2),
+    (130, 3),
+    (5, 1, 40),
+    (2, 300),
+    (4, 5, 3, 2),
+    (1, 9, 33),
+    (600,),
+    (1,),
+]
+SHAPES += [
+    (2, 129, 1),
+    (33, 9),
+    (2, 0, 3),
+    (0, 200),
+    (),
+]  # few elements keep the interpreter quick; a tile has 128
 
 
 @st.composite
@@ -110,15 +142,27 @@ def views(draw: st.DrawFn) -> View:
     shape = draw(st.sampled_from(SHAPES))
     order = draw(st.permutations(range(len(shape))))
     some = st.lists(st.sampled_from(order), unique=True, max_size=2) if shape else st.just([])
-    steps = [(draw(st.integers(0, shape[d] > 1)), draw(st.sampled_from([1, 1, 2, 3]))) for d in order]
+    steps = [
+        (draw(st.integers(0, shape[d] > 1)), draw(st.sampled_from([1, 1, 2, 3]))) for d in order
+    ]
     slices = tuple(slice(start, None, step) for start, step in steps)
-    return View(draw(st.integers(0, 3)), shape, tuple(order), slices, tuple(draw(some)), tuple(draw(some)[:1]))
+    return View(
+        draw(st.integers(0, 3)),
+        shape,
+        tuple(order),
+        slices,
+        tuple(draw(some)),
+        tuple(draw(some)[:1]),
+    )
 
 
 any_view = views()
 any_dtype = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 reproducible = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 each_tile = pytest.mark.parametrize("many", [None, 4])
 
@@ -192,7 +236,9 @@ def test_sum_of_any_view(
     small_tiles(many)
     x = view.random(dtype, triton_device)
     some = st.lists(st.sampled_from(range(x.dim())), unique=True) if x.dim() else st.just([])
-    dims = tuple(d - data.draw(st.sampled_from([0, x.dim()])) for d in data.draw(some, label="dims"))
+    dims = tuple(
+        d - data.draw(st.sampled_from([0, x.dim()])) for d in data.draw(some, label="dims")
+    )
     exact, error = sum_and_error(x, dims, keepdim)
     y = sum(x, dims, keepdim, result, "triton")
     assert y.dtype is result

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.kernels import _launch
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with inf and NaN in NumPy
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # the interpreter computes with inf and NaN in NumPy
 BACKENDS = ["eager"] + ["triton"] * (_launch.INTERPRETED or torch.cuda.is_available())
 
 
@@ -64,12 +66,17 @@ ACTS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("act", ACTS)
-def test_the_next_steps_are_torchs(act: Callable[[Optimizer], None], backend: str, device: torch.device) -> None:
+def test_the_next_steps_are_torchs(
+    act: Callable[[Optimizer], None], backend: str, device: torch.device
+) -> None:
     results = []
     for enabled in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
-        groups = [{"params": model[0].parameters(), "lr": torch.tensor(0.1)}, {"params": model[2].parameters()}]
+        groups = [
+            {"params": model[0].parameters(), "lr": torch.tensor(0.1)},
+            {"params": model[2].parameters()},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.02, foreach=False)
         amp = tritonamp.enable(model, optimizer, level="O0", backend=backend) if enabled else None
         for i in range(4):
@@ -86,12 +93,17 @@ def test_the_next_steps_are_torchs(act: Callable[[Optimizer], None], backend: st
         if amp is not None:
             amp.disable()
     for ours, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-20, atol=2**-22)  # a few FP32 ulps in each of four steps
+        torch.testing.assert_close(
+            ours, theirs, rtol=2**-20, atol=2**-22
+        )  # a few FP32 ulps in each of four steps
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_that_take_turns_have_their_skips_logged(
-    backend: str, device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    device: torch.device,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A GAN's loop. Tensors are read for the two faults only: which samples were bad?"""
     models = [nn.Linear(3, 2).to(device) for _ in range(2)]
@@ -101,7 +113,9 @@ def test_losses_that_take_turns_have_their_skips_logged(
     with caplog.at_level(logging.INFO, "tritonamp"):
         for i in range(6):
             if i == 2:
-                monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (reads.append(t), tolist(t))[1])
+                monkeypatch.setattr(
+                    torch.Tensor, "tolist", lambda t: (reads.append(t), tolist(t))[1]
+                )
             for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 x = torch.randn(4, 3, device=device)
                 if (i, k) in [(2, 0), (4, 1)]:

@@ -1,4 +1,6 @@
-"""Ten thousand steps in which everything goes wrong now and then: each decision is right, and leaves the right bits."""
+"""Ten thousand steps in which everything goes wrong now and then: each decision is right, and
+leaves the right bits.
+"""
 
 import math
 from typing import NamedTuple
@@ -10,7 +12,12 @@ from torch import Tensor, nn
 import tritonamp
 from tritonamp.testing import KINDS, Fault, FaultInjector, InjectedError
 
-STEPS = {("O1", "AdamW"): 1500, ("O1", "SGD"): 4500, ("O2", "AdamW"): 1200, ("O2", "SGD"): 2800}  # ten thousand
+STEPS = {
+    ("O1", "AdamW"): 1500,
+    ("O1", "SGD"): 4500,
+    ("O2", "AdamW"): 1200,
+    ("O2", "SGD"): 2800,
+}  # ten thousand
 LOWEST, HIGHEST, INTERVAL = 2.0**5, 2.0**14, 12  # of the loss scale
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -21,9 +28,13 @@ OPTIMIZERS = {
 class Run:
     """A small model in training; GELU lets no inf or NaN vanish."""
 
-    def __init__(self, device: torch.device, level: str, optimizer: str, growth_interval: int) -> None:
+    def __init__(
+        self, device: torch.device, level: str, optimizer: str, growth_interval: int
+    ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU(), nn.Linear(8, 2)).to(device)
+        self.model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU(), nn.Linear(8, 2)).to(
+            device
+        )
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         bounds = {"init_scale": 2.0**10, "min_scale": LOWEST, "max_scale": HIGHEST}
         self.scaler = tritonamp.GradScaler(device.type, growth_interval=growth_interval, **bounds)
@@ -35,13 +46,17 @@ class Run:
     def bits(self) -> list[Tensor]:
         """Everything that a step may change, and the loss scale."""
         groups = [p for g in self.optimizer.param_groups for p in g["params"]]
-        state = [v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)]
+        state = [
+            v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)
+        ]
         scale = torch.tensor([self.scaler.get_scale(), self.scaler._get_growth_tracker()])
         return [t.detach().clone() for t in (*self.model.parameters(), *groups, *state, scale)]
 
     def gradients(self) -> Tensor:
         """All of them in one piece, a copy."""
-        return torch.cat([p.grad.flatten().float() for p in self.model.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten().float() for p in self.model.parameters() if p.grad is not None]
+        )
 
 
 class Decided(NamedTuple):
@@ -88,9 +103,13 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("level", "optimizer"), STEPS)
-def test_thousands_of_steps_with_faults_of_all_kinds(device: torch.device, level: str, optimizer: str) -> None:
+def test_thousands_of_steps_with_faults_of_all_kinds(
+    device: torch.device, level: str, optimizer: str
+) -> None:
     run = Run(device, level, optimizer, INTERVAL)
-    clean = Run(device, level, optimizer, growth_interval=10**6)  # sees the good steps only, at the same scales
+    clean = Run(
+        device, level, optimizer, growth_interval=10**6
+    )  # sees the good steps only, at the same scales
     clean.scaler.scale_tensor(device)  # there is something to set from the beginning
     injector = FaultInjector(run.model, run.optimizer, rate=0.25, seed=len(level + optimizer))
     expected, raised = Expected(2.0**10), 0
@@ -128,13 +147,17 @@ def test_thousands_of_steps_with_faults_of_all_kinds(device: torch.device, level
     assert same(run.bits()[:-1], clean.bits()[:-1])
     assert all(bool(t.isfinite().all()) for t in run.bits())
     causes = [record.cause for record in expected.records]
-    of_scale = sum(cause in ("scale overflow", "backward fault", "scale exhausted") for cause in causes)
+    of_scale = sum(
+        cause in ("scale overflow", "backward fault", "scale exhausted") for cause in causes
+    )
     stats = run.amp.stats()
     assert (stats["steps"], stats["scale_overflows"]) == (causes.count(None), of_scale)
     assert stats["forward_faults"] == causes.count("data") + causes.count("forward fault")
     assert raised + len(causes) == STEPS[level, optimizer]
     assert {f.kind for f in injector.injected} == set(KINDS)
-    assert {"data", "forward fault", "scale overflow", "backward fault", "scale exhausted"} <= set(causes)
+    assert {"data", "forward fault", "scale overflow", "backward fault", "scale exhausted"} <= set(
+        causes
+    )
     assert min(r.scale for r in expected.records) == LOWEST < max(r.scale for r in expected.records)
     run.amp.disable()
     clean.amp.disable()

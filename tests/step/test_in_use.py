@@ -1,4 +1,6 @@
-"""From ``optimizer.step()`` to the kernels: what is launched, what moves, what a CUDA graph could capture."""
+"""From ``optimizer.step()`` to the kernels: what is launched, what moves, what a CUDA graph could
+capture.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,8 +15,12 @@ import tritonamp
 from tritonamp.kernels import _launch, _multi_tensor, adamw, cast, decide, grad_stats
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter computes with inf and NaN in NumPy
-    pytest.mark.skipif(not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"),
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter computes with inf and NaN in NumPy
+    pytest.mark.skipif(
+        not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
+    ),
 ]
 MODULES = adamw, cast, decide, grad_stats
 HALVES = [torch.float16, torch.bfloat16]
@@ -37,7 +43,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
 
 def net(width: int = 16, layers: int = 1) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())]
+    blocks = [
+        m for _ in range(layers) for m in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())
+    ]
     return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 3))
 
 
@@ -62,8 +70,12 @@ class Run:
     ) -> None:
         self.model = net(layers=layers).to(device)
         first, *others = self.model.parameters()
-        self.optimizer = optimizer([{"params": [first], "lr": 2e-2, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
-        self.amp = tritonamp.enable(self.model, self.optimizer, backend=backend, **({"level": "O2"} | options))
+        self.optimizer = optimizer(
+            [{"params": [first], "lr": 2e-2, "weight_decay": 0.1}, {"params": others}], lr=1e-2
+        )
+        self.amp = tritonamp.enable(
+            self.model, self.optimizer, backend=backend, **({"level": "O2"} | options)
+        )
 
     def step(self, x: Tensor, max_norm: float | None = None) -> Tensor | None:
         self.optimizer.zero_grad()
@@ -74,7 +86,9 @@ class Run:
 
     def tensors(self) -> list[Tensor]:
         """All that a step writes."""
-        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        state = [
+            t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)
+        ]
         return [*self.amp.master_params(), *self.model.parameters(), *state]
 
     def copies(self) -> list[Tensor]:
@@ -86,14 +100,23 @@ def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("name", ["torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "tritonamp.optim.AdamW"])
+@pytest.mark.parametrize(
+    "name", ["torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "tritonamp.optim.AdamW"]
+)
 @each_half
-def test_both_backends_train_alike(device: torch.device, level: str, name: str, half: torch.dtype) -> None:
-    """Per step p may differ by 3 FP32 ulps, of the moments and of the update; the half copies are p, rounded."""
+def test_both_backends_train_alike(
+    device: torch.device, level: str, name: str, half: torch.dtype
+) -> None:
+    """Per step p may differ by 3 FP32 ulps, of the moments and of the update; the half copies are
+    p, rounded.
+    """
     if level == "O3" and name == "torch.optim.SGD":
         pytest.skip("torch's own step on half parameters")
     optimizer = eval(name)
-    runs = [Run(device, b, optimizer, level=level, dtype=half, loss_scale=1024.0) for b in ("eager", "triton")]
+    runs = [
+        Run(device, b, optimizer, level=level, dtype=half, loss_scale=1024.0)
+        for b in ("eager", "triton")
+    ]
     xs = batches(5, device, bad=(2,))
     for x in xs:
         norms = [run.step(x, 0.5) for run in runs]
@@ -113,7 +136,9 @@ def test_both_backends_train_alike(device: torch.device, level: str, name: str, 
         run.amp.disable()
 
 
-def test_a_handful_of_launches_whatever_the_number_of_tensors(device: torch.device, launched: list[Any]) -> None:
+def test_a_handful_of_launches_whatever_the_number_of_tensors(
+    device: torch.device, launched: list[Any]
+) -> None:
     """Half and FP32 gradients: one launch each for statistics and update."""
     for layers in (1, 9):
         run = Run(device, "triton", layers=layers)
@@ -176,18 +201,26 @@ def test_parameters_without_a_gradient_stay(device: torch.device) -> None:
         for param, values in before.items():
             assert torch.equal(param, values) == any(param is f for f in absent)
     masters = list(run.amp.master_params())
-    assert [int(run.optimizer.state[m]["step"]) for m in (masters[0], masters[-1], masters[1])] == [2, 3, 4]
+    assert [int(run.optimizer.state[m]["step"]) for m in (masters[0], masters[-1], masters[1])] == [
+        2,
+        3,
+        4,
+    ]
     run.amp.disable()
 
 
-def test_tables_are_sent_only_when_memory_moves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_sent_only_when_memory_moves(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(device, "triton")
     xs = batches(4, device)
     for x in xs[:2]:
         run.step(x)
     built: list[Any] = []
     original = _multi_tensor._Part.__init__
-    monkeypatch.setattr(_multi_tensor._Part, "__init__", lambda *args: (built.append(args), original(*args))[1])
+    monkeypatch.setattr(
+        _multi_tensor._Part, "__init__", lambda *args: (built.append(args), original(*args))[1]
+    )
     run.step(xs[2])
     assert built == []
     state = run.optimizer.state[next(run.amp.master_params())]
@@ -234,7 +267,10 @@ def test_state_moved_through_data_is_found(device: torch.device) -> None:
 
 def test_two_optimizers_step_or_skip_together(device: torch.device) -> None:
     model = net().to(device)
-    optimizers = [torch.optim.AdamW(model[:2].parameters()), torch.optim.Adam(model[2:].parameters())]
+    optimizers = [
+        torch.optim.AdamW(model[:2].parameters()),
+        torch.optim.Adam(model[2:].parameters()),
+    ]
     amp = tritonamp.enable(model, optimizers, level="O2", backend="triton")
     for x, moves in zip(batches(3, device, bad=(1,)), (True, False, True), strict=True):
         before = [p.detach().clone() for p in amp.master_params()]
@@ -250,7 +286,9 @@ def test_two_optimizers_step_or_skip_together(device: torch.device) -> None:
     amp.disable()
 
 
-def test_the_skip_is_reported_a_step_later(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_skip_is_reported_a_step_later(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(device, "triton")
     good, bad, again = batches(3, device, bad=(1,))
     with caplog.at_level(logging.INFO, "tritonamp"):
@@ -260,11 +298,15 @@ def test_the_skip_is_reported_a_step_later(device: torch.device, caplog: pytest.
         assert not caplog.records
         run.step(again)
     (line,) = caplog.messages
-    assert line.startswith("1 of 2 steps skipped. The last skipped step was due to data: the input batch")
+    assert line.startswith(
+        "1 of 2 steps skipped. The last skipped step was due to data: the input batch"
+    )
     run.amp.disable()
 
 
-def test_an_overflow_names_its_parameters(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_overflow_names_its_parameters(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(device, "triton")
     xs = batches(2, device)
     run.optimizer.zero_grad()
@@ -282,7 +324,9 @@ def test_an_overflow_names_its_parameters(device: torch.device, caplog: pytest.L
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_a_weight_beyond_its_format_is_named(device: torch.device, backend: str, optimizer: Any) -> None:
+def test_a_weight_beyond_its_format_is_named(
+    device: torch.device, backend: str, optimizer: Any
+) -> None:
     run = Run(device, backend, optimizer)
     run.step(*batches(1, device))
     assert run.amp.stats()["overflowed_parameters"] == []
@@ -297,7 +341,9 @@ def test_a_weight_beyond_its_format_is_named(device: torch.device, backend: str,
     run.amp.disable()
 
 
-def test_a_kernel_that_does_not_compile_gives_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_gives_way(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: Any) -> None:
         raise _launch.KernelError("adamw_kernel cannot be compiled: no")
 
@@ -307,7 +353,10 @@ def test_a_kernel_that_does_not_compile_gives_way(device: torch.device, monkeypa
     (x,) = batches(1, device)
     monkeypatch.setattr(adamw.ADAMW, "triton_form", fails)
     runs[0].step(x)
-    with pytest.warns(RuntimeWarning, match="adamw runs in eager torch from now on: adamw_kernel cannot be compiled"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="adamw runs in eager torch from now on: adamw_kernel cannot be compiled",
+    ):
         runs[1].step(x)
     assert same_bits(runs[0].copies(), runs[1].copies())
     assert "adamw" in runs[1].amp.stats()["kernel_failures"]
@@ -402,7 +451,10 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
             tape.replay()
         assert same_bits(captured.copies(), eager.copies()), i
     stats = [run.amp.stats() for run in runs]
-    assert [s.pop("last_skip_reason") for s in stats] == ["data", "forward fault"]  # a replay has no batch to show
+    assert [s.pop("last_skip_reason") for s in stats] == [
+        "data",
+        "forward fault",
+    ]  # a replay has no batch to show
     assert stats[0] == stats[1]
     assert stats[0]["forward_faults"] == 1 and stats[0]["scale"] > 2.0**10
     for run in runs:
@@ -428,7 +480,10 @@ def test_no_step_waits_for_the_device() -> None:
 def test_updates_that_do_nothing_are_told_by_group(device: torch.device, backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8)).to(device)
-    groups = [{"params": m.parameters(), "lr": lr} for m, lr in zip(model, (1e-7, 1e-7, 1e-2), strict=True)]
+    groups = [
+        {"params": m.parameters(), "lr": lr}
+        for m, lr in zip(model, (1e-7, 1e-7, 1e-2), strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups)
     amp = tritonamp.enable(model, optimizer, level="O2", backend=backend, track_lost_updates=True)
     amp.backward(model(torch.randn(4, 16, device=device)).square().mean())

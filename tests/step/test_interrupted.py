@@ -1,4 +1,6 @@
-"""A step that fails, wherever it does, leaves everything as it was; the next one is as if it had never been tried."""
+"""A step that fails, wherever it does, leaves everything as it was; the next one is as if it had
+never been tried.
+"""
 
 import os
 import signal
@@ -36,7 +38,11 @@ class Net(nn.Module):
         self.checkpoints = False
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = checkpoint(self._hidden, x, use_reentrant=False) if self.checkpoints else self._hidden(x)
+        hidden = (
+            checkpoint(self._hidden, x, use_reentrant=False)
+            if self.checkpoints
+            else self._hidden(x)
+        )
         return self.last(hidden)
 
     def _hidden(self, x: Tensor) -> Tensor:
@@ -48,9 +54,13 @@ class Run:
         torch.manual_seed(0)
         self.model = Net().to(device)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        scaler = tritonamp.GradScaler(device.type, init_scale=2.0**10, growth_interval=4, max_scale=2.0**12)
+        scaler = tritonamp.GradScaler(
+            device.type, init_scale=2.0**10, growth_interval=4, max_scale=2.0**12
+        )
         settings = {"scaler": scaler} if level in ("O1", "O2") else {}
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **{**settings, **fields})
+        self.amp = tritonamp.enable(
+            self.model, self.optimizer, level=level, **{**settings, **fields}
+        )
         self.device = device
 
     def loss(self, i: int) -> Tensor:
@@ -64,7 +74,9 @@ class Run:
 
     def bits(self) -> list[Tensor]:
         groups = [p for g in self.optimizer.param_groups for p in g["params"]]
-        state = [v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)]
+        state = [
+            v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)
+        ]
         return [t.detach().clone() for t in (*self.model.parameters(), *groups, *state)]
 
     def numbers(self) -> Any:
@@ -174,7 +186,7 @@ def test_a_failed_attempt_never_was(
 def test_inside_scale_loss(start: Callable[..., Run], level: str, optimizer: str) -> None:
     run, undisturbed = start(level, optimizer), start(level, optimizer)
     loss = run.loss(9)
-    with pytest.raises(KeyboardInterrupt), run.amp.scale_loss(loss) as scaled:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), run.amp.scale_loss(loss) as scaled:
         scaled.backward()
         raise KeyboardInterrupt
     run.optimizer.zero_grad()
@@ -210,7 +222,11 @@ def test_a_step_that_failed_can_be_repeated(
                 one.amp.backward(one.loss(i))
             if clips:
                 one.amp.clip_grad_norm_(0.1)
-            step = (lambda one=one: one.amp.scaler.step(one.optimizer)) if by_hand else one.optimizer.step
+            step = (
+                (lambda one=one: one.amp.scaler.step(one.optimizer))
+                if by_hand
+                else one.optimizer.step
+            )
             if one is run:
                 with before_the_step(run, ZeroDivisionError), pytest.raises(ZeroDivisionError):
                     step()
@@ -230,9 +246,13 @@ def failing(optimizer: torch.optim.Optimizer) -> None:
     handle.remove()
 
 
-def test_a_step_that_failed_twice_counts_once(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_failed_twice_counts_once(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time before there was a decision: what the first had moved is back already."""
-    run = start("O2", "AdamW", scaler=tritonamp.GradScaler("cpu", init_scale=4.0, growth_interval=1))
+    run = start(
+        "O2", "AdamW", scaler=tritonamp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    )
     run.amp.backward(run.loss(0))
     with monkeypatch.context() as patch:
         patch.setattr(AdamSteps, "take", raises(torch.OutOfMemoryError))
@@ -244,7 +264,9 @@ def test_a_step_that_failed_twice_counts_once(start: Callable[..., Run], monkeyp
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_other_decisions_between_a_failed_step_and_its_repetition(device: torch.device, overflow: bool) -> None:
+def test_other_decisions_between_a_failed_step_and_its_repetition(
+    device: torch.device, overflow: bool
+) -> None:
     models = [nn.Linear(4, 4, device=device) for _ in range(2)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
     scaler = tritonamp.GradScaler(device.type, init_scale=2.0**10)
@@ -260,11 +282,15 @@ def test_other_decisions_between_a_failed_step_and_its_repetition(device: torch.
     stats = amp.stats()
     amp.disable()
     assert (stats["steps"], stats["skipped"]) == (4 - overflow, overflow)
-    assert (stats["scale"], stats["growth_tracker"]) == (2.0**9 if overflow else 2.0**10, 2 if overflow else 4)
+    assert (stats["scale"], stats["growth_tracker"]) == (
+        2.0**9 if overflow else 2.0**10,
+        2 if overflow else 4,
+    )
 
 
 @pytest.mark.parametrize(
-    ("level", "kind"), [("O2", torch.optim.SGD), ("O2", torch.optim.Adagrad), ("O3", torch.optim.SGD)]
+    ("level", "kind"),
+    [("O2", torch.optim.SGD), ("O2", torch.optim.Adagrad), ("O3", torch.optim.SGD)],
 )
 def test_fused_steps_of_torch_are_seen(device: torch.device, level: str, kind: Any) -> None:
     alone = nn.Parameter(torch.ones(4, 4, device=device).half())
@@ -274,7 +300,9 @@ def test_fused_steps_of_torch_are_seen(device: torch.device, level: str, kind: A
         pytest.skip("on the CPU, torch 2.11's fused SGD leaves half parameters as they are")
     model = nn.Linear(4, 4, device=device)
     optimizer = kind(model.parameters(), lr=0.5, fused=True)
-    amp = tritonamp.enable(model, optimizer, level=level, loss_scale=2.0**8 if level == "O2" else 1.0)
+    amp = tritonamp.enable(
+        model, optimizer, level=level, loss_scale=2.0**8 if level == "O2" else 1.0
+    )
     before = model.weight.detach().clone()
     amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
     optimizer.step()
@@ -324,8 +352,12 @@ def test_a_hook_after_the_step_fails_too_late(start: Callable[..., Run], optimiz
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_a_hook_before_the_step_leaves_is_judged(start: Callable[..., Run], optimizer: str) -> None:
-    """The fused step judges after the hooks; other optimizers' hooks see true gradients, so they are left to them."""
+def test_what_a_hook_before_the_step_leaves_is_judged(
+    start: Callable[..., Run], optimizer: str
+) -> None:
+    """The fused step judges after the hooks; other optimizers' hooks see true gradients, so they
+    are left to them.
+    """
     run = start("O2", optimizer)
     run.step(0)
     before = run.bits()
@@ -390,11 +422,17 @@ def test_one_warning_where_kernels_do_not_compile(
     if device.type == "cpu":
         monkeypatch.setitem(_launch._answers, torch.device("cpu"), True)  # as on a GPU
     with compile_failure():
-        with pytest.warns(RuntimeWarning, match="runs in eager torch from now on: .* cannot be compiled") as warned:
+        with pytest.warns(
+            RuntimeWarning, match="runs in eager torch from now on: .* cannot be compiled"
+        ) as warned:
             run.step(0)
         operations = [str(w.message).split()[0] for w in warned]
         assert len(operations) == len(set(operations))
-        assert set(run.amp.stats()["kernel_failures"]) == set(operations) >= {"grad_stats", "decide", "adamw"}
+        assert (
+            set(run.amp.stats()["kernel_failures"])
+            == set(operations)
+            >= {"grad_stats", "decide", "adamw"}
+        )
         run.step(1)  # without another warning
     assert not run.amp.stats()["kernel_failures"]
     eager.step(0)
@@ -417,10 +455,15 @@ def test_a_step_of_which_one_kernel_does_not_compile_is_taken_once(
     monkeypatch.setattr(_launch, "failures", {})
     monkeypatch.setattr(_launch, "_compiled", {})
     monkeypatch.setattr(_launch, "_check_compiler", check)
-    with pytest.warns(RuntimeWarning, match=f"adamw runs in eager torch from now on: {broken} cannot be compiled"):
+    with pytest.warns(
+        RuntimeWarning, match=f"adamw runs in eager torch from now on: {broken} cannot be compiled"
+    ):
         runs[0].step(0)
     runs[1].step(0)
-    assert all(torch.allclose(p, q, rtol=1e-6, atol=0) for p, q in zip(runs[0].bits(), runs[1].bits(), strict=True))
+    assert all(
+        torch.allclose(p, q, rtol=1e-6, atol=0)
+        for p, q in zip(runs[0].bits(), runs[1].bits(), strict=True)
+    )
 
 
 # Ctrl-C
@@ -482,7 +525,9 @@ def test_ctrl_c_at_any_time(level: str, optimizer: str, tmp_path: Path) -> None:
     """A real SIGINT: the step that it hits is undone or complete."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(CTRL_C), level, optimizer]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.startswith("interrupted 40 ")
 

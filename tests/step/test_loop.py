@@ -1,4 +1,6 @@
-"""Between a loss and its step: decisions, skips, clipping, unscaling, several losses and optimizers."""
+"""Between a loss and its step: decisions, skips, clipping, unscaling, several losses and
+optimizers.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -89,7 +91,8 @@ def test_trajectory_follows_plain_fp32(
         true_norm = amp.clip_grad_norm_(0.5)
         opt.step()
         opt.zero_grad()
-        # O0 repeats FP32 up to the order of its sums; a half forward is off by a few 2**-11 of values around one
+        # O0 repeats FP32 up to the order of its sums; a half forward is off by a few 2**-11 of
+        # values around one
         bound = 1e-5 if level == "O0" else 1e-2
         assert abs(loss - expected) <= bound
         assert abs(true_norm - norm) <= bound * 2
@@ -123,7 +126,9 @@ def test_torch_amp_loop_gives_the_same_bits(
         amp.scaler.scale(loss).backward()
         if clip:
             amp.scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(amp.master_params() if clip == "masters" else model.parameters(), 0.1)
+            nn.utils.clip_grad_norm_(
+                amp.master_params() if clip == "masters" else model.parameters(), 0.1
+            )
         amp.scaler.step(opt)
         amp.scaler.update()
         assert same(snapshot(*ours[:2]), snapshot(*theirs[:2]))
@@ -157,7 +162,9 @@ def test_a_skipped_step_changes_no_bit(
         assert "loss itself was inf or NaN" in amp.explain()
     else:
         assert stats["scale"] == (scale / 2 if level in ("O1", "O2") else scale)
-        assert stats["last_skip_reason"] == ("scale overflow" if level in ("O1", "O2") else "backward fault")
+        assert stats["last_skip_reason"] == (
+            "scale overflow" if level in ("O1", "O2") else "backward fault"
+        )
         assert "first.weight (inf)" in amp.explain()
         assert "last.weight" not in amp.explain()
 
@@ -167,7 +174,9 @@ def test_a_skipped_step_changes_no_bit(
 def test_the_scale_cancels_exactly(
     enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
 ) -> None:
-    """bf16 has FP32's exponents, so gradients at two powers of two differ in nothing but the exponent."""
+    """bf16 has FP32's exponents, so gradients at two powers of two differ in nothing but the
+    exponent.
+    """
     runs = []
     for scale in (1.0, 2.0**13):
         model, opt, amp = enabled(level, optimizer, dtype=torch.bfloat16, loss_scale=scale)
@@ -178,7 +187,10 @@ def test_the_scale_cancels_exactly(
             opt.zero_grad()
         runs.append(snapshot(model, opt))
     # the clip coefficient divides by norm + 1e-6 where the norm went through the scale: an ulp
-    assert all(torch.allclose(a.float(), b.float(), rtol=1e-6, atol=1e-8) for a, b in zip(*runs, strict=True))
+    assert all(
+        torch.allclose(a.float(), b.float(), rtol=1e-6, atol=1e-8)
+        for a, b in zip(*runs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -203,9 +215,11 @@ def test_clipping_inside_the_step_is_clipping_of_true_gradients(
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
         assert isinstance(norm, Tensor)
         for a, b in zip(snapshot(*folded[:2]), snapshot(*by_hand[:2]), strict=True):
-            # grad * (coefficient / scale) against (grad / scale) * coefficient: an ulp of FP32 each, in half copies
-            # a rounding that may fall the other way
-            torch.testing.assert_close(a.float(), b.float(), rtol=2e-3 if a.dtype == torch.float16 else 2e-5, atol=1e-7)
+            # grad * (coefficient / scale) against (grad / scale) * coefficient: an ulp of FP32
+            # each, in half copies a rounding that may fall the other way
+            torch.testing.assert_close(
+                a.float(), b.float(), rtol=2e-3 if a.dtype == torch.float16 else 2e-5, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -276,7 +290,9 @@ def test_accumulating_after_unscale_adds_true_gradients(
     assert same(both, [a + b for a, b in zip(first, second, strict=True)])
 
 
-def test_bad_batch_dropped_with_zero_grad_leaves_no_trace(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_bad_batch_dropped_with_zero_grad_leaves_no_trace(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     model, opt, amp = enabled("O2")
     amp.backward(loss_of(model, batch(device, 0)) * float("nan"))
     opt.zero_grad()
@@ -286,7 +302,9 @@ def test_bad_batch_dropped_with_zero_grad_leaves_no_trace(enabled: Callable[...,
     assert amp.stats()["steps"] == 1
 
 
-def test_zero_grad_between_scaling_and_backward(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_zero_grad_between_scaling_and_backward(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     model, opt, amp = enabled("O2")
     with amp.scale_loss(loss_of(model, batch(device, 0))) as scaled:
         opt.zero_grad()
@@ -300,7 +318,9 @@ def test_unscaled_by_hand_then_dropped(enabled: Callable[..., Any], device: torc
         model, opt, amp = enabled("O2", optimizer)
         for i in range(3):
             opt.zero_grad()
-            amp.scaler.scale(loss_of(model, batch(device, i)) * (float("nan") if i == 0 else 1.0)).backward()
+            amp.scaler.scale(
+                loss_of(model, batch(device, i)) * (float("nan") if i == 0 else 1.0)
+            ).backward()
             amp.scaler.unscale_(opt)
             if i != 0:  # the user saw that something was wrong, and went on
                 amp.scaler.step(opt)
@@ -308,10 +328,15 @@ def test_unscaled_by_hand_then_dropped(enabled: Callable[..., Any], device: torc
         assert amp.stats() == {**amp.stats(), "steps": 2, "skipped": 1, "scale": 2.0**16}
 
 
-def test_failed_micro_batch_leaves_the_earlier_one(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_failed_micro_batch_leaves_the_earlier_one(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     model, opt, amp = enabled("O2")
     amp.backward(loss_of(model, batch(device, 0)))
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, batch(device, 1)) * float("nan")):
+    with (
+        pytest.raises(ZeroDivisionError),
+        amp.scale_loss(loss_of(model, batch(device, 1)) * float("nan")),
+    ):
         raise ZeroDivisionError
     opt.step()
     assert amp.stats() == {**amp.stats(), "steps": 1, "skipped": 0}
@@ -348,7 +373,9 @@ def gan(device: torch.device) -> Iterator[Any]:
     amp.disable()
 
 
-def test_an_overflow_skips_exactly_the_optimizers_its_loss_feeds(gan: Any, device: torch.device) -> None:
+def test_an_overflow_skips_exactly_the_optimizers_its_loss_feeds(
+    gan: Any, device: torch.device
+) -> None:
     generator, discriminator, opt_g, opt_d, amp = gan
     x, y = batch(device)
     loss_d = nn.functional.cross_entropy(discriminator(x), y)
@@ -391,8 +418,12 @@ def test_one_loss_that_feeds_two_optimizers_is_one_decision(gan: Any, device: to
 
 
 @pytest.mark.parametrize("overflow", [0, 1, None])
-def test_two_losses_with_own_scales_step_together(gan: Any, device: torch.device, overflow: int | None) -> None:
-    """Without unscale_: both losses' gradients are in the step, and an overflow of either one skips it."""
+def test_two_losses_with_own_scales_step_together(
+    gan: Any, device: torch.device, overflow: int | None
+) -> None:
+    """Without unscale_: both losses' gradients are in the step, and an overflow of either one skips
+    it.
+    """
     _, discriminator, _, opt_d, amp = gan
     before = [p.detach().clone() for p in opt_d.param_groups[0]["params"]]
     reference = Net().to(device)
@@ -412,12 +443,16 @@ def test_two_losses_with_own_scales_step_together(gan: Any, device: torch.device
 
 
 def test_two_losses_with_own_scales_into_one_optimizer(gan: Any, device: torch.device) -> None:
-    """DCGAN's discriminator: the true gradients of a real and a fake loss add up, whatever their scales are."""
+    """DCGAN's discriminator: the true gradients of a real and a fake loss add up, whatever their
+    scales are.
+    """
     _, discriminator, _, opt_d, amp = gan
     reference = Net().to(device)
     reference.load_state_dict(discriminator.state_dict())
     (loss_of(reference, batch(device, 0)) + loss_of(reference, batch(device, 1))).backward()
-    amp.backward(loss_of(discriminator, batch(device, 9)), opt_d, loss_id=2)  # let scale 2 move first
+    amp.backward(
+        loss_of(discriminator, batch(device, 9)), opt_d, loss_id=2
+    )  # let scale 2 move first
     discriminator.first.weight.grad[0, 0] = float("inf")
     opt_d.step()
     opt_d.zero_grad()
@@ -444,8 +479,12 @@ def test_forty_bad_batches_leave_the_scale_alone(
     assert amp.stats() == {**amp.stats(), "scale": 2.0**16, "skipped": 40, "forward_faults": 40}
 
 
-def test_the_scale_stops_at_its_floor_and_says_so(enabled: Callable[..., Any], device: torch.device) -> None:
-    model, opt, amp = enabled("O2", "AdamW", scaler=tritonamp.GradScaler(device.type, init_scale=4.0, min_scale=1.0))
+def test_the_scale_stops_at_its_floor_and_says_so(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
+    model, opt, amp = enabled(
+        "O2", "AdamW", scaler=tritonamp.GradScaler(device.type, init_scale=4.0, min_scale=1.0)
+    )
     for _ in range(5):
         amp.backward(loss_of(model, batch(device)))
         model.first.weight.grad.fill_(float("nan"))
@@ -456,7 +495,9 @@ def test_the_scale_stops_at_its_floor_and_says_so(enabled: Callable[..., Any], d
     assert "first.weight (NaN)" in amp.explain()
 
 
-def test_a_fixed_scale_that_is_too_high_says_so(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_a_fixed_scale_that_is_too_high_says_so(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     model, opt, amp = enabled("O2", "AdamW", loss_scale=2.0**30)
     amp.backward(loss_of(model, batch(device)))
     opt.step()
@@ -465,7 +506,9 @@ def test_a_fixed_scale_that_is_too_high_says_so(enabled: Callable[..., Any], dev
     assert "minimum" not in amp.explain()
 
 
-def test_no_host_reads_in_a_step(enabled: Callable[..., Any], device: torch.device, monkeypatch: Any) -> None:
+def test_no_host_reads_in_a_step(
+    enabled: Callable[..., Any], device: torch.device, monkeypatch: Any
+) -> None:
     model, opt, amp = enabled("O2", "AdamW")
     sgd_model, sgd, sgd_amp = enabled("O2", "SGD")
     reads: list[str] = []
@@ -511,7 +554,9 @@ def test_no_synchronisation_on_cuda(enabled: Callable[..., Any], level: str) -> 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_resume_is_bit_identical(enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str) -> None:
+def test_resume_is_bit_identical(
+    enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
+) -> None:
     def train(run: Any, steps: range) -> None:
         model, opt, amp = run
         for i in steps:
@@ -533,7 +578,10 @@ def test_resume_is_bit_identical(enabled: Callable[..., Any], device: torch.devi
     train(resumed, range(4, 8))
     assert same(snapshot(*straight[:2]), snapshot(*resumed[:2]))
     # the reason of the last skip is for people, and is not saved
-    assert straight[2].stats() == {**resumed[2].stats(), "last_skip_reason": straight[2].stats()["last_skip_reason"]}
+    assert straight[2].stats() == {
+        **resumed[2].stats(),
+        "last_skip_reason": straight[2].stats()["last_skip_reason"],
+    }
 
 
 def test_clipping_leaves_out_what_is_skipped(gan: Any, device: torch.device) -> None:
@@ -551,7 +599,9 @@ def test_clipping_leaves_out_what_is_skipped(gan: Any, device: torch.device) -> 
     assert all(torch.isfinite(p).all() for p in generator.parameters())
 
 
-def test_failed_backward_gives_true_gradients_back(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_failed_backward_gives_true_gradients_back(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     for level in ("O1", "O2"):
         model, opt, amp = enabled(level, "SGD")
         amp.backward(loss_of(model, batch(device, 0)))
@@ -566,7 +616,9 @@ def test_failed_backward_gives_true_gradients_back(enabled: Callable[..., Any], 
             torch.testing.assert_close(q.detach(), p - 0.1 * g)
 
 
-def test_model_zero_grad_drops_a_bad_batch(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_model_zero_grad_drops_a_bad_batch(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     model, opt, amp = enabled("O2")
     amp.backward(loss_of(model, batch(device, 0)) * float("nan"))
     model.zero_grad()
@@ -575,29 +627,48 @@ def test_model_zero_grad_drops_a_bad_batch(enabled: Callable[..., Any], device: 
     assert amp.stats() == {**amp.stats(), "steps": 1, "skipped": 0}
 
 
-def test_scaled_by_hand_and_stepped_directly(enabled: Callable[..., Any], device: torch.device) -> None:
-    """Nobody calls update(): the decision moves the scale itself, and a fault is forgotten with its step."""
+def test_scaled_by_hand_and_stepped_directly(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
+    """Nobody calls update(): the decision moves the scale itself, and a fault is forgotten with its
+    step.
+    """
     model, opt, amp = enabled("O2")
     for fault in ("loss", "gradient", ""):
-        amp.scaler.scale(loss_of(model, batch(device)) * (float("nan") if fault == "loss" else 1.0)).backward()
+        amp.scaler.scale(
+            loss_of(model, batch(device)) * (float("nan") if fault == "loss" else 1.0)
+        ).backward()
         if fault == "gradient":
             model.first.weight.grad[0, 0] = float("inf")
         opt.step()
         opt.zero_grad()
-    assert amp.stats() == {**amp.stats(), "steps": 1, "forward_faults": 1, "scale_overflows": 1, "scale": 2.0**15}
+    assert amp.stats() == {
+        **amp.stats(),
+        "steps": 1,
+        "forward_faults": 1,
+        "scale_overflows": 1,
+        "scale": 2.0**15,
+    }
 
 
 @pytest.mark.parametrize("scaler", [tritonamp.GradScaler, torch.amp.GradScaler])
-def test_foreign_scalers_are_refused(enabled: Callable[..., Any], device: torch.device, scaler: Any) -> None:
+def test_foreign_scalers_are_refused(
+    enabled: Callable[..., Any], device: torch.device, scaler: Any
+) -> None:
     for level, fields in (("O0", {}), ("O1", {}), ("O2", {"dtype": torch.bfloat16})):
         model, opt, _ = enabled(level, "SGD", **fields)
         other = scaler(device.type)
         other.scale(loss_of(model, batch(device))).backward()
-        with pytest.raises(RuntimeError, match=r"this optimizer was enabled with another GradScaler: use amp.scaler"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"this optimizer was enabled with another GradScaler: use amp.scaler",
+        ):
             other.step(opt)
 
 
-def test_disable_between_backward_and_step(enabled: Callable[..., Any], device: torch.device) -> None:
+def test_disable_between_backward_and_step(
+    enabled: Callable[..., Any], device: torch.device
+) -> None:
     model, opt, amp = enabled("O2", "SGD")
     amp.backward(loss_of(model, batch(device)))
     amp.disable()

@@ -1,7 +1,9 @@
-"""Drop-in for NVIDIA apex: ``from tritonamp.apex import amp`` is the whole migration of an old script.
+"""Drop-in for NVIDIA apex: ``from tritonamp.apex import amp`` is the whole migration of an old
+script.
 
-Thin: levels, masters, loss scales and skipped steps are tritonamp's own. What this package adds are apex's names and
-arguments, and apex's lists of functions that run in half or in FP32 everywhere, outside a model too (level O1).
+Thin: levels, masters, loss scales and skipped steps are tritonamp's own. What this package adds are
+apex's names and arguments, and apex's lists of functions that run in half or in FP32 everywhere,
+outside a model too (level O1).
 """
 
 import importlib
@@ -26,7 +28,9 @@ def __getattr__(name: str) -> Any:
     """Parts are imported when they are first asked for."""
     if name in _PARTS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_PARTS)}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_PARTS)}"
+    )
 
 
 def install() -> None:

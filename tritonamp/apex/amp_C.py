@@ -1,9 +1,10 @@
 """The list functions of apex's extension module ``amp_C``, made of torch's operations on lists.
 
-All take ``(chunk_size, noop_flag, tensor_lists, *arguments)``, as ``multi_tensor_applier`` passes them. Tensors may be
-FP32, FP16, BF16 or FP64; the arithmetic is FP32 (FP64 for FP64 tensors), each result is rounded once to its tensor's
-dtype. ``chunk_size`` makes no difference. ``noop_flag``, int32 of one element, becomes 1 where values that are not
-finite are found, without a host read; the updates neither read nor write it and always step, as apex's kernels do.
+All take ``(chunk_size, noop_flag, tensor_lists, *arguments)``, as ``multi_tensor_applier`` passes
+them. Tensors may be FP32, FP16, BF16 or FP64; the arithmetic is FP32 (FP64 for FP64 tensors), each
+result is rounded once to its tensor's dtype. ``chunk_size`` makes no difference. ``noop_flag``,
+int32 of one element, becomes 1 where values that are not finite are found, without a host read; the
+updates neither read nor write it and always step, as apex's kernels do.
 """
 
 import functools
@@ -27,7 +28,9 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 @torch.no_grad()
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
+) -> None:
     """``out = scale * x`` for ``tensor_lists`` x, out; looks for values that are not finite in x."""
     xs, outs = tensor_lists
     if len(xs):
@@ -59,15 +62,19 @@ def multi_tensor_l2norm(
     """The 2-norm of one list of tensors.
 
     Returns:
-        the norm of all elements, shape (1,), and the norm of each tensor, shape (n,) with ``per_tensor``, else (0,);
-        float32 (float64 where a tensor is).
+        the norm of all elements, shape (1,), and the norm of each tensor, shape (n,) with
+        ``per_tensor``, else (0,); float32 (float64 where a tensor is).
     """
     return _norms(noop_flag, tensor_lists[0], None, per_tensor)
 
 
 @torch.no_grad()
 def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    inv_scale: Tensor,
+    per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of ``inv_scale`` times the tensors, which keep their values."""
     return _norms(noop_flag, tensor_lists[0], inv_scale, per_tensor)
@@ -84,10 +91,12 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Updates a loss scale that backs off at the ``hysteresis``-th overflow in a row, and at each one that follows.
+    """Updates a loss scale that backs off at the ``hysteresis``-th overflow in a row, and at each
+    one that follows.
 
     Args:
-        current_scale: float32, ``growth_tracker``, ``hysteresis_tracker``: int32, of one element, updated in place.
+        current_scale: float32, ``growth_tracker``, ``hysteresis_tracker``: int32, of one element,
+            updated in place.
         found_inf: float32 of one element; not 0: an overflow.
 
     Returns:
@@ -98,7 +107,9 @@ def update_scale_hysteresis(
     backs_off = overflow & (hysteresis_tracker <= 0)
     grows = ~overflow & (growth_tracker + 1 == growth_interval)
     larger, smaller = current_scale * growth_factor, current_scale * backoff_factor
-    smaller = torch.where(smaller < torch.finfo(smaller.dtype).tiny, 0, smaller)  # a subnormal has no finite reciprocal
+    smaller = torch.where(
+        smaller < torch.finfo(smaller.dtype).tiny, 0, smaller
+    )  # a subnormal has no finite reciprocal
     larger = torch.where(torch.isfinite(larger), larger, current_scale)
     current_scale.copy_(torch.where(backs_off, smaller, torch.where(grows, larger, current_scale)))
     growth_tracker.copy_(torch.where(overflow | grows, 0, growth_tracker + 1))
@@ -174,11 +185,14 @@ def multi_tensor_lamb(
     Args:
         step: counted from 1.
         mode: 0 adds weight decay to the gradients, 1 decouples it.
-        global_grad_norm: one element; where it exceeds ``max_grad_norm``, gradients are scaled down by as much.
+        global_grad_norm: one element; where it exceeds ``max_grad_norm``, gradients are scaled down
+            by as much.
         use_nvlamb: the trust ratio also where ``weight_decay`` is 0.
     """
     grads, params, moments, squares = map(_wide, tensor_lists)
-    grads = _list(torch._foreach_div(grads, (global_grad_norm / max_grad_norm).clamp(min=1).reshape(())))
+    grads = _list(
+        torch._foreach_div(grads, (global_grad_norm / max_grad_norm).clamp(min=1).reshape(()))
+    )
     if mode == 0:
         grads = _decayed(grads, params, weight_decay)
     torch._foreach_mul_(moments, beta1)
@@ -191,14 +205,18 @@ def multi_tensor_lamb(
     if mode == 1:
         updates = _decayed(updates, params, weight_decay)
     if use_nvlamb or weight_decay != 0:
-        norm, update_norm = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates))
+        norm, update_norm = (
+            torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates)
+        )
         trust = torch.where((norm != 0) & (update_norm != 0), norm / update_norm, 1.0)
         torch._foreach_mul_(updates, trust.unbind())
     torch._foreach_add_(params, updates, alpha=-lr)
     _store(tensor_lists[1:], [params, moments, squares])
 
 
-def _corrections(beta1: float, beta2: float, step: int, bias_correction: int) -> tuple[float, float]:
+def _corrections(
+    beta1: float, beta2: float, step: int, bias_correction: int
+) -> tuple[float, float]:
     return (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
 
 
@@ -209,8 +227,12 @@ def _root(squares: list[Tensor], correction: float, eps: float) -> list[Tensor]:
     return roots
 
 
-def _decayed(updates: list[Tensor] | tuple[Tensor, ...], params: list[Tensor], weight_decay: float) -> list[Tensor]:
-    return _list(updates if weight_decay == 0 else torch._foreach_add(updates, params, alpha=weight_decay))
+def _decayed(
+    updates: list[Tensor] | tuple[Tensor, ...], params: list[Tensor], weight_decay: float
+) -> list[Tensor]:
+    return _list(
+        updates if weight_decay == 0 else torch._foreach_add(updates, params, alpha=weight_decay)
+    )
 
 
 # lists
@@ -227,7 +249,12 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _store(lists: Lists, values: Lists) -> None:
     """Rounds wide values into the tensors they belong to, where these are not the same."""
-    pairs = [(t, v) for pair in zip(lists, values, strict=True) for t, v in zip(*pair, strict=True) if t is not v]
+    pairs = [
+        (t, v)
+        for pair in zip(lists, values, strict=True)
+        for t, v in zip(*pair, strict=True)
+        if t is not v
+    ]
     if pairs:
         torch._foreach_copy_([t for t, _ in pairs], [v for _, v in pairs])
 
@@ -244,7 +271,9 @@ def _norms(
     noop_flag: Tensor, tensors: Sequence[Tensor], factor: Tensor | None, per_tensor: bool | None
 ) -> tuple[Tensor, Tensor]:
     if not len(tensors):
-        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_empty(0, dtype=torch.float32)
+        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_empty(
+            0, dtype=torch.float32
+        )
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     norms = torch.stack(torch._foreach_norm(_list(tensors), 2, dtype=dtype))
     if factor is not None:

@@ -9,7 +9,9 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """``applier(op, noop_flag_buffer, tensor_lists, *args)`` calls ``op(chunk_size, noop_flag_buffer, ...)``."""
+    """``applier(op, noop_flag_buffer, tensor_lists, *args)`` calls ``op(chunk_size,
+    noop_flag_buffer, ...)``.
+    """
 
     available = True
     warned = False

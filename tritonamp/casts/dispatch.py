@@ -30,7 +30,8 @@ class _Kind(NamedTuple):
 
 
 class _Active(threading.local):
-    """The enabled forwards that this thread is in, innermost last, and the trace that each is part of.
+    """The enabled forwards that this thread is in, innermost last, and the trace that each is part
+    of.
 
     Attributes:
         in_rule: this thread is inside a rule's stock op; no rule applies there.
@@ -50,11 +51,13 @@ class _Active(threading.local):
 
 
 class _Registration:
-    """The one piece of module state: the forwards that ``enter`` knows, and the libraries while they are registered.
+    """The one piece of module state: the forwards that ``enter`` knows, and the libraries while
+    they are registered.
 
     Attributes:
-        marks: what kind of forward autograd's nodes come from, beginning with the node of that sequence number.
-            They count the nodes of one thread: two that train under different policies must not checkpoint at once.
+        marks: what kind of forward autograd's nodes come from, beginning with the node of that
+            sequence number. They count the nodes of one thread: two that train under different
+            policies must not checkpoint at once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,9 @@ class _Registration:
             self.marks.append((torch._C._autograd._get_sequence_nr(), kind))
 
     def origin(self, node: Any) -> _Kind | None:
-        """The kind of forward that a node of autograd was made in; the latest, of one from a backward's thread."""
+        """The kind of forward that a node of autograd was made in; the latest, of one from a
+        backward's thread.
+        """
         marks = list(self.marks)  # another thread may add to it
         if not marks:
             return None
@@ -94,7 +99,8 @@ def forward_id(policy: Policy, backend: str) -> int:
 def undivided(function: F) -> F:
     """Has torch.compile trace ``function`` as a part of its caller, or else run it as it is.
 
-    Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter`` would lack it.
+    Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter``
+    would lack it.
     """
     _registration.undivided.append(function)
     return function
@@ -102,11 +108,13 @@ def undivided(function: F) -> F:
 
 @undivided
 def enter(number: int, cache: bool = True) -> None:
-    """From here to ``leave``, ops of this thread that run under autocast follow the forward of that number.
+    """From here to ``leave``, ops of this thread that run under autocast follow the forward of that
+    number.
 
     ``cache`` is the setting of autocast's cache in that forward.
 
-    Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the rules chose.
+    Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the
+    rules chose.
     """
     kind = _Kind(_registration.forwards[number], cache)
     _registration.mark(kind)
@@ -124,7 +132,9 @@ def leave() -> None:
 
 
 class Surroundings(NamedTuple):
-    """What a forward changes in its thread while it runs: the stack of ``enter``, and torch's autocast."""
+    """What a forward changes in its thread while it runs: the stack of ``enter``, and torch's
+    autocast.
+    """
 
     depth: int
     device_type: str
@@ -138,8 +148,18 @@ class Surroundings(NamedTuple):
     def now(cls, device_type: str) -> "Surroundings":
         nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        return cls(len(_active.stack), device_type, enabled, dtype, torch.is_autocast_cache_enabled(), nesting)
+        enabled, dtype = (
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
+        return cls(
+            len(_active.stack),
+            device_type,
+            enabled,
+            dtype,
+            torch.is_autocast_cache_enabled(),
+            nesting,
+        )
 
     @undivided
     def restore(self) -> None:
@@ -160,8 +180,9 @@ def active() -> Forward | None:
     if stack:
         return stack[-1][0].forward
     if torch._C._current_graph_task_id() != -1:
-        # a backward that runs forward ops under autocast is recomputing a checkpointed segment: torch.utils.checkpoint
-        # restores autocast but cannot know of ``enter``. The cache setting tells torch's own from ours
+        # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
+        # torch.utils.checkpoint restores autocast but cannot know of ``enter``. The cache setting
+        # tells torch's own from ours
         kind = _registration.origin(torch._C._current_autograd_node())
         if kind is not None and torch.is_autocast_cache_enabled() == kind.cache:
             return kind.forward
@@ -175,7 +196,9 @@ def active_policy() -> Policy | None:
 
 
 def under_op_policy() -> bool:
-    """Whether functions of the user's own are cast now. To torch.compile a constant, read while it traces."""
+    """Whether functions of the user's own are cast now. To torch.compile a constant, read while it
+    traces.
+    """
     policy = active_policy()
     return policy is not None and policy.op_policy
 
@@ -249,7 +272,9 @@ class _Op:
 
     def torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """What torch would have done at this key."""
-        if self.kernel is not None and not _active.in_rule:  # torch.func comes back here from below, the guard undone
+        if (
+            self.kernel is not None and not _active.in_rule
+        ):  # torch.func comes back here from below, the guard undone
             return self.kernel.call_boxed(keyset, *args, **kwargs)
         return self.target.redispatch(keyset & self.after, *args, **kwargs)
 

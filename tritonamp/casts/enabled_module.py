@@ -1,7 +1,9 @@
-"""The generated subclasses that ``enable`` installs on a model and an optimizer, and takes off again.
+"""The generated subclasses that ``enable`` installs on a model and an optimizer, and takes off
+again.
 
-The object stays the object; only its class changes, to a subclass of its own class with the same name. Nothing is
-bound to one instance, so copies, pickles, replicas and other threads behave like the original.
+The object stays the object; only its class changes, to a subclass of its own class with the same
+name. Nothing is bound to one instance, so copies, pickles, replicas and other threads behave like
+the original.
 """
 
 import contextlib
@@ -24,12 +26,16 @@ from tritonamp.step.masters import PreciseValues
 
 
 class Precision:
-    """What an enabled module knows: its policy and backend, and the FP32 values behind its half tensors.
+    """What an enabled module knows: its policy and backend, and the FP32 values behind its half
+    tensors.
 
-    Copies and pickles keep the policy and leave the values, which belong to the original's optimizers.
+    Copies and pickles keep the policy and leave the values, which belong to the original's
+    optimizers.
     """
 
-    def __init__(self, policy: Policy, backend: str, device_type: str, precise: PreciseValues) -> None:
+    def __init__(
+        self, policy: Policy, backend: str, device_type: str, precise: PreciseValues
+    ) -> None:
         self.policy, self.backend, self.precise = policy, backend, precise
         self.forwards: Any = None  # hears of forwards; copies have nobody to tell
         self.ranks: Any = None  # sees the DDP that a forward runs in
@@ -39,11 +45,14 @@ class Precision:
     def move(self, device_type: str) -> None:
         """The parameters are on a device of this type now."""
         self.device_type = device_type
-        # on CPU the op table also keeps half matmuls and convolutions from torch's slow half kernels
+        # on CPU the op table also keeps half matmuls and convolutions from torch's slow half
+        # kernels
         half_on_cpu = self.policy.cast_model and device_type == "cpu"
-        self.autocast = torch.amp.is_autocast_available(device_type) and (self.policy.op_policy or half_on_cpu)
-        # autocast's cache is of use where weights are FP32; where it is off, the recomputation of a checkpointed
-        # segment can be told from one of torch's own autocast
+        self.autocast = torch.amp.is_autocast_available(device_type) and (
+            self.policy.op_policy or half_on_cpu
+        )
+        # autocast's cache is of use where weights are FP32; where it is off, the recomputation of a
+        # checkpointed segment can be told from one of torch's own autocast
         self.cache = device_type == "cuda" and not self.policy.cast_model
 
     def __reduce__(self) -> Any:
@@ -54,14 +63,18 @@ class Precision:
 
     @dispatch.undivided
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` under the op policy. No ``with`` of our own: torch.compile must see through."""
+        """``function(*args, **kwargs)`` under the op policy. No ``with`` of our own: torch.compile
+        must see through.
+        """
         if not self.autocast:
             return function(*args, **kwargs)
         if not dispatch.is_registered():  # a copy that outlived its original
             dispatch.ensure(functional.RULES)
         dispatch.enter(self.number, self.cache)
         try:
-            with torch.autocast(self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache):
+            with torch.autocast(
+                self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
+            ):
                 result = function(*args, **kwargs)
         finally:
             dispatch.leave()
@@ -76,7 +89,9 @@ class Precision:
             return
         dispatch.enter(self.number, self.cache)
         try:
-            with torch.autocast(self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache):
+            with torch.autocast(
+                self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
+            ):
                 yield
         finally:
             dispatch.leave()
@@ -86,13 +101,20 @@ class _Enabled:
     """Marks generated classes; copies and pickles go by the class they were generated from."""
 
     _tritonamp_forward: Any = None
-    _set_aside = ("forward", "_tritonamp_forward")  # an attribute of the instance that hides ours, and where it waits
+    _set_aside = (
+        "forward",
+        "_tritonamp_forward",
+    )  # an attribute of the instance that hides ours, and where it waits
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         new_object = copyreg.__newobj__  # type: ignore[attr-defined]
         if isinstance(reduced, tuple) and reduced[0] is new_object and reduced[1][0] is type(self):
-            arguments: tuple[Any, ...] = (_kind(type(self)), base_class(type(self)), *reduced[1][1:])
+            arguments: tuple[Any, ...] = (
+                _kind(type(self)),
+                base_class(type(self)),
+                *reduced[1][1:],
+            )
             rebuilt: tuple[Any, ...] = reduced[2:]
             return (_new, arguments, *rebuilt)
         return reduced
@@ -104,17 +126,24 @@ class EnabledModule(_Enabled):
     _tritonamp: Precision
     _tritonamp_fp32 = False  # healed as a whole
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         if args:  # positional as torch still allows
             defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
             destination, prefix, keep_vars = args + defaults[len(args) :]
         result = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[misc]
         policy, precise = self._tritonamp.policy, self._tritonamp.precise
-        if not (policy.cast_model or policy.master_weights) or policy.state_dict_dtype in HALF_DTYPES:
+        if (
+            not (policy.cast_model or policy.master_weights)
+            or policy.state_dict_dtype in HALF_DTYPES
+        ):
             return result
         for name, tensor in _named_tensors(self):
             if prefix + name in result and tensor.dtype in HALF_DTYPES:
-                value = precise.get(tensor).to(tensor.device) if tensor in precise else tensor.float()
+                value = (
+                    precise.get(tensor).to(tensor.device) if tensor in precise else tensor.float()
+                )
                 result[prefix + name] = value if keep_vars else value.detach()
         return result
 
@@ -126,8 +155,12 @@ class EnabledModule(_Enabled):
             break
         return result
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        """Called for the root before its children, with the whole state: here FP32 values arrive unrounded."""
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        """Called for the root before its children, with the whole state: here FP32 values arrive
+        unrounded.
+        """
         if local_metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace the parameters that the enabled optimizer steps on: "
@@ -142,7 +175,9 @@ class EnabledModule(_Enabled):
 
 
 class Fp32Module(_Enabled):
-    """A module inside an enabled model that computes in FP32: half inputs are cast up, autocast is off."""
+    """A module inside an enabled model that computes in FP32: half inputs are cast up, autocast is
+    off.
+    """
 
     _tritonamp: Precision
 
@@ -157,7 +192,11 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
         precision.ranks.look()
     forwards, compiling = precision.forwards, torch.compiler.is_compiling()
     snapshot = None if forwards is None or compiling else forwards.before(module, args, kwargs)
-    around = None if compiling or not precision.autocast else dispatch.Surroundings.now(precision.device_type)
+    around = (
+        None
+        if compiling or not precision.autocast
+        else dispatch.Surroundings.now(precision.device_type)
+    )
     try:
         if module._tritonamp_fp32:
             output = _fp32_forward(module, forward, bound, args, kwargs)
@@ -171,27 +210,37 @@ def _forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kw
         if around is not None:
             around.restore()
         raise
-    output = output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
+    output = (
+        output if policy.cast_outputs is None else cast_tree(output, from_half(policy.cast_outputs))
+    )
     if snapshot is not None:
         forwards.after(snapshot, output)
     return output
 
 
-def _fp32_forward(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+def _fp32_forward(
+    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
+) -> Any:
     """The forward of a module that stays FP32."""
     precision = module._tritonamp
     args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
     with torch.autocast(precision.device_type, enabled=False):
         output = forward(*bound, *args, **kwargs)
     # without an op policy nothing would reconcile FP32 activations with the half layers that follow
-    return output if precision.policy.op_policy else cast_tree(output, to_half(precision.policy.dtype))
+    return (
+        output if precision.policy.op_policy else cast_tree(output, to_half(precision.policy.dtype))
+    )
 
 
 class EnabledOptimizer(_Enabled):
-    """An optimizer that steps on unscaled gradients and FP32 masters, or skips. A copy of it is a plain optimizer."""
+    """An optimizer that steps on unscaled gradients and FP32 masters, or skips. A copy of it is a
+    plain optimizer.
+    """
 
     _stepper: Any  # of the Amp that enabled it
-    _stepped = False  # by a GradScaler, which is about to call ``step`` where somebody wants to see that
+    _stepped = (
+        False  # by a GradScaler, which is about to call ``step`` where somebody wants to see that
+    )
     _step_supports_amp_scaling = True  # so that torch's GradScaler shows itself, see ``step``
     _set_aside = ("step", "_tritonamp_step")
 
@@ -208,7 +257,9 @@ class EnabledOptimizer(_Enabled):
                 "optimizer.step(closure): a skipped step cannot run the closure again. Compute the loss first, "
                 "call amp.backward(loss), then optimizer.step() without arguments"
             )
-        if "found_inf" in vars(self):  # what torch's GradScaler tells optimizers that skip on the device
+        if "found_inf" in vars(
+            self
+        ):  # what torch's GradScaler tells optimizers that skip on the device
             self._stepper.check_scaler(None)
         self._opt_called = True  # what an LR scheduler looks for
         with Uninterrupted(), self._stepper.around_step(self):
@@ -249,7 +300,9 @@ class EnabledOptimizer(_Enabled):
 
 
 class EnabledWrapper(_Enabled):
-    """A DDP around an enabled model: what it makes equal on all ranks at the end of ``join`` includes the rest."""
+    """A DDP around an enabled model: what it makes equal on all ranks at the end of ``join``
+    includes the rest.
+    """
 
     _tritonamp_ranks: Any
     _set_aside = ("_sync_final_model", "_tritonamp_sync")
@@ -262,7 +315,9 @@ class EnabledWrapper(_Enabled):
 @functools.cache
 def _generated(kind: type, base: type) -> type:
     """The subclass of ``base`` for one kind: same name, module and signatures."""
-    namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace: dict[str, Any] = {
+        name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
     if issubclass(kind, (EnabledModule, Fp32Module)):
         run = _forward if kind is EnabledModule else _fp32_forward
         base_forward = base.forward  # type: ignore[attr-defined]
@@ -301,8 +356,9 @@ def is_installed(instance: object) -> bool:
 def install(instance: Any, kind: type, **attributes: Any) -> None:
     """Gives ``instance`` the generated subclass of its class, and ``attributes``.
 
-    A ``forward`` that was set on a module instance keeps its place behind the generated one; a ``step`` that an LR
-    scheduler wrapped on an optimizer instance is set aside: the generated one does what the wrapper does.
+    A ``forward`` that was set on a module instance keeps its place behind the generated one; a
+    ``step`` that an LR scheduler wrapped on an optimizer instance is set aside: the generated one
+    does what the wrapper does.
 
     Raises:
         ValueError: Python cannot change the class of such an object.
@@ -331,12 +387,17 @@ def uninstall(instance: Any, *attributes: str) -> None:
 
 
 def _original(optimizer: Any) -> Any:
-    """Of a wrapper whose class imitates that of the optimizer inside it, as Lightning's does, that optimizer."""
+    """Of a wrapper whose class imitates that of the optimizer inside it, as Lightning's does, that
+    optimizer.
+    """
     return optimizer if "_stepper" in vars(optimizer) else optimizer.optimizer
 
 
 def _named_tensors(module: Any) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
 
 
 def base_step(optimizer: Optimizer) -> Any:

@@ -84,7 +84,10 @@ class Healing:
         found: dict[str, nn.Module] = {}
         for i, model in enumerate(self._models):
             front = f"{i}." if len(self._models) > 1 else ""
-            found |= {(front + inner).rstrip("."): m for inner, m in model.named_modules(remove_duplicate=False)}
+            found |= {
+                (front + inner).rstrip("."): m
+                for inner, m in model.named_modules(remove_duplicate=False)
+            }
         if name not in found:
             known = ", ".join(map(repr, list(found)[:20]))
             raise ValueError(f"got the module name {name!r}; the model's modules are {known}")

@@ -39,16 +39,19 @@ def from_half(dtype: torch.dtype) -> Cast:
 
 
 def cast_tree(value: Any, cast: Cast) -> Any:
-    """``value`` with ``cast`` applied to every tensor inside it; the same object where nothing changed.
+    """``value`` with ``cast`` applied to every tensor inside it; the same object where nothing
+    changed.
 
-    Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and calls
-    ``obj.to(dtype)`` on other objects that have it.
+    Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and
+    calls ``obj.to(dtype)`` on other objects that have it.
     """
     return _cast(value, cast)[0]
 
 
 def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
-    """The cast value, and whether anything changed (asked by ``is``, torch.compile could not follow)."""
+    """The cast value, and whether anything changed (asked by ``is``, torch.compile could not
+    follow).
+    """
     if isinstance(value, Tensor):
         return (value.to(cast.target), True) if value.dtype in cast.sources else (value, False)
     if value is None:  # torch.compile cannot ask None whether it is a dataclass
@@ -64,17 +67,23 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
         named = isinstance(value, tuple) and hasattr(value, "_fields")
         return (type(value)(*new) if named else type(value)(new)), True
     if isinstance(value, MutableMapping):
-        return _with(value, {key: _cast(item, cast) for key, item in value.items()}, operator.setitem)
+        return _with(
+            value, {key: _cast(item, cast) for key, item in value.items()}, operator.setitem
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         # object's own, because a dataclass may be frozen
-        return _with(value, {name: _cast(getattr(value, name), cast) for name in names}, object.__setattr__)
+        return _with(
+            value, {name: _cast(getattr(value, name), cast) for name in names}, object.__setattr__
+        )
     if hasattr(value, "to") and not isinstance(value, (nn.Module, type)):
         return _with_to(value, cast)
     return value, False
 
 
-def _with(value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., None]) -> tuple[Any, bool]:
+def _with(
+    value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., None]
+) -> tuple[Any, bool]:
     """A copy of ``value`` with those of ``items`` put in that changed."""
     if not any(changed for _, changed in items.values()):
         return value, False
@@ -101,7 +110,8 @@ def _with_to(value: Any, cast: Cast) -> tuple[Any, bool]:
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """The modules inside ``model`` that ``policy.fp32_modules`` names, and, without an op policy, the norms it keeps.
+    """The modules inside ``model`` that ``policy.fp32_modules`` names, and, without an op policy,
+    the norms it keeps.
 
     Raises:
         ValueError: a name or class that matches nothing in ``model``.
@@ -115,7 +125,9 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
             matches = [m for m in named.values() if isinstance(m, wanted)]
         if not matches:
             names = ", ".join(sorted(named)[:20]) or "(it has no submodules)"
-            raise ValueError(f"fp32_modules: {wanted!r} matches no module of the model; its modules are {names}")
+            raise ValueError(
+                f"fp32_modules: {wanted!r} matches no module of the model; its modules are {names}"
+            )
         found |= dict.fromkeys(m for match in matches for m in _with_forward(match))
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in named.values() if isinstance(m, NORMS))
@@ -146,11 +158,13 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     """Makes the FP32 parameters of ``model`` half in place: each Parameter stays the same object.
 
-    Norm layers and ``policy.fp32_modules`` are left alone. Buffers become half only where there is no op policy to
-    reconcile dtypes: tables of angles, running statistics and small constants lose too much in half.
+    Norm layers and ``policy.fp32_modules`` are left alone. Buffers become half only where there is
+    no op policy to reconcile dtypes: tables of angles, running statistics and small constants lose
+    too much in half.
 
     Returns:
-        the FP32 originals, in main memory where the model is on another device: half tensor to FP32 values. Of
+        the FP32 originals, in main memory where the model is on another device: half tensor to FP32
+            values. Of
         parameters that were half already and get masters, their values.
     """
     originals: dict[Tensor, Tensor] = {}

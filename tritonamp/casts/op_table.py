@@ -1,7 +1,8 @@
 """The op table: what each op does on the tensors of an enabled forward.
 
-CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. CPU gets those lists too, because
-torch's CPU autocast has other ones: a CPU run then shows the dtypes, and the overflows, of the GPU.
+CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. CPU gets those lists
+too, because torch's CPU autocast has other ones: a CPU run then shows the dtypes, and the
+overflows, of the GPU.
 """
 
 import functools
@@ -38,8 +39,10 @@ HALF = """
     lstm_cell matmul mm mv prelu rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention
     _addmm_activation _native_multi_head_attention _transformer_encoder_layer_fwd
 """.split()
-"""Half in, half out. On CPU computed in FP32 from rounded inputs and rounded once: fast there, and what Tensor
-Cores do. The last three are CPU-only fused paths of linear and nn.TransformerEncoderLayer."""
+"""Half in, half out. On CPU computed in FP32 from rounded inputs and rounded once: fast there, and
+what Tensor Cores do. The last three are CPU-only fused paths of linear and
+nn.TransformerEncoderLayer.
+"""
 
 FP32 = """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
@@ -57,7 +60,9 @@ PROMOTE = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatt
 """All floating inputs are cast to the widest of them."""
 
 FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss linalg_matrix_exp".split()
-"""As FP32, on CUDA too: torch lists none of them there, and they overflow, round or (the last) fail in half."""
+"""As FP32, on CUDA too: torch lists none of them there, and they overflow, round or (the last) fail
+in half.
+"""
 
 STORAGE = "layer_norm group_norm rms_norm".split()
 """FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""
@@ -67,7 +72,9 @@ STORAGE_ON_CPU = """
     grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d
     replication_pad2d replication_pad3d trace
 """.split()
-"""On torch's CPU list for FP32, on no CUDA list: as STORAGE, because half kernels are missing here and there."""
+"""On torch's CPU list for FP32, on no CUDA list: as STORAGE, because half kernels are missing here
+and there.
+"""
 
 
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
@@ -145,9 +152,13 @@ def overloads(names: list[str]) -> Iterator[str]:
             continue
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            qualified = op._schema.name.removeprefix("aten::") + (f".{overload}" if overload != "default" else "")
+            qualified = op._schema.name.removeprefix("aten::") + (
+                f".{overload}" if overload != "default" else ""
+            )
             takes_tensors = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
-            functional = takes_tensors and not op._schema.is_mutable and f"aten::{qualified}" in existing
+            functional = (
+                takes_tensors and not op._schema.is_mutable and f"aten::{qualified}" in existing
+            )
             if functional and ("." not in name or qualified == name):
                 yield qualified
 

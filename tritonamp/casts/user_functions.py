@@ -61,11 +61,16 @@ def float_function(function: F) -> F:
 
 
 def promote_function(function: F) -> F:
-    """Inside an enabled forward, ``function`` gets its floating tensors in the widest dtype among them."""
+    """Inside an enabled forward, ``function`` gets its floating tensors in the widest dtype among
+    them.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _half_dtype() is not None and len(_dtypes((args, kwargs)) & {*HALF_DTYPES, torch.float32}) > 1:
+        if (
+            _half_dtype() is not None
+            and len(_dtypes((args, kwargs)) & {*HALF_DTYPES, torch.float32}) > 1
+        ):
             args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
         return function(*args, **kwargs)
 
@@ -75,7 +80,13 @@ def promote_function(function: F) -> F:
 def _dtypes(value: Any) -> set[torch.dtype]:
     if isinstance(value, Tensor):
         return {value.dtype}
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return set().union(*map(_dtypes, items))
 
 
@@ -112,14 +123,17 @@ _registered = _Registered()
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     if not callable(getattr(module, name, None)):
         where = getattr(module, "__name__", repr(module))
-        raise ValueError(f"no function named {name!r} in {where}: allowed is the name of a function that it has")
+        raise ValueError(
+            f"no function named {name!r} in {where}: allowed is the name of a function that it has"
+        )
     _registered.wanted.append((module, name, wrap))
     if _registered.owners:
         _registered.put()
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Puts ``module.name`` on the half list, from now (or the first ``enable``) to the last ``disable``.
+    """Puts ``module.name`` on the half list, from now (or the first ``enable``) to the last
+    ``disable``.
 
     Raises:
         ValueError: ``module`` has no function of that name.

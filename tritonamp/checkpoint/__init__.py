@@ -1,4 +1,6 @@
-"""Crash-safe checkpoints: in one file (`single`), or written by all ranks into a folder (`sharded`)."""
+"""Crash-safe checkpoints: in one file (`single`), or written by all ranks into a folder
+(`sharded`).
+"""
 
 from tritonamp.checkpoint.random_states import RNGState as RNGState
 from tritonamp.checkpoint.sharded import load_sharded as load_sharded

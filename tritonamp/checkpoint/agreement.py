@@ -39,8 +39,9 @@ def gather(value: Any) -> list[Any]:
 
 @contextmanager
 def on_all_ranks(call: str) -> Iterator[bool]:
-    """Gives whether this is rank 0. Either every rank leaves the block, or every rank raises: its own error, or a
-    RuntimeError that names ``call`` and has the texts of the others'."""
+    """Gives whether this is rank 0. Either every rank leaves the block, or every rank raises: its
+    own error, or a RuntimeError that names ``call`` and has the texts of the others'.
+    """
     error = None
     try:
         yield rank() == 0

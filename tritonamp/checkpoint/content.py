@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Exact types, no more than torch's weights_only unpickler takes; it refuses subclasses (numpy.float64 is a float).
+# Exact types, no more than torch's weights_only unpickler takes; it refuses subclasses
+# (numpy.float64 is a float).
 _SCALARS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead to it
 
 
 def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
-    """The state of objects with `state_dict()`, tensors and plain values, by name; tensors are detached, not copied.
+    """The state of objects with `state_dict()`, tensors and plain values, by name; tensors are
+    detached, not copied.
 
     Raises:
         ValueError: the key path of a value that could not be loaded.
@@ -31,20 +33,29 @@ def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False) -> Any:
-    """`value` in containers of our own, its tensors detached; ValueError naming `where` for what could not be loaded.
-    Only `stateful` calls `state_dict()`: within a state dict it would hide an object that `load_state_dict` misses."""
+    """`value` in containers of our own, its tensors detached; ValueError naming `where` for what
+    could not be loaded. Only `stateful` calls `state_dict()`: within a state dict it would hide an
+    object that `load_state_dict` misses.
+    """
     kind = type(value)
-    if kind in (Tensor, torch.nn.Parameter) and not value.is_meta and (not sharded or value.layout is torch.strided):
+    if (
+        kind in (Tensor, torch.nn.Parameter)
+        and not value.is_meta
+        and (not sharded or value.layout is torch.strided)
+    ):
         return value.detach()  # also drops attributes hung on a parameter, which may be anything
     if sharded and hasattr(value, "_local_tensor"):
         return value.detach()
     if kind in _SCALARS and not (kind is int and value.bit_length() > 2032):
         return value
     if kind in (list, tuple):
-        return kind(_plain(item, f"{where}[{i}]", stateful, sharded) for i, item in enumerate(value))
+        return kind(
+            _plain(item, f"{where}[{i}]", stateful, sharded) for i, item in enumerate(value)
+        )
     if kind in (dict, OrderedDict, Counter):  # Counter: the milestones of MultiStepLR
         items = {
-            _plain(k, f"a key of {where}"): _plain(v, f"{where}[{k!r}]", stateful, sharded) for k, v in value.items()
+            _plain(k, f"a key of {where}"): _plain(v, f"{where}[{k!r}]", stateful, sharded)
+            for k, v in value.items()
         }
         copy = kind(items)
         if kind is OrderedDict:  # Module.state_dict() hangs the modules' versions on it
@@ -71,9 +82,13 @@ def replace_tensors(tree: Any, function: Callable[[Path, Tensor], Any], path: Pa
     if isinstance(tree, Tensor):
         return function(path, tree)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        return type(tree)(replace_tensors(item, function, (*path, i)) for i, item in enumerate(tree))
+        return type(tree)(
+            replace_tensors(item, function, (*path, i)) for i, item in enumerate(tree)
+        )
     if isinstance(tree, dict):
-        copy = type(tree)({key: replace_tensors(item, function, (*path, key)) for key, item in tree.items()})
+        copy = type(tree)(
+            {key: replace_tensors(item, function, (*path, key)) for key, item in tree.items()}
+        )
         if isinstance(tree, OrderedDict):
             vars(copy).update(vars(tree))
         return copy
@@ -89,7 +104,9 @@ def find_tensors(tree: Any) -> dict[Path, Tensor]:
 
 def outline(tree: Any) -> Any:
     """`tree` with tensors on the meta device, of which only shape and dtype are stored."""
-    return replace_tensors(tree, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    return replace_tensors(
+        tree, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    )
 
 
 def tensor_at(tree: Any, path: Path) -> Tensor | None:
@@ -103,7 +120,9 @@ def tensor_at(tree: Any, path: Path) -> Tensor | None:
 
 
 def with_lists(tree: Any) -> Any:
-    """`tree` with lists for tuples that hold tensors: torch.distributed.checkpoint looks into no tuples."""
+    """`tree` with lists for tuples that hold tensors: torch.distributed.checkpoint looks into no
+    tuples.
+    """
     if isinstance(tree, dict):
         return {key: with_lists(item) for key, item in tree.items()}
     if isinstance(tree, list) or (type(tree) is tuple and find_tensors(tree)):

@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint over one folder: files hashed as they are written, and no foreign code on reading.
+"""torch.distributed.checkpoint over one folder: files hashed as they are written, and no foreign
+code on reading.
 
-Each rank hashes what it writes, on the way to the disk: that costs no second reading, is spread over the ranks, and
-says what was meant to be written, not what a page cache gives back.
+Each rank hashes what it writes, on the way to the disk: that costs no second reading, is spread
+over the ranks, and says what was meant to be written, not what a page cache gives back.
 """
 
 import hashlib
@@ -34,17 +35,24 @@ _CLASSES = (
 
 
 def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[int, str]]:
-    """Every rank writes its own parts of `content`, and rank 0 all that is not sharded, into a new folder.
+    """Every rank writes its own parts of `content`, and rank 0 all that is not sharded, into a new
+    folder.
 
     Returns:
         size and SHA-256 of each file that this rank has written; they are on the disk.
 
     Raises:
-        What failed on this rank, or RuntimeError with the texts of the others'; all ranks raise, or none.
+        What failed on this rank, or RuntimeError with the texts of the others'; all ranks raise, or
+        none.
     """
     writer = _Writer(folder)
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what differs between ranks no mix
-    _agreed(call, lambda: save(content, storage_writer=writer, planner=planner, no_dist=not is_distributed()))
+    planner = DefaultSavePlanner(
+        dedup_save_to_lowest_rank=True
+    )  # of what differs between ranks no mix
+    _agreed(
+        call,
+        lambda: save(content, storage_writer=writer, planner=planner, no_dist=not is_distributed()),
+    )
     return writer.written
 
 
@@ -62,7 +70,8 @@ def read_metadata(files: "Folder") -> metadata.Metadata:
 
 
 def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], call: str) -> None:
-    """Fills `tensors`, by their names in the checkpoint, with what they, or this rank's parts of them, are to hold.
+    """Fills `tensors`, by their names in the checkpoint, with what they, or this rank's parts of
+    them, are to hold.
 
     Args:
         found: what `read_metadata` gave.
@@ -72,19 +81,29 @@ def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], 
     """
     reader = _Reader(files, found)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    _agreed(call, lambda: load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed()))
+    _agreed(
+        call,
+        lambda: load(
+            dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed()
+        ),
+    )
 
 
 def _agreed(call: str, function: Callable[[], Any]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as it should be
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # as it should be
             function()
     except CheckpointException as error:  # on all ranks
         failures = {number: failure[0] for number, failure in error.failures.items()}
         if rank() in failures:
             raise failures[rank()] from None
-        texts = [f"rank {number}: {type(failure).__name__}: {failure}" for number, failure in failures.items()]
+        texts = [
+            f"rank {number}: {type(failure).__name__}: {failure}"
+            for number, failure in failures.items()
+        ]
         raise RuntimeError(f"{call} failed on {'; '.join(texts)}") from None
 
 
@@ -99,7 +118,9 @@ class Folder:
         """A file in it, for reading."""
         if self._descriptor is None:
             return open(os.path.join(self.path, name), "rb")
-        return open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=self._descriptor))
+        return open(
+            name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=self._descriptor)
+        )
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -150,7 +171,9 @@ class _WrittenFiles(filesystem.FileSystem):
 
 class _Writer(filesystem.FileSystemWriter):
     def __init__(self, folder: str) -> None:
-        super().__init__(folder, sync_files=False)  # streams sync themselves; torch 2.11 does it before flushing
+        super().__init__(
+            folder, sync_files=False
+        )  # streams sync themselves; torch 2.11 does it before flushing
         self.fs = files = _WrittenFiles()
         self.written = files.written
 
@@ -181,9 +204,13 @@ class _Unpickler(pickle.Unpickler):
     """Knows the classes of torch.distributed.checkpoint's metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        if module == "torch" and (
+            name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return getattr(torch, name)
         for known in _CLASSES:
             if (known.__module__, known.__qualname__) == (module, name):
                 return known
-        raise pickle.UnpicklingError(f"{METADATA} asks for {module}.{name}, which has no place in one")
+        raise pickle.UnpicklingError(
+            f"{METADATA} asks for {module}.{name}, which has no place in one"
+        )

@@ -1,7 +1,8 @@
 """Files that verify themselves, and what is left of writers that were killed.
 
-Format: what `torch.save` writes, with its SHA-256 as the comment of the zip archive. Comments are part of that format:
-`torch.load(path, weights_only=True)` reads the file as it is, and no sidecar can get lost or stale.
+Format: what `torch.save` writes, with its SHA-256 as the comment of the zip archive. Comments are
+part of that format: `torch.load(path, weights_only=True)` reads the file as it is, and no sidecar
+can get lost or stale.
 """
 
 import errno
@@ -24,8 +25,9 @@ def fresh_name(target: str) -> str:
 
 
 def remove_leftovers(target: str, suffix: str = "") -> None:
-    """Removes `fresh_name(target) + suffix` of killed savers; a running one writes more often than every ten minutes.
-    `suffix` may be a pattern."""
+    """Removes `fresh_name(target) + suffix` of killed savers; a running one writes more often than
+    every ten minutes. `suffix` may be a pattern.
+    """
     for path in glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}{suffix}"):
         with suppress(OSError):
             if time.time() - _last_change(path) > 600:
@@ -66,7 +68,9 @@ def write(path: str, content: dict[str, Any]) -> None:
     with open(path, "x+b") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # over the error of a failed write torch raises one of its own
+        except (
+            RuntimeError
+        ) as error:  # over the error of a failed write torch raises one of its own
             raise error if error.__context__ in (None, outer) else error.__context__ from None
         file.write(_comment(file, file.seek(-2, os.SEEK_END)))
         file.flush()
@@ -77,19 +81,26 @@ def read(file: BinaryIO) -> dict[str, Any]:
     """The content of a file that `write` has written.
 
     Raises:
-        ValueError: it is not as it was written. What unpickling raises, for one that is no such file at all.
+        ValueError: it is not as it was written. What unpickling raises, for one that is no such
+            file at all.
     """
     end = max(file.seek(0, os.SEEK_END) - len(_comment(file, 0)), 0)
     file.seek(end)
     if file.read() != _comment(file, end):
-        raise ValueError("checksum missing or wrong: cut off, changed on the disk, or not from tritonamp.save")
+        raise ValueError(
+            "checksum missing or wrong: cut off, changed on the disk, or not from tritonamp.save"
+        )
     file.seek(0)
-    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=False)  # it is open already
+    content: dict[str, Any] = torch.load(
+        file, map_location="cpu", weights_only=True, mmap=False
+    )  # it is open already
     return content
 
 
 def _comment(file: BinaryIO, end: int) -> bytes:
-    """The zip comment for `file[:end]`, behind its length (`torch.save`: two zero bytes). Leaves `file` at `end`."""
+    """The zip comment for `file[:end]`, behind its length (`torch.save`: two zero bytes). Leaves
+    `file` at `end`.
+    """
     file.seek(0)
     comment = b"tritonamp checkpoint 1, sha256 " + sha256_of(file, end).encode()
     return len(comment).to_bytes(2, "little") + comment

@@ -1,14 +1,14 @@
 """How a folder of parts becomes a sharded checkpoint, and how it is known again.
 
-The manifest is a file as `save` writes it: size and SHA-256 of every other file, and the saved objects with tensors on
-the meta device. A save, in this order, so that whatever instant a kill picks, the old or the new checkpoint loads:
-    all ranks write their parts to <folder>.saving-<random>, fsync each, and agree that all have succeeded
-    rank 0 writes the manifest, fsyncs it and the folder
-    rename <folder>.prev to <another>.old
-    rename <folder> to <folder>.prev              folders cannot be replaced: for an instant there is only .prev
-    rename <folder>.saving-<random> to <folder>
-    fsync the folder around them
-    remove <another>.old                          only now: a damaged <folder> must not cost the good one before it
+The manifest is a file as `save` writes it: size and SHA-256 of every other file, and the saved
+objects with tensors on the meta device. A save, in this order, so that whatever instant a kill
+picks, the old or the new checkpoint loads:
+    all ranks write their parts to <folder>.saving-<random>, fsync each, and agree that all have
+    succeeded rank 0 writes the manifest, fsyncs it and the folder rename <folder>.prev to
+    <another>.old rename <folder> to <folder>.prev              folders cannot be replaced: for an
+    instant there is only .prev rename <folder>.saving-<random> to <folder> fsync the folder around
+    them remove <another>.old                          only now: a damaged <folder> must not cost
+    the good one before it
 """
 
 import errno
@@ -30,7 +30,9 @@ _FORMAT = "tritonamp sharded checkpoint 1"
 
 
 class Manifest(NamedTuple):
-    """Size and SHA-256 of each file by name; the names of what was saved as an object; by name, all that was saved."""
+    """Size and SHA-256 of each file by name; the names of what was saved as an object; by name, all
+    that was saved.
+    """
 
     files: dict[str, tuple[int, str]]
     objects: list[str]
@@ -38,7 +40,9 @@ class Manifest(NamedTuple):
     format: str = _FORMAT
 
     @classmethod
-    def of(cls, files: dict[str, tuple[int, str]], objects: list[str], content: dict[str, Any]) -> "Manifest":
+    def of(
+        cls, files: dict[str, tuple[int, str]], objects: list[str], content: dict[str, Any]
+    ) -> "Manifest":
         """With only an outline of the content's tensors."""
         return cls(files, objects, outline(content))
 
@@ -58,13 +62,21 @@ def check_target(target: str) -> None:
         FileNotFoundError, NotADirectoryError, FileExistsError: what is in the way.
     """
     if not os.path.isdir(os.path.dirname(target)):
-        raise FileNotFoundError(f"cannot save to {target}: the folder around it does not exist; create it first")
+        raise FileNotFoundError(
+            f"cannot save to {target}: the folder around it does not exist; create it first"
+        )
     for path in (target, target + ".prev"):
         if os.path.exists(path) and not os.path.isdir(path):
-            raise NotADirectoryError(f"cannot save to {target}: {path} is a file; name a folder, or use save")
+            raise NotADirectoryError(
+                f"cannot save to {target}: {path} is a file; name a folder, or use save"
+            )
         names = os.listdir(path) if os.path.exists(path) else []
-        if names and not any(name in (MANIFEST, METADATA) or name.endswith(".distcp") for name in names):
-            raise FileExistsError(f"cannot save to {target}: {path} is a folder of something else; name another")
+        if names and not any(
+            name in (MANIFEST, METADATA) or name.endswith(".distcp") for name in names
+        ):
+            raise FileExistsError(
+                f"cannot save to {target}: {path} is a folder of something else; name another"
+            )
 
 
 def commit(fresh: str, target: str, manifest: Manifest) -> None:
@@ -72,7 +84,9 @@ def commit(fresh: str, target: str, manifest: Manifest) -> None:
     for name, (size, _) in manifest.files.items():
         path = os.path.join(fresh, name)
         if not os.path.exists(path) or os.path.getsize(path) != size:
-            raise RuntimeError(f"{path} is not there, though a rank has written it: name a folder that all ranks see")
+            raise RuntimeError(
+                f"{path} is not there, though a rank has written it: name a folder that all ranks see"
+            )
     durable.write(os.path.join(fresh, MANIFEST), manifest._asdict())
     durable.sync_folder(fresh)
     put_aside = _rename(fresh, target)
@@ -108,23 +122,31 @@ def choose(target: str) -> Checkpoint:
         FileNotFoundError: there is none. RuntimeError: what is wrong with each.
     """
     faults: dict[str, str] = {}
-    put_aside = glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}.old")  # by savers that were killed
+    put_aside = glob.glob(
+        f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}.old"
+    )  # by savers that were killed
     for path in gather([target, target + ".prev", *put_aside])[0]:
         found = _open(path)
         if isinstance(found, Checkpoint):
             if faults:
-                unusable = "; ".join(f"{name} is unusable ({fault})" for name, fault in faults.items())
+                unusable = "; ".join(
+                    f"{name} is unusable ({fault})" for name, fault in faults.items()
+                )
                 warnings.warn(f"{unusable}; loaded the older {path}", RuntimeWarning, stacklevel=3)
             return found
         faults[path] = found
     if not os.path.exists(target) and not os.path.exists(target + ".prev"):
-        raise FileNotFoundError(f"no checkpoint: neither {target} nor {target}.prev exists; check the path")
+        raise FileNotFoundError(
+            f"no checkpoint: neither {target} nor {target}.prev exists; check the path"
+        )
     wrong = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
     raise RuntimeError(f"no usable checkpoint ({wrong}); restore one from a copy or start afresh")
 
 
 def _open(path: str) -> Checkpoint | str:
-    """What is there, or what is wrong with it: the same on all ranks, each of which verifies its share of the files."""
+    """What is there, or what is wrong with it: the same on all ranks, each of which verifies its
+    share of the files.
+    """
     files, found, fault = None, None, None
     try:
         files = Folder(path)
@@ -160,7 +182,9 @@ def _read_manifest(files: Folder) -> Manifest:
             f"no {MANIFEST} in it, so not from save_sharded; torch.distributed.checkpoint.load may read it"
         ) from None
     if content.get("format") != _FORMAT:
-        raise ValueError(f"{MANIFEST} has the format {content.get('format')!r}, known is {_FORMAT!r}")
+        raise ValueError(
+            f"{MANIFEST} has the format {content.get('format')!r}, known is {_FORMAT!r}"
+        )
     manifest = Manifest(**content)
     if strange := [name for name in manifest.files if os.path.basename(name) != name]:
         raise ValueError(f"{MANIFEST} lists {strange[0]!r}, which is not in this folder")

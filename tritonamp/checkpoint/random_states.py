@@ -11,23 +11,28 @@ from tritonamp.checkpoint.agreement import gather, rank, world_size
 
 
 class RNGState:
-    """The random states of all ranks, for `save` and `save_sharded`: those of Python's `random`, of `numpy.random`
-    where numpy is imported, of torch on the CPU, and on the CUDA devices of a process that has used CUDA.
+    """The random states of all ranks, for `save` and `save_sharded`: those of Python's `random`, of
+    `numpy.random` where numpy is imported, of torch on the CPU, and on the CUDA devices of a
+    process that has used CUDA.
 
-        tritonamp.save("run.pt", model=model, optimizer=optimizer, amp=amp, rng=tritonamp.RNGState())
-        tritonamp.RNGState().load_state_dict(tritonamp.load("run.pt")["rng"])       # after building everything
+        tritonamp.save("run.pt", model=model, optimizer=optimizer, amp=amp,
+        rng=tritonamp.RNGState())
+        tritonamp.RNGState().load_state_dict(tritonamp.load("run.pt")["rng"])       # after building
+        everything
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and uint8 tensors. With torch.distributed initialised, every rank has to call it."""
+        """Plain values and uint8 tensors. With torch.distributed initialised, every rank has to
+        call it.
+        """
         return {"ranks": gather(_states())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Each rank takes its own. No collectives.
 
         Raises:
-            ValueError: a state of something else, of another number of ranks or of CUDA devices; nothing was changed
-                then.
+            ValueError: a state of something else, of another number of ranks or of CUDA devices;
+                nothing was changed then.
         """
         if set(state_dict) != {"ranks"}:
             raise ValueError(
@@ -50,7 +55,9 @@ def _states() -> dict[str, Any]:
         "numpy": None if numpy is None else _plain(numpy.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         # asking would initialise CUDA, which a process that forks does not want
-        "cuda": [state.cpu() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else [],
+        "cuda": [state.cpu() for state in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_initialized()
+        else [],
     }
 
 

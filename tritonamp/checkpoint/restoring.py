@@ -10,11 +10,15 @@ from torch.optim import Optimizer
 from tritonamp.checkpoint.content import Path, replace_tensors, tensor_at
 
 
-def targets(content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]) -> dict[str, Any]:
-    """The states that `content` outlines, with tensors to read into, laid out as the objects have theirs.
+def targets(
+    content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]
+) -> dict[str, Any]:
+    """The states that `content` outlines, with tensors to read into, laid out as the objects have
+    theirs.
 
-    A module's own tensors, where dtypes agree. An optimizer that has not stepped yet has no state: what is shaped like
-    a parameter is laid out like it. Elsewhere tensors of the saved dtype, on the CPU if nothing says otherwise.
+    A module's own tensors, where dtypes agree. An optimizer that has not stepped yet has no state:
+    what is shaped like a parameter is laid out like it. Elsewhere tensors of the saved dtype, on
+    the CPU if nothing says otherwise.
 
     Args:
         content: by name; tensors on the meta device.
@@ -41,14 +45,18 @@ def targets(content: dict[str, Any], saved: Sequence[str], objects: dict[str, An
 
 def _check_names(content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]) -> None:
     if unknown := [name for name in objects if name not in content]:
-        raise ValueError(f"not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}")
+        raise ValueError(
+            f"not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}"
+        )
     if missing := [name for name in saved if name not in objects]:
         raise ValueError(
             f"the checkpoint also has the state of {', '.join(missing)}: give the objects to load it into, or "
             f"{missing[0]}=None to leave it out"
         )
     for name, value in objects.items():
-        if value is not None and not (hasattr(value, "load_state_dict") and hasattr(value, "state_dict")):
+        if value is not None and not (
+            hasattr(value, "load_state_dict") and hasattr(value, "state_dict")
+        ):
             raise ValueError(
                 f"{name}: got {type(value).__name__}; allowed are objects with state_dict() and load_state_dict(), or "
                 "None to leave it out; values are returned without being named"
@@ -66,7 +74,11 @@ def _state(name: str, tree: Any, value: Any) -> Any:
         params = _parameters(name, tree, value)
 
         def like(path: Path, tensor: Tensor) -> Tensor:
-            param = params.get(path[1]) if path[0] == "state" and len(path) == 3 and tensor.dim() else None
+            param = (
+                params.get(path[1])
+                if path[0] == "state" and len(path) == 3 and tensor.dim()
+                else None
+            )
             shaped = param is not None and param.shape == tensor.shape
             return _fresh(tensor, param if shaped else tensor_at(own, path))
 
@@ -110,6 +122,8 @@ def _parameters(name: str, tree: dict[str, Any], optimizer: Optimizer) -> dict[A
     sizes = list(map(len, groups))
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
-        raise ValueError(f"{name} is not what was saved: {own} parameters in its groups, {sizes} in the checkpoint")
+        raise ValueError(
+            f"{name} is not what was saved: {own} parameters in its groups, {sizes} in the checkpoint"
+        )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return dict(zip([number for group in groups for number in group], params, strict=True))

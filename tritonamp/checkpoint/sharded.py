@@ -1,4 +1,6 @@
-"""Checkpoints in a folder that all ranks write together: torch.distributed.checkpoint's, and a manifest."""
+"""Checkpoints in a folder that all ranks write together: torch.distributed.checkpoint's, and a
+manifest.
+"""
 
 import os
 from typing import Any
@@ -11,26 +13,29 @@ from tritonamp.checkpoint.content import collect, find_tensors, key_of, with_lis
 
 
 def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
-    """Write `objects` under their names into `folder`, keeping the checkpoint before it as `<folder>.prev`.
-    An object is what `save` takes, and DTensors, of which each rank writes its parts; of everything else rank 0's is
-    written. What shares storage is written once for each tensor. Call it on every rank, with the same names, for a
-    folder that all ranks see; without torch.distributed it saves alone.
+    """Write `objects` under their names into `folder`, keeping the checkpoint before it as
+    `<folder>.prev`. An object is what `save` takes, and DTensors, of which each rank writes its
+    parts; of everything else rank 0's is written. What shares storage is written once for each
+    tensor. Call it on every rank, with the same names, for a folder that all ranks see; without
+    torch.distributed it saves alone.
 
-    `load_sharded` reads it, on any number of ranks; so does torch.distributed.checkpoint. Once it has returned, all
-    files are on the disk; at every instant before, `load_sharded` gives the old or the new checkpoint, complete. An
-    error before the new one is in place leaves the old one. A kill may leave a `<folder>.saving-*`, which a save ten
-    minutes later removes.
-    Raises, before anything is written, ValueError (no objects, the key path of a value that cannot be stored, or ranks
-    that differ in what they have), FileExistsError, NotADirectoryError or FileNotFoundError (unusable `folder`); later
-    OSError as the system gave it (disk full). An error on one rank is raised there, and on the others as a RuntimeError
-    with its text.
+    `load_sharded` reads it, on any number of ranks; so does torch.distributed.checkpoint. Once it
+    has returned, all files are on the disk; at every instant before, `load_sharded` gives the old
+    or the new checkpoint, complete. An error before the new one is in place leaves the old one. A
+    kill may leave a `<folder>.saving-*`, which a save ten minutes later removes. Raises, before
+    anything is written, ValueError (no objects, the key path of a value that cannot be stored, or
+    ranks that differ in what they have), FileExistsError, NotADirectoryError or FileNotFoundError
+    (unusable `folder`); later OSError as the system gave it (disk full). An error on one rank is
+    raised there, and on the others as a RuntimeError with its text.
     """
     from tritonamp.checkpoint import distributed, manifest  # import a second's worth of torch
 
     call = f"save_sharded({folder!r})"
     with on_all_ranks(call) as first:
         if not objects:
-            raise ValueError(f"{call} got nothing to save; name the objects, as in save_sharded(folder, model=model)")
+            raise ValueError(
+                f"{call} got nothing to save; name the objects, as in save_sharded(folder, model=model)"
+            )
         content = collect(objects, sharded=True)
         tensors = _described(content)
         if first:
@@ -38,7 +43,9 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
             durable.remove_leftovers(os.path.realpath(folder))
     with on_all_ranks(call):
         _check_same(gather(tensors))
-    target, fresh = gather((os.path.realpath(folder), durable.fresh_name(os.path.realpath(folder))))[0]
+    target, fresh = gather(
+        (os.path.realpath(folder), durable.fresh_name(os.path.realpath(folder)))
+    )[0]
     try:
         written = distributed.write(fresh, with_lists(content), call)
         with on_all_ranks(call):
@@ -52,18 +59,20 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Load what `save_sharded` wrote to `folder` into `objects`, and return the other values that were saved.
-    An object is anything with `state_dict()` and `load_state_dict()`, built as it was when saved, under the name it was
-    saved under; sharded in any way, on any number of ranks, and optimizers before their first step. None leaves a name
-    out. Returned are tensors, on the CPU and whole, and plain values. Call it on every rank.
+    """Load what `save_sharded` wrote to `folder` into `objects`, and return the other values that
+    were saved. An object is anything with `state_dict()` and `load_state_dict()`, built as it was
+    when saved, under the name it was saved under; sharded in any way, on any number of ranks, and
+    optimizers before their first step. None leaves a name out. Returned are tensors, on the CPU and
+    whole, and plain values. Call it on every rank.
 
-    All files are verified against the manifest, unpickling is restricted to tensors, plain values and the metadata
-    classes of torch.distributed.checkpoint. If `folder` is damaged or missing and `<folder>.prev` is good, takes that
-    one on all ranks, with a RuntimeWarning naming both.
-    Raises, before anything is changed, FileNotFoundError (neither exists), RuntimeError saying what is wrong with each
-    (neither is usable), NotADirectoryError (a file), ValueError listing names or keys that are only on one side, or
-    other shapes; what an object's own `load_state_dict` raises comes after models have been read. An error on one rank
-    is raised there, and on the others as a RuntimeError with its text.
+    All files are verified against the manifest, unpickling is restricted to tensors, plain values
+    and the metadata classes of torch.distributed.checkpoint. If `folder` is damaged or missing and
+    `<folder>.prev` is good, takes that one on all ranks, with a RuntimeWarning naming both. Raises,
+    before anything is changed, FileNotFoundError (neither exists), RuntimeError saying what is
+    wrong with each (neither is usable), NotADirectoryError (a file), ValueError listing names or
+    keys that are only on one side, or other shapes; what an object's own `load_state_dict` raises
+    comes after models have been read. An error on one rank is raised there, and on the others as a
+    RuntimeError with its text.
     """
     from tritonamp.checkpoint import distributed, manifest  # import a second's worth of torch
 
@@ -71,7 +80,9 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
     target = gather(os.path.realpath(folder))[0]
     with on_all_ranks(call):
         if os.path.isfile(target):
-            raise NotADirectoryError(f"cannot load {target}: it is a file; those are for load, name a folder")
+            raise NotADirectoryError(
+                f"cannot load {target}: it is a file; those are for load, name a folder"
+            )
     found = manifest.choose(target)
     try:
         with on_all_ranks(call):
@@ -80,8 +91,12 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
         distributed.read(found.files, found.metadata, tensors, call)
         with on_all_ranks(call):
             given = [(name, value) for name, value in objects.items() if value is not None]
-            for name, value in sorted(given, key=lambda item: not isinstance(item[1], torch.nn.Module)):
-                value.load_state_dict(states[name])  # models first: optimizers look at their parameters
+            for name, value in sorted(
+                given, key=lambda item: not isinstance(item[1], torch.nn.Module)
+            ):
+                value.load_state_dict(
+                    states[name]
+                )  # models first: optimizers look at their parameters
     finally:
         found.files.close()
     return {name: state for name, state in states.items() if name not in objects}
@@ -93,7 +108,9 @@ def _described(content: dict[str, Any]) -> dict[str, str]:
     for path, tensor in find_tensors(content).items():
         key = key_of(path)
         if key in described:
-            raise ValueError(f"cannot save {key}: two tensors have this name once keys are joined by dots; rename one")
+            raise ValueError(
+                f"cannot save {key}: two tensors have this name once keys are joined by dots; rename one"
+            )
         described[key] = f"{tuple(tensor.shape)} {tensor.dtype}"
     return described
 

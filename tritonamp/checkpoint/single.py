@@ -1,11 +1,12 @@
 """Checkpoints in one file that is replaced as a whole, verifies itself and keeps its predecessor.
 
-A save, in this order, so that whatever instant a kill or power loss picks, the old or the new checkpoint loads:
+A save, in this order, so that whatever instant a kill or power loss picks, the old or the new
+checkpoint loads:
     write <path>.saving-<random>, fsync     a name of its own: concurrent savers never share a file
     hard link <path> as <that>.prev         where links are refused: rename <path> to <path>.prev
     rename <path>.saving-<random> to <path>
-    rename <that>.prev to <path>.prev       only now: a damaged <path> must not cost the good one before it
-    fsync the folder
+    rename <that>.prev to <path>.prev       only now: a damaged <path> must not cost the good one
+    before it fsync the folder
 """
 
 import os
@@ -19,22 +20,26 @@ from tritonamp.checkpoint.content import collect
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
-    """Write `objects` under their names to the one file `path`, keeping the checkpoint before it as `<path>.prev`.
-    An object is anything with `state_dict()`, a tensor (stored detached; dtype, strides and shared storage are kept),
-    None, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, or a list, tuple or dict of these.
-    With torch.distributed initialised, call it on every rank: rank 0's objects are written, and all return after that.
+    """Write `objects` under their names to the one file `path`, keeping the checkpoint before it as
+    `<path>.prev`. An object is anything with `state_dict()`, a tensor (stored detached; dtype,
+    strides and shared storage are kept), None, bool, int, float, complex, str, torch.dtype,
+    torch.device, torch.Size, or a list, tuple or dict of these. With torch.distributed initialised,
+    call it on every rank: rank 0's objects are written, and all return after that.
 
-    Once it has returned, the file is on the disk; at every instant before, `load(path)` gives the old or the new
-    checkpoint, complete. An error before the new one is in place leaves the folder as it was. A kill may leave a
-    `<path>.saving-*`, which a save ten minutes later removes.
-    Raises, before anything is written, ValueError (no objects, or the key path of a value that cannot be stored),
-    IsADirectoryError or FileNotFoundError (unusable `path`); later OSError as the system gave it (disk full).
-    An error on one rank is raised there, and on the others as a RuntimeError with its text.
+    Once it has returned, the file is on the disk; at every instant before, `load(path)` gives the
+    old or the new checkpoint, complete. An error before the new one is in place leaves the folder
+    as it was. A kill may leave a `<path>.saving-*`, which a save ten minutes later removes. Raises,
+    before anything is written, ValueError (no objects, or the key path of a value that cannot be
+    stored), IsADirectoryError or FileNotFoundError (unusable `path`); later OSError as the system
+    gave it (disk full). An error on one rank is raised there, and on the others as a RuntimeError
+    with its text.
     """
     call = f"save({path!r})"
     with on_all_ranks(call):
         if not objects:
-            raise ValueError(f"{call} got nothing to save; name the objects, as in save(path, model=model)")
+            raise ValueError(
+                f"{call} got nothing to save; name the objects, as in save(path, model=model)"
+            )
         content = collect(objects)
     with on_all_ranks(call) as writes:
         if writes:
@@ -42,17 +47,21 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The objects that `save` wrote to `path`, by name: state dicts, plain values, tensors on the CPU.
+    """The objects that `save` wrote to `path`, by name: state dicts, plain values, tensors on the
+    CPU.
 
-    The checksum is verified and unpickling is `weights_only`. If `path` is damaged or missing and `<path>.prev` is
-    good, gives that one, with a RuntimeWarning naming both. No collectives: under torch.distributed every rank reads.
-    Raises FileNotFoundError if neither file exists, RuntimeError saying what is wrong with each if neither is usable,
-    IsADirectoryError for a folder.
+    The checksum is verified and unpickling is `weights_only`. If `path` is damaged or missing and
+    `<path>.prev` is good, gives that one, with a RuntimeWarning naming both. No collectives: under
+    torch.distributed every rank reads. Raises FileNotFoundError if neither file exists,
+    RuntimeError saying what is wrong with each if neither is usable, IsADirectoryError for a
+    folder.
     """
     current = os.path.realpath(path)
     previous = current + ".prev"
     if os.path.isdir(current):
-        raise IsADirectoryError(f"cannot load {current}: it is a folder; those are for load_sharded, name a file")
+        raise IsADirectoryError(
+            f"cannot load {current}: it is a folder; those are for load_sharded, name a file"
+        )
     try:
         return _read(current)
     except Exception as error:  # a damaged file can make the unpickler raise anything
@@ -61,10 +70,18 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = _read(previous)
     except Exception as error:
         if isinstance(fault, FileNotFoundError) and isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(f"no checkpoint: neither {current} nor {previous} exists; check the path") from None
+            raise FileNotFoundError(
+                f"no checkpoint: neither {current} nor {previous} exists; check the path"
+            ) from None
         found = f"{current}: {fault}; {previous}: {error}"
-        raise RuntimeError(f"no usable checkpoint ({found}); restore one from a copy or start afresh") from fault
-    warnings.warn(f"{current} is unusable ({fault}); loaded the older {previous}", RuntimeWarning, stacklevel=2)
+        raise RuntimeError(
+            f"no usable checkpoint ({found}); restore one from a copy or start afresh"
+        ) from fault
+    warnings.warn(
+        f"{current} is unusable ({fault}); loaded the older {previous}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     return content
 
 
@@ -81,7 +98,9 @@ def _commit(target: str, content: dict[str, Any]) -> None:
             f"cannot save to {target}: it is a folder or a device; name a file, or use save_sharded for a folder"
         )
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"cannot save to {target}: its folder does not exist; create it first")
+        raise FileNotFoundError(
+            f"cannot save to {target}: its folder does not exist; create it first"
+        )
     durable.remove_leftovers(target, "*")
     fresh = durable.fresh_name(target)
     kept = fresh + ".prev"

@@ -19,15 +19,28 @@ def report() -> str:
     parts = [table(("what", "found"), _versions())]
     for device in _devices():
         parts.append(f"{device}: {_describe(device)}")
-        parts.append(table(("operation", "backend", "reason"), [_operation(name, device) for name in OPERATIONS]))
-        parts.append(table(("level", "dtype", "one training step"), [_trial(*trial, device) for trial in TRIALS]))
+        parts.append(
+            table(
+                ("operation", "backend", "reason"),
+                [_operation(name, device) for name in OPERATIONS],
+            )
+        )
+        parts.append(
+            table(
+                ("level", "dtype", "one training step"),
+                [_trial(*trial, device) for trial in TRIALS],
+            )
+        )
     return "\n\n".join(parts)
 
 
 def _versions() -> list[tuple[str, str]]:
     gpus = torch.cuda.device_count()
     return [
-        ("python", f"{platform.python_version()} ({platform.python_implementation()}, {platform.system()})"),
+        (
+            "python",
+            f"{platform.python_version()} ({platform.python_implementation()}, {platform.system()})",
+        ),
         ("tritonamp", tritonamp.__version__),
         ("torch", torch.__version__),
         ("triton", _launch.triton_version() or "cannot be imported"),
@@ -39,12 +52,18 @@ def _versions() -> list[tuple[str, str]]:
 def _cuda() -> str:
     if torch.version.cuda is not None:
         return f"{torch.version.cuda} (what torch was built for)"
-    return f"none: torch was built for ROCm {torch.version.hip}" if torch.version.hip else "none: a CPU build of torch"
+    return (
+        f"none: torch was built for ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "none: a CPU build of torch"
+    )
 
 
 def _devices() -> list[torch.device]:
     """The GPUs, or the CPU where there is none."""
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [
+        torch.device("cpu")
+    ]
 
 
 def _describe(device: torch.device) -> str:
@@ -56,7 +75,11 @@ def _describe(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
     capability = _launch.capability(device)
-    shown = "no compute capability" if capability is None else "compute capability {}.{}".format(*capability)
+    shown = (
+        "no compute capability"
+        if capability is None
+        else "compute capability {}.{}".format(*capability)
+    )
     return f"{properties.name}, {shown}, {memory}"
 
 
@@ -76,7 +99,9 @@ def _trial(level: str, dtype: torch.dtype, device: torch.device) -> tuple[str, s
 
 
 def _train_one_step(level: str, dtype: torch.dtype, device: torch.device) -> str:
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).to(device)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).to(
+        device
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     amp = tritonamp.enable(model, optimizer, level=level, dtype=dtype)
     try:

@@ -1,4 +1,6 @@
-"""A forecast's exponents against the range of its half format, before and after loss scaling, as a PNG."""
+"""A forecast's exponents against the range of its half format, before and after loss scaling, as a
+PNG.
+"""
 
 import math
 from collections import Counter
@@ -17,7 +19,9 @@ LOST, POOR = "#d62728", "#f2c14e"
 
 
 def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
-    """Three rows on one axis of powers of two: values of the forward, gradients as they are, gradients scaled."""
+    """Three rows on one axis of powers of two: values of the forward, gradients as they are,
+    gradients scaled.
+    """
     dtype = forecast.asked.dtype
     outlook = forecast.formats[str(dtype).removeprefix("torch.")]
     values = _exponents(r.sizes.exponents for r in forecast.records if r.half and not r.scaled)
@@ -30,7 +34,10 @@ def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
         (f"gradients, loss scale $2^{{{shift}}}$", scaled, SCALED),
     ]
     info = torch.finfo(dtype)
-    edges = [round(math.log2(x)) for x in (info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)]
+    edges = [
+        round(math.log2(x))
+        for x in (info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)
+    ]
     everything = [exponent for _, shares, _ in rows for exponent in shares]
     limits = min([edges[0] - 8, *everything]) - 1, max([edges[2] + 6, *everything]) + 2
 
@@ -42,7 +49,11 @@ def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
     axes[-1].set(xlabel="magnitude", xlim=limits)
     axes[-1].xaxis.set_major_locator(MultipleLocator(8 if limits[1] - limits[0] < 100 else 32))
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
-    figure.suptitle(f"{forecast.model}: what {str(dtype).removeprefix('torch.')} holds", fontsize=13, weight="bold")
+    figure.suptitle(
+        f"{forecast.model}: what {str(dtype).removeprefix('torch.')} holds",
+        fontsize=13,
+        weight="bold",
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -63,8 +74,16 @@ def _draw(axes: Axes, label: str, shares: Counter[int], color: str, edges: list[
     height = 1.3 * max([1.0, *shares.values()])
     inside = [smallest <= e < top for e in shares]
     # a few values that overflow are no small matter
-    heights = [share if fits else max(share, height / 50) for share, fits in zip(shares.values(), inside, strict=True)]
-    axes.bar([e + 0.5 for e in shares], heights, width=0.88, color=[color if fits else LOST for fits in inside])
+    heights = [
+        share if fits else max(share, height / 50)
+        for share, fits in zip(shares.values(), inside, strict=True)
+    ]
+    axes.bar(
+        [e + 0.5 for e in shares],
+        heights,
+        width=0.88,
+        color=[color if fits else LOST for fits in inside],
+    )
     axes.set_title(label, loc="left", fontsize=11, color=color, weight="bold")
     axes.set(ylabel="% of values", ylim=(0, height))
     axes.spines[["top", "right"]].set_visible(False)
@@ -72,16 +91,28 @@ def _draw(axes: Axes, label: str, shares: Counter[int], color: str, edges: list[
     poor = sum(share for e, share in shares.items() if smallest <= e < normal)
     over = sum(share for e, share in shares.items() if e >= top)
     text = f"become zero {_percent(zero)}   lose bits {_percent(poor)}   overflow {_percent(over)}"
-    axes.set_title(text if shares else "none are stored in half", loc="right", fontsize=9.5, color="0.25")
+    axes.set_title(
+        text if shares else "none are stored in half", loc="right", fontsize=9.5, color="0.25"
+    )
 
 
 def _name_ranges(axes: Axes, limits: tuple[int, int], edges: list[int]) -> None:
     smallest, normal, top = edges
-    bounds = [("zero", limits[0], smallest), ("fewer bits", smallest, normal), ("full precision", normal, top)]
+    bounds = [
+        ("zero", limits[0], smallest),
+        ("fewer bits", smallest, normal),
+        ("full precision", normal, top),
+    ]
     for name, left, right in [*bounds, ("inf", top, limits[1])]:
         color = "0.35" if name in ("fewer bits", "full precision") else LOST
         axes.text(
-            (left + right) / 2, 0.97, name, ha="center", va="top", color=color, transform=axes.get_xaxis_transform()
+            (left + right) / 2,
+            0.97,
+            name,
+            ha="center",
+            va="top",
+            color=color,
+            transform=axes.get_xaxis_transform(),
         )
 
 

@@ -1,4 +1,5 @@
-"""``python -m tritonamp demo``: two small models on real data, trained at every level; or a story of what goes wrong.
+"""``python -m tritonamp demo``: two small models on real data, trained at every level; or a story
+of what goes wrong.
 
 ``train.py`` is the file to read: its loop is the one a user writes.
 """
@@ -14,7 +15,10 @@ EXTRA_PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm":
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--level", action="append", choices=LEVELS, help="only this one; repeat for more (default: all)"
+        "--level",
+        action="append",
+        choices=LEVELS,
+        help="only this one; repeat for more (default: all)",
     )
     parser.add_argument(
         "--dtype",
@@ -23,17 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="half type of O1 to O3 (default: %(default)s)",
     )
     parser.add_argument(
-        "--story", metavar="NAME", help="instead: what goes wrong in float16, in torch.amp and here ('list': the names)"
+        "--story",
+        metavar="NAME",
+        help="instead: what goes wrong in float16, in torch.amp and here ('list': the names)",
     )
-    parser.add_argument("--steps", type=_positive, help="training steps of every run (default: what each model needs)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=_positive,
+        help="training steps of every run (default: what each model needs)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and data order (default: %(default)s)"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    parser.add_argument("--output", type=_picture, default=OUTPUT, help="the picture (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=_picture, default=OUTPUT, help="the picture (default: %(default)s)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains, prints the table, saves the picture, or tells a story; exits with a message when it cannot."""
+    """Trains, prints the table, saves the picture, or tells a story; exits with a message when it
+    cannot.
+    """
     _require_extras()
     from tritonamp.demo import (  # here, because they import the packages just looked for
         compare,
@@ -54,10 +70,16 @@ def _require_extras() -> None:
 
 
 def _refuse_what_stories_ignore(args: argparse.Namespace) -> None:
-    options = {"--level": args.level is not None, "--dtype": args.dtype != DTYPE, "--output": args.output != OUTPUT}
+    options = {
+        "--level": args.level is not None,
+        "--dtype": args.dtype != DTYPE,
+        "--output": args.output != OUTPUT,
+    }
     given = [option for option, differs in options.items() if differs]
     if given:
-        raise SystemExit(f"--story has levels of its own, float16 and no picture: drop {', '.join(given)}")
+        raise SystemExit(
+            f"--story has levels of its own, float16 and no picture: drop {', '.join(given)}"
+        )
 
 
 def _positive(text: str) -> int:
@@ -71,5 +93,7 @@ def _picture(text: str) -> Path:
     """Refused before the training, not after it."""
     path = Path(text)
     if path.suffix != ".png" or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text}, allowed is a .png file in a folder that exists")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, allowed is a .png file in a folder that exists"
+        )
     return path

@@ -15,7 +15,17 @@ from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import Run, Task, criterion, train
 
 WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs
-HEADER = ("model", "level", "result", "seconds", "peak MiB", "steps", "skipped", "final scale", "backend")
+HEADER = (
+    "model",
+    "level",
+    "result",
+    "seconds",
+    "peak MiB",
+    "steps",
+    "skipped",
+    "final scale",
+    "backend",
+)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -68,8 +78,12 @@ def _train_levels(task: Task, args: argparse.Namespace, device: torch.device) ->
     steps = args.steps or task.steps
     dtype = getattr(torch, args.dtype)
     for level in args.level or LEVELS:
-        train(task, level, dtype=dtype, device=device, steps=WARM_UP_STEPS, seed=args.seed, quiet=True)
-        yield train(task, level, dtype=dtype, device=device, steps=steps, seed=args.seed, quiet=args.quiet)
+        train(
+            task, level, dtype=dtype, device=device, steps=WARM_UP_STEPS, seed=args.seed, quiet=True
+        )
+        yield train(
+            task, level, dtype=dtype, device=device, steps=steps, seed=args.seed, quiet=args.quiet
+        )
 
 
 def _row(run: Run) -> list[str]:

@@ -1,4 +1,6 @@
-"""Real data that ships with a package: scikit-learn's digits, and CPython's documentation as characters."""
+"""Real data that ships with a package: scikit-learn's digits, and CPython's documentation as
+characters.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,22 +21,27 @@ class Split(NamedTuple):
 
 
 def digits() -> Split:
-    """1797 handwritten digits, float32 (N, 1, 8, 8) in [0, 1]. Half is for the test, so one digit is 0.1 points."""
+    """1797 handwritten digits, float32 (N, 1, 8, 8) in [0, 1]. Half is for the test, so one digit
+    is 0.1 points.
+    """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # one split, whatever the demo's seed
+    order = torch.randperm(
+        len(x), generator=torch.Generator().manual_seed(0)
+    )  # one split, whatever the demo's seed
     train, test = order.tensor_split(2)
     return Split(x[train], y[train], x[test], y[test])
 
 
 def characters() -> tuple[Split, int]:
-    """Windows of CONTEXT character codes, each with the codes that follow, and the number of different characters.
+    """Windows of CONTEXT character codes, each with the codes that follow, and the number of
+    different characters.
 
-    The last tenth of the text is the test. Training windows start at every character, test windows with gaps between
-    them, so that the final score takes no longer than it must.
+    The last tenth of the text is the test. Training windows start at every character, test windows
+    with gaps between them, so that the final score takes no longer than it must.
     """
     text = python_documentation()
     code_of = {character: code for code, character in enumerate(sorted(set(text)))}
@@ -54,9 +61,13 @@ def python_documentation() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def batches(split: Split, size: int, steps: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    split: Split, size: int, steps: int, seed: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """``steps`` batches drawn at random; equal seeds give equal batches."""
-    draws = torch.randint(len(split.x), (steps, size), generator=torch.Generator().manual_seed(seed))
+    draws = torch.randint(
+        len(split.x), (steps, size), generator=torch.Generator().manual_seed(seed)
+    )
     for rows in draws:
         yield split.x[rows].to(device), split.y[rows].to(device)
 

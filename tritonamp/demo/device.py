@@ -4,14 +4,18 @@ import torch
 
 
 def chosen_device(name: str | None) -> torch.device:
-    """The device of that name; None: the GPU where there is one. Exits with a message for one that is not there."""
+    """The device of that name; None: the GPU where there is one. Exits with a message for one that
+    is not there.
+    """
     gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
     if name is not None and name not in allowed:
         raise SystemExit(f"--device {name}: allowed on this machine are {', '.join(allowed)}")
     device = torch.device(name or ("cuda" if gpus else "cpu"))
     if device.type == "cpu":
-        torch.set_num_threads(1)  # models this small gain little from more, and on a busy machine lose a lot
+        torch.set_num_threads(
+            1
+        )  # models this small gain little from more, and on a busy machine lose a lot
     return device
 
 

@@ -1,4 +1,6 @@
-"""How much memory a training step takes: the allocator's peak on a GPU, a count of tensors on a CPU."""
+"""How much memory a training step takes: the allocator's peak on a GPU, a count of tensors on a
+CPU.
+"""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -18,14 +20,23 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], None]) -> int:
-    """Bytes since ``forget_peak`` on a GPU; on a CPU, where nobody keeps a peak, what one ``backward()`` holds."""
+def peak(
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[], None],
+) -> int:
+    """Bytes since ``forget_peak`` on a GPU; on a CPU, where nobody keeps a peak, what one
+    ``backward()`` holds.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameters = [*model.parameters(), *stepped]
     state = [value for values in optimizer.state.values() for value in values.values()]
-    kept = _storages([*parameters, *model.buffers(), *(value for value in state if isinstance(value, Tensor))])
+    kept = _storages(
+        [*parameters, *model.buffers(), *(value for value in state if isinstance(value, Tensor))]
+    )
     saved = _saved_by(backward)
     gradients = _storages(parameter.grad for parameter in parameters if parameter.grad is not None)
     return sum((kept | saved).values()) + sum(gradients.values())

@@ -20,7 +20,9 @@ class DigitNet(nn.Sequential):
 
 
 def _conv(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+    )
 
 
 class CharTransformer(nn.Module):
@@ -28,7 +30,9 @@ class CharTransformer(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, vocabulary: int, context: int, width: int = 64, heads: int = 4, layers: int = 2):
+    def __init__(
+        self, vocabulary: int, context: int, width: int = 64, heads: int = 4, layers: int = 2
+    ):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
@@ -43,7 +47,9 @@ class CharTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """(N, T, width) -> the same: attention and a two-layer perceptron, each on a normed copy of the residual."""
+    """(N, T, width) -> the same: attention and a two-layer perceptron, each on a normed copy of the
+    residual.
+    """
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -10,7 +10,9 @@ from matplotlib.figure import Figure
 
 from tritonamp.demo.train import Run
 
-STYLES: dict[str, dict[str, Any]] = {  # thinner and thinner, so that curves on top of one another all show
+STYLES: dict[
+    str, dict[str, Any]
+] = {  # thinner and thinner, so that curves on top of one another all show
     "O0": {"color": "lightgray", "linewidth": 8},
     "O1": {"color": "tab:blue", "linewidth": 5},
     "O2": {"color": "tab:orange", "linewidth": 2.5},
@@ -37,8 +39,12 @@ def save_picture(runs: Sequence[Run], path: Path) -> None:
 
 
 def _draw_loss(axes: Axes, run: Run) -> None:
-    broken = next((step for step, loss in enumerate(run.losses, 1) if not math.isfinite(loss)), None)
-    label = f"{run.level}: {run.shown_score}" + (f", not finite from step {broken}" if broken else "")
+    broken = next(
+        (step for step, loss in enumerate(run.losses, 1) if not math.isfinite(loss)), None
+    )
+    label = f"{run.level}: {run.shown_score}" + (
+        f", not finite from step {broken}" if broken else ""
+    )
     axes.plot(_running_mean(run.losses), label=label, **STYLES[run.level])
 
 

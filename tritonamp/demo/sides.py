@@ -1,4 +1,6 @@
-"""The two sides of a story: the same experiment in the loop of torch.amp and in the loop of tritonamp."""
+"""The two sides of a story: the same experiment in the loop of torch.amp and in the loop of
+tritonamp.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -36,7 +38,9 @@ class Story(NamedTuple):
 
 
 def power_of_two(scale: float) -> str:
-    """A loss scale as people read it: 2^16; 1; or 0, where halving has gone below the smallest float32."""
+    """A loss scale as people read it: 2^16; 1; or 0, where halving has gone below the smallest
+    float32.
+    """
     return f"{scale:g}" if scale in (0.0, 1.0) else f"2^{math.log2(scale):g}"
 
 
@@ -50,7 +54,8 @@ class Experiment:
     Attributes:
         build: makes the FP32 model, on the CPU.
         optimizer: makes its optimizer, from the parameters.
-        batches: gives ``steps`` batches on the device; the first tensor of each is the model's input.
+        batches: gives ``steps`` batches on the device; the first tensor of each is the model's
+            input.
         criterion: (output, *batch) -> scalar loss, computed outside of autocast.
         score: (model, device) -> numbers by column, without gradients.
         watch: called with the model between backward and step.
@@ -71,7 +76,9 @@ class Experiment:
 
     def loader(self, name: str, setting: Setting) -> Iterator[tuple[Tensor, ...]]:
         steps = setting.steps or self.steps
-        yield from tqdm(self.batches(steps, setting), name, total=steps, disable=setting.quiet, leave=False)
+        yield from tqdm(
+            self.batches(steps, setting), name, total=steps, disable=setting.quiet, leave=False
+        )
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,12 @@ class Outcome:
     explanation: str = ""
 
 
-def train_torch(experiment: Experiment, setting: Setting, *, autocast: bool = True, scaling: bool = True) -> Outcome:
-    """The loop that the documentation of torch.amp shows; without ``autocast`` or ``scaling``, less of it."""
+def train_torch(
+    experiment: Experiment, setting: Setting, *, autocast: bool = True, scaling: bool = True
+) -> Outcome:
+    """The loop that the documentation of torch.amp shows; without ``autocast`` or ``scaling``, less
+    of it.
+    """
     model, optimizer = experiment.start(setting)
     scaler = torch.amp.GradScaler(setting.device.type, enabled=scaling)
     losses, taken = [], []
@@ -113,19 +124,26 @@ def train_torch(experiment: Experiment, setting: Setting, *, autocast: bool = Tr
 
     with torch.no_grad(), torch.autocast(setting.device.type, torch.float16, enabled=autocast):
         score = experiment.score(model.eval(), setting.device)
-    return Outcome(score, torch.stack(losses).tolist(), scaler.get_scale(), len(losses) - len(taken))
+    return Outcome(
+        score, torch.stack(losses).tolist(), scaler.get_scale(), len(losses) - len(taken)
+    )
 
 
 Question = Callable[[tritonamp.Amp, nn.Module], str]
 
 
 def train_tritonamp(
-    experiment: Experiment, setting: Setting, *, ask: Question = lambda amp, _: amp.explain(), **policy: Any
+    experiment: Experiment,
+    setting: Setting,
+    *,
+    ask: Question = lambda amp, _: amp.explain(),
+    **policy: Any,
 ) -> Outcome:
     """The loop of tritonamp.
 
     Args:
-        ask: asked after the training, while the model is still enabled; the answer is the run's explanation.
+        ask: asked after the training, while the model is still enabled; the answer is the run's
+            explanation.
         policy: level and fields of ``tritonamp.enable``.
     """
     model, optimizer = experiment.start(setting)
@@ -144,4 +162,6 @@ def train_tritonamp(
         score = experiment.score(model.eval(), setting.device)
     stats, explanation = amp.stats(), ask(amp, model)
     amp.disable()
-    return Outcome(score, torch.stack(losses).tolist(), stats["scale"], stats["skipped"], stats, explanation)
+    return Outcome(
+        score, torch.stack(losses).tolist(), stats["scale"], stats["skipped"], stats, explanation
+    )

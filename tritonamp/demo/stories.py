@@ -1,4 +1,6 @@
-"""``python -m tritonamp demo --story NAME``: one thing that goes wrong in half precision, in torch.amp and here."""
+"""``python -m tritonamp demo --story NAME``: one thing that goes wrong in half precision, in
+torch.amp and here.
+"""
 
 import argparse
 import logging
@@ -57,7 +59,13 @@ def shown(story: Story) -> str:
     """The rows as a table, the words below it."""
     columns = list(dict.fromkeys(column for row in story.rows.values() for column in row))
     cells = [
-        [name, *(SHOWN_AS.get(column, str)(row[column]) if column in row else "" for column in columns)]
+        [
+            name,
+            *(
+                SHOWN_AS.get(column, str)(row[column]) if column in row else ""
+                for column in columns
+            ),
+        ]
         for name, row in story.rows.items()
     ]
     paragraphs = ["\n".join(map(_wrapped, text.splitlines())) for text in story.words]
@@ -65,7 +73,9 @@ def shown(story: Story) -> str:
 
 
 def _wrapped(line: str) -> str:
-    return line if line.startswith(" ") else textwrap.fill(line, WIDTH)  # indented: a line of a report
+    return (
+        line if line.startswith(" ") else textwrap.fill(line, WIDTH)
+    )  # indented: a line of a report
 
 
 def _without_log(story: Callable[[Setting], Story], setting: Setting) -> Story:

@@ -69,7 +69,12 @@ def attention(setting: Setting) -> Story:
     stock = train_torch(experiment, setting)
     explained = train_tritonamp(experiment, setting, on_nonfinite="explain", ask=_replayed)
     healed = train_tritonamp(experiment, setting, on_nonfinite="heal", ask=_fp32_modules)
-    rows = {"FP32": fp32, "torch.amp": stock, 'tritonamp, "explain"': explained, 'tritonamp, "heal"': healed}
+    rows = {
+        "FP32": fp32,
+        "torch.amp": stock,
+        'tritonamp, "explain"': explained,
+        'tritonamp, "heal"': healed,
+    }
     words = [
         f"Pixels go in as 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of float16: inf, of which "
         f"softmax makes NaN. GradScaler takes that for a scale that is too high. It skips {stock.skipped} of "
@@ -95,7 +100,9 @@ def bad_batches(setting: Setting) -> Story:
     """Forty batches with one inf pixel each wear out the loss scale."""
     split = data.digits()
     experiment = Experiment(
-        build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        build=lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)
+        ),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         batches=lambda steps, s: _with_bad_ones(data.batches(split, 64, steps, s.seed, s.device)),
         criterion=_classify,
@@ -128,7 +135,9 @@ def masked(setting: Setting) -> Story:
     experiment = Experiment(
         build=lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        batches=lambda steps, s: _with_pixels_hidden(data.batches(split, 2048, steps, s.seed, s.device), s.seed),
+        batches=lambda steps, s: _with_pixels_hidden(
+            data.batches(split, 2048, steps, s.seed, s.device), s.seed
+        ),
         criterion=_error_on_hidden,
         score=lambda model, device: _restored(model, split, device),
         steps=100,
@@ -153,11 +162,18 @@ def masked(setting: Setting) -> Story:
         f"{half.explanation}",
         "What helps, too: to compute such a loss in `with amp.autocast():`, where sums are FP32.",
     ]
-    return Story({name: {**_row(outcome), "NaN losses": _nans(outcome)} for name, outcome in rows.items()}, words)
+    return Story(
+        {name: {**_row(outcome), "NaN losses": _nans(outcome)} for name, outcome in rows.items()},
+        words,
+    )
 
 
-def _with_pixels_hidden(batches: Iterator[tuple[Tensor, Tensor]], seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """(images with 0 for the hidden pixels, whole images, where they are hidden), (N, 64) each; pixels are 0 to 16."""
+def _with_pixels_hidden(
+    batches: Iterator[tuple[Tensor, Tensor]], seed: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """(images with 0 for the hidden pixels, whole images, where they are hidden), (N, 64) each;
+    pixels are 0 to 16.
+    """
     generator = torch.Generator().manual_seed(seed)
     for i, (x, _) in enumerate(batches):
         images = 16 * x.flatten(1)

@@ -134,7 +134,9 @@ def lost_updates(setting: Setting) -> Story:
         score=lambda model, device: {"accuracy": _accuracy(model(faded.test_x.to(device)), faded)},
         steps=800,
     )
-    half_weights = dataclasses.replace(experiment, build=lambda: _pretrained(split, setting.seed).half())
+    half_weights = dataclasses.replace(
+        experiment, build=lambda: _pretrained(split, setting.seed).half()
+    )
     tracked = functools.partial(train_tritonamp, track_lost_updates=True)
     sides: dict[str, tuple[Experiment, Train]] = {
         STOCK: (experiment, train_torch),
@@ -184,9 +186,14 @@ class UnmovedWeights:
     def __call__(self, model: nn.Module) -> None:
         parameters = list(model.parameters())
         if self._before:
-            same = [(p == old)[pushed] for p, (old, pushed) in zip(parameters, self._before, strict=True)]
+            same = [
+                (p == old)[pushed]
+                for p, (old, pushed) in zip(parameters, self._before, strict=True)
+            ]
             self._shares.append(torch.cat(same).float().mean())
-        self._before = [(p.detach().clone(), p.grad.ne(0)) for p in parameters if p.grad is not None]
+        self._before = [
+            (p.detach().clone(), p.grad.ne(0)) for p in parameters if p.grad is not None
+        ]
 
     def share(self) -> float:
         """Percent, mean over the steps but the last, which nothing came after."""
@@ -206,9 +213,13 @@ def _pretrained(split: data.Split, seed: int) -> Reader:
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
-    """With an eps that the dtype can hold: torch's Adam turns half weights to NaN where it rounds to 0."""
+    """With an eps that the dtype can hold: torch's Adam turns half weights to NaN where it rounds
+    to 0.
+    """
     weights = list(parameters)
-    return torch.optim.Adam(weights, lr=LEARNING_RATE, eps=1e-8 if weights[0].dtype is torch.float32 else 1e-4)
+    return torch.optim.Adam(
+        weights, lr=LEARNING_RATE, eps=1e-8 if weights[0].dtype is torch.float32 else 1e-4
+    )
 
 
 def _read_and_redraw(outputs: tuple[Tensor, Tensor], images: Tensor, labels: Tensor) -> Tensor:
@@ -217,7 +228,9 @@ def _read_and_redraw(outputs: tuple[Tensor, Tensor], images: Tensor, labels: Ten
     return F.cross_entropy(logits.float(), labels) + REDRAWING_WEIGHT * redrawing
 
 
-def _read_and_redrawn(model: nn.Module, split: data.Split, device: torch.device) -> dict[str, float]:
+def _read_and_redrawn(
+    model: nn.Module, split: data.Split, device: torch.device
+) -> dict[str, float]:
     images = split.test_x.to(device)
     logits, pixels = model(images)
     error = F.mse_loss(pixels.float(), images.flatten(1))

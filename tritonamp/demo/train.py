@@ -57,7 +57,14 @@ class Run:
 
 
 def train(
-    task: Task, level: str, *, dtype: torch.dtype, device: torch.device, steps: int, seed: int, quiet: bool
+    task: Task,
+    level: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: int,
+    seed: int,
+    quiet: bool,
 ) -> Run:
     memory.forget_peak(device)
     torch.manual_seed(seed)  # equal weights at every level
@@ -96,6 +103,8 @@ def criterion(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(model: nn.Module, task: Task, device: torch.device) -> float:
     model.eval()
-    logits = torch.cat([model(x.to(device)).float().cpu() for x in task.split.test_x.split(task.batch_size)])
+    logits = torch.cat(
+        [model(x.to(device)).float().cpu() for x in task.split.test_x.split(task.batch_size)]
+    )
     model.train()
     return task.score(logits, task.split.test_y).item()

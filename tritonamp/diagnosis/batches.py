@@ -14,7 +14,8 @@ MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
 
 class Forwards:
-    """Snapshots of the forwards since the last decision. They hold the batch until its decision is known.
+    """Snapshots of the forwards since the last decision. They hold the batch until its decision is
+    known.
 
     Args:
         gradients: also keep the gradients that arrive at the outputs, to run the backward again.
@@ -25,17 +26,23 @@ class Forwards:
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._outputs: deque[StorageWeakRef] = deque(maxlen=4 * MOST)
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+    def before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Snapshot | None:
         """A forward is about to run. None: of no interest, or followed by somebody else."""
         if not torch.is_grad_enabled() or _is_traced():
             return None
         snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)))
-        snapshot.made = frozenset(i for i, leaf in enumerate(tree_leaves((args, kwargs))) if self._was_made(leaf))
+        snapshot.made = frozenset(
+            i for i, leaf in enumerate(tree_leaves((args, kwargs))) if self._was_made(leaf)
+        )
         self._snapshots.append(snapshot)
         return snapshot
 
     def _was_made(self, value: Any) -> bool:
-        """Whether it is no data, but what a model has made: of this forward's graph, or an output, detached or not."""
+        """Whether it is no data, but what a model has made: of this forward's graph, or an output,
+        detached or not.
+        """
         if not isinstance(value, Tensor):
             return False
         made = (ref.cdata for ref in self._outputs if not ref.expired())
@@ -43,7 +50,9 @@ class Forwards:
 
     def after(self, snapshot: Snapshot, output: Any) -> None:
         """The forward has returned ``output``."""
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided]
+        tensors = [
+            t for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided
+        ]
         self._outputs += [StorageWeakRef(t.untyped_storage()) for t in tensors]
         if self._gradients:
             snapshot.follow(output)
@@ -66,7 +75,14 @@ def _detached(value: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Also while a CUDA graph is captured: its replays do not come by here, and generators must not be asked."""
+    """Also while a CUDA graph is captured: its replays do not come by here, and generators must not
+    be asked.
+    """
     functorch = torch._C._functorch.peek_interpreter_stack() is not None
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return functorch or capturing or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return (
+        functorch
+        or capturing
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )

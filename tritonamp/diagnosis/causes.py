@@ -1,4 +1,6 @@
-"""Why a step was skipped: from what the device noted about it, and from the batch and the parameters where needed."""
+"""Why a step was skipped: from what the device noted about it, and from the batch and the
+parameters where needed.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +13,8 @@ from torch.utils._pytree import tree_flatten_with_path
 from tritonamp.kernels.decide import FAULT, OVERFLOW
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_SUDDEN = 256  # times the gradients of the step before: more than a scale that is looking for its level runs into
+# times the gradients of the step before: more than a scale that is looking for its level runs into
+_SUDDEN = 256
 _RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
 
@@ -26,7 +29,9 @@ DATA, FORWARD, SCALE, BACKWARD, PARAMETERS, EXHAUSTED = CAUSES = (
 REASONS = {OVERFLOW: SCALE, FAULT: FORWARD}  # as far as the device alone can tell
 
 
-Batch = Sequence[tuple[str, Tensor]]  # tensors, and where they were among the arguments of a forward
+Batch = Sequence[
+    tuple[str, Tensor]
+]  # tensors, and where they were among the arguments of a forward
 
 
 class Skip(NamedTuple):
@@ -34,13 +39,15 @@ class Skip(NamedTuple):
 
     Attributes:
         outcome: FAULT or OVERFLOW.
-        step: its number, from 1. ``since``: where bad parameters skipped the steps before, the first of those.
-        scale: that the backward used; ``lowest``: below which it does not go; ``fixed``: it never moves.
+        step: its number, from 1. ``since``: where bad parameters skipped the steps before, the
+            first of those.
+        scale: that the backward used; ``lowest``: below which it does not go; ``fixed``: it never
+            moves.
         amax: by name, the largest scaled gradient.
         before: the largest unscaled gradient of the last good step, 0 if there was none.
         limit: the largest number of the policy's half format.
-        by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT, whether its own loss
-            was inf or NaN.
+        by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT,
+            whether its own loss was inf or NaN.
     """
 
     outcome: int
@@ -68,7 +75,9 @@ class Skip(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The cause (one of ``CAUSES``), why and what to do, the names of what was not finite, and what would tell more."""
+    """The cause (one of ``CAUSES``), why and what to do, the names of what was not finite, and what
+    would tell more.
+    """
 
     cause: str
     text: str
@@ -89,7 +98,11 @@ def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor,
         parameters: of the model, and buffers, with their names.
     """
     if skip.outcome == FAULT:
-        fault = _in_data(batches) or _in_parameters(skip, parameters) or _in_forward(skip, bool(batches))
+        fault = (
+            _in_data(batches)
+            or _in_parameters(skip, parameters)
+            or _in_forward(skip, bool(batches))
+        )
         return fault._replace(text=fault.text + _buffers(parameters))
     names = tuple(name for name, a in skip.amax.items() if not skip.is_good(a))
     text = f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
@@ -115,9 +128,7 @@ _ADVICE = {
         "backward of the last module named, or train it in FP32 with fp32_modules."
     ),
 }
-_FIXED = (
-    "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds its level by itself."
-)
+_FIXED = "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds its level by itself."
 
 
 def _of_overflow(skip: Skip, names: Sequence[str]) -> str:
@@ -147,18 +158,21 @@ def _in_data(batches: Sequence[Batch]) -> Finding | None:
         for path, tensor in batch:
             bad = _bad_samples(tensor)
             if bad:
-                where = f"sample(s) {_listed(bad)}" if tensor.dim() > 1 else f"place(s) {_listed(bad)}"
+                where = (
+                    f"sample(s) {_listed(bad)}" if tensor.dim() > 1 else f"place(s) {_listed(bad)}"
+                )
                 found.append(f"input {path}: inf or NaN in {where} of shape {tuple(tensor.shape)}")
     if not found:
         return None
-    text = "the input batch itself held inf or NaN, and the loss became so, too: " + "; ".join(found[:_SHOWN])
-    return Finding(
-        DATA, _introduced(DATA, text + ". Clean the data, or drop these samples.")
+    text = "the input batch itself held inf or NaN, and the loss became so, too: " + "; ".join(
+        found[:_SHOWN]
     )
+    return Finding(DATA, _introduced(DATA, text + ". Clean the data, or drop these samples."))
 
 
 def tensors_in(arguments: Any, without: frozenset[int]) -> Iterable[tuple[str, Tensor]]:
-    """The floating tensors among a forward's arguments (a tuple and a dictionary), each with where it is.
+    """The floating tensors among a forward's arguments (a tuple and a dictionary), each with where
+    it is.
 
     Args:
         without: numbers of leaves to leave out.
@@ -205,7 +219,11 @@ def _buffers(parameters: Mapping[Tensor, str]) -> str:
 
 
 def _nonfinite(named: Iterable[tuple[Tensor, str]]) -> list[str]:
-    dense = [(t.detach(), name) for t, name in named if t.is_floating_point() and t.layout is torch.strided]
+    dense = [
+        (t.detach(), name)
+        for t, name in named
+        if t.is_floating_point() and t.layout is torch.strided
+    ]
     flags = [torch.isfinite(t).all() for t, _ in dense]
     return [name for flag, (_, name) in zip(flags, dense, strict=True) if not flag]
 

@@ -1,4 +1,6 @@
-"""What became of each step, and why: kept on the device, and on the host when its numbers have arrived there."""
+"""What became of each step, and why: kept on the device, and on the host when its numbers have
+arrived there.
+"""
 
 import contextlib
 import logging
@@ -34,7 +36,9 @@ _LONG_RUN = 8  # skips in a row that are worth a warning
 
 
 class NonFiniteError(RuntimeError):
-    """Steps were skipped that no lower scale could have helped, and the policy says ``on_nonfinite="raise"``."""
+    """Steps were skipped that no lower scale could have helped, and the policy says
+    ``on_nonfinite="raise"``.
+    """
 
 
 class StepRecord(NamedTuple):
@@ -42,11 +46,12 @@ class StepRecord(NamedTuple):
 
     Attributes:
         step: its number, from 1, skipped ones included.
-        cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad parameters", "scale
-            exhausted"), or None: it was not.
+        cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad
+            parameters", "scale exhausted"), or None: it was not.
         scale: the loss scale that its backward used.
         grad_norm: of the unscaled gradients; None for a skipped one.
-        parameters: names of those whose gradients (under "bad parameters" whose values) were not finite.
+        parameters: names of those whose gradients (under "bad parameters" whose values) were not
+            finite.
         detail: the cause in words, "" for a step.
     """
 
@@ -59,7 +64,9 @@ class StepRecord(NamedTuple):
 
 
 class Enclosed(NamedTuple):
-    """What is known on the host about a decision: the rule of its scale, and the arguments of its forwards."""
+    """What is known on the host about a decision: the rule of its scale, and the arguments of its
+    forwards.
+    """
 
     rule: ScaleRule
     batches: Sequence[Snapshot]
@@ -72,7 +79,8 @@ class SkipLog:
         names: gives parameter of the model to its full name; asked again when parameters are added.
         tensors: the same with buffers, which a cause may be looked for in.
         dtype: the half format.
-        speaks: a line is logged for each skip, when its numbers have arrived: the device is not waited for.
+        speaks: a line is logged for each skip, when its numbers have arrived: the device is not
+            waited for.
     """
 
     def __init__(
@@ -88,22 +96,29 @@ class SkipLog:
         self._limit, self._speaks = torch.finfo(dtype).max, speaks
         self._loaded = [0.0] * _KEPT
         self._numbers: Tensor | None = None  # see kernels.decide.Record
-        self._places: dict[tuple[int, ...], Tensor] = {}  # by the ids of a decision's lists of parameters
+        self._places: dict[
+            tuple[int, ...], Tensor
+        ] = {}  # by the ids of a decision's lists of parameters
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
         self._mailbox: Mailbox | None = None
         self._known = [0.0, 0.0, 0.0]  # counts when the last letter was written
         self._run: list[int] = []  # numbers of the skips in a row that the last letters told of
-        self._bad_since = 0  # number of the first of the last steps that bad parameters skipped; 0: the last was not
+        # number of the first of the last steps that bad parameters skipped; 0: the last was not
+        self._bad_since = 0
         self._rule: ScaleRule | None = None  # of the last decision
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
         self.last: Finding | None = None  # of the last skip
         self.last_scale = 1.0  # that its backward used
         self.batches: Sequence[Snapshot] = ()  # the snapshots of its forwards
 
-    def record(self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()) -> Record:
-        """Where the decision about the gradients of ``params``, one list for each optimizer, is to be noted.
+    def record(
+        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
+    ) -> Record:
+        """Where the decision about the gradients of ``params``, one list for each optimizer, is to
+        be noted.
 
-        The lists do not change: other parameters come in other lists. Behind them is a magnitude for each of ``ranks``.
+        The lists do not change: other parameters come in other lists. Behind them is a magnitude
+        for each of ``ranks``.
         """
         key = tuple(map(id, params))
         known = key in self._places and ranks == self._ranks
@@ -113,7 +128,9 @@ class SkipLog:
         assert self._numbers is not None
         return Record(self._numbers, self._places[key])
 
-    def _learn(self, key: tuple[int, ...], params: list[Tensor], device: torch.device, ranks: Sequence[int]) -> None:
+    def _learn(
+        self, key: tuple[int, ...], params: list[Tensor], device: torch.device, ranks: Sequence[int]
+    ) -> None:
         self.collect(wait=True)  # letters under way know the names of before
         places = {param: i for i, param in enumerate(params)}
         if not places.keys() <= self._names.keys():
@@ -121,14 +138,22 @@ class SkipLog:
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
         size = RECORD + len(ranks) + len(self._names)
         numbers = self._numbers
-        if numbers is None or len(numbers) != size or numbers.device != device or ranks != self._ranks:
+        if (
+            numbers is None
+            or len(numbers) != size
+            or numbers.device != device
+            or ranks != self._ranks
+        ):
             values, first = self._values(), RECORD + len(self._ranks)
             by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
             before = values[:RECORD] + by_rank + values[first:]
             numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
             self._numbers, self._mailbox, self._ranks = numbers.to(device), Mailbox(numbers), ranks
             self._places, self._params = {}, {}
-        found = [*range(len(params), len(params) + len(ranks)), *(places.get(p, -1) for p in self._names)]
+        found = [
+            *range(len(params), len(params) + len(ranks)),
+            *(places.get(p, -1) for p in self._names),
+        ]
         self._places[key] = torch.tensor(found, dtype=torch.int64).to(device)
 
     def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
@@ -158,7 +183,9 @@ class SkipLog:
         clean, *skips = (int(now - before) for now, before in zip(counts, self._known, strict=True))
         self._known = counts
         step = int(sum(counts))
-        if clean or sum(skips) != 1:  # some letters were not sent: what this one tells is the last skip
+        if (
+            clean or sum(skips) != 1
+        ):  # some letters were not sent: what this one tells is the last skip
             self._run.clear()
         if sum(skips):
             self._run.append(step)
@@ -171,13 +198,19 @@ class SkipLog:
         finding = self.last = self._find(step, values, enclosed)
         self._bad_since = (self._bad_since or step) if finding.cause == PARAMETERS else 0
         self.batches, self.last_scale = enclosed.batches, values[SKIPPED + 1]
-        self.history.append(StepRecord(step, finding.cause, values[SCALE], None, finding.parameters, finding.text))
+        self.history.append(
+            StepRecord(step, finding.cause, values[SCALE], None, finding.parameters, finding.text)
+        )
         if self._speaks:
             skipped = values[OVERFLOW] + values[FAULT]
-            news = math.frexp(skipped)[0] == 0.5  # 1, 2, 4, 8...: a run that skips all the time says so now and then
+            news = (
+                math.frexp(skipped)[0] == 0.5
+            )  # 1, 2, 4, 8...: a run that skips all the time says so now and then
             long_run = len(self._run) == _LONG_RUN
             log = logger.warning if (finding.needs_help and news) or long_run else logger.info
-            log(f"{_rank()}{skipped:.0f} of {step} steps skipped{self._of_run(long_run)}. {finding.text}{finding.hint}")
+            log(
+                f"{_rank()}{skipped:.0f} of {step} steps skipped{self._of_run(long_run)}. {finding.text}{finding.hint}"
+            )
 
     def _of_run(self, long_run: bool) -> str:
         return f", the last {_LONG_RUN} of them in a row" if long_run else ""
@@ -199,7 +232,11 @@ class SkipLog:
         return find_cause(skip, list(_data(enclosed.batches)), self._ask_tensors())
 
     def _values(self) -> list[float]:
-        return [*self._loaded, *[0.0] * (RECORD - _KEPT)] if self._numbers is None else self._numbers.tolist()
+        return (
+            [*self._loaded, *[0.0] * (RECORD - _KEPT)]
+            if self._numbers is None
+            else self._numbers.tolist()
+        )
 
     def counts(self) -> tuple[int, int, int]:
         """Decisions that were clean, scale overflows, forward faults. Reads the device."""
@@ -219,11 +256,15 @@ class SkipLog:
         }
 
     def last_good(self) -> tuple[float, float]:
-        """Norm and largest magnitude of the gradients of the last step that was not skipped. Reads the device."""
+        """Norm and largest magnitude of the gradients of the last step that was not skipped. Reads
+        the device.
+        """
         values = self._values()
         return values[NORM], values[AMAX]
 
-    def load_counts(self, counts: tuple[int, int, int], last_good: tuple[float, float] = (0.0, 0.0)) -> None:
+    def load_counts(
+        self, counts: tuple[int, int, int], last_good: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         """Continues from a checkpoint."""
         self.collect(wait=True)
         self._loaded = [float(n) for n in (*counts, *last_good)]
@@ -237,8 +278,14 @@ class SkipLog:
         self.collect(wait=True)
         values = self._values()
         unseen = values[OVERFLOW] + values[FAULT] > self._known[OVERFLOW] + self._known[FAULT]
-        if int(values[SKIPPED]) in REASONS and self._rule is not None and (unseen or self.last is None):
-            return self._find(int(sum(values[:3])), values, Enclosed(self._rule, ()))  # a CUDA graph left it
+        if (
+            int(values[SKIPPED]) in REASONS
+            and self._rule is not None
+            and (unseen or self.last is None)
+        ):
+            return self._find(
+                int(sum(values[:3])), values, Enclosed(self._rule, ())
+            )  # a CUDA graph left it
         return self.last
 
 

@@ -1,4 +1,6 @@
-"""What is done about a skip beyond skipping: the batch runs again, and the fault is named, healed or raised."""
+"""What is done about a skip beyond skipping: the batch runs again, and the fault is named, healed
+or raised.
+"""
 
 import logging
 from collections import Counter
@@ -33,7 +35,9 @@ class Response:
         heal: makes the module of that name compute in FP32.
     """
 
-    def __init__(self, models: list[nn.Module], policy: Policy, log: SkipLog, heal: Callable[[str], None]) -> None:
+    def __init__(
+        self, models: list[nn.Module], policy: Policy, log: SkipLog, heal: Callable[[str], None]
+    ) -> None:
         self._models, self._policy, self._log, self._heal = models, policy, log, heal
         self._in_a_row = 0
         self._seen = 0  # faults since the last heal that a replay can find
@@ -79,7 +83,9 @@ class Response:
         raises = self._policy.on_nonfinite == "raise" and self._in_a_row >= self._policy.raise_after
         text = finding.text
         self._seen += self._can_be_found(finding)
-        if self._can_be_found(finding) and (self._seen <= FIRST_REPLAYS or _is_power_of_two(self._seen)):
+        if self._can_be_found(finding) and (
+            self._seen <= FIRST_REPLAYS or _is_power_of_two(self._seen)
+        ):
             report, fault = self.replay()
             self._reported = finding, report
             text += f"\n{report}"
@@ -96,7 +102,9 @@ class Response:
         return finding.cause in (FORWARD, BACKWARD, EXHAUSTED)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
-        """The cause of the last skip, with the report of a replay if there was one or one is asked for."""
+        """The cause of the last skip, with the report of a replay if there was one or one is asked
+        for.
+        """
         finding = self._log.finding()
         if finding is None:
             return "No step was skipped."
@@ -109,25 +117,40 @@ class Response:
         return f"{finding.text}\n{earlier}{report}"
 
     def replay(self, run: Callable[[], Any] | None = None) -> tuple[str, Fault | None]:
-        """Runs the forwards of the last skip again, or ``run``; a report, and the fault where there was one."""
-        runs: list[tuple[Callable[[], Any], dict[str, Any]]] = [(b.run, _known(b)) for b in self._log.batches]
+        """Runs the forwards of the last skip again, or ``run``; a report, and the fault where there
+        was one.
+        """
+        runs: list[tuple[Callable[[], Any], dict[str, Any]]] = [
+            (b.run, _known(b)) for b in self._log.batches
+        ]
         if run is not None:
             runs = [(run, {})]
         if not runs:
-            return "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace).", None
+            return (
+                "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace).",
+                None,
+            )
         for function, known in runs:
             try:
                 fault = find_fault(
-                    self._models, function, dtype=self._policy.dtype, scale=self._log.last_scale, **known
+                    self._models,
+                    function,
+                    dtype=self._policy.dtype,
+                    scale=self._log.last_scale,
+                    **known,
                 )
-            except Exception as error:  # of the user's code, run a second time: training goes on without the report
+            # of the user's code, run a second time: training goes on without the report
+            except Exception as error:
                 return f"The replay failed: {type(error).__name__}: {error}", None
             if fault is not None:
                 return str(fault), fault
         if any(known.get("backward") is False for _, known in runs):
             return _IN_THE_LOSS, None
         healed = f" Healed since: {', '.join(map(repr, self._healed))}." if self._healed else ""
-        return f"{NOT_REPRODUCED}.{healed} If the loss is computed outside of the model, look there.", None
+        return (
+            f"{NOT_REPRODUCED}.{healed} If the loss is computed outside of the model, look there.",
+            None,
+        )
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Writes what it takes to run the failing batch of the last skip again elsewhere.
@@ -137,7 +160,9 @@ class Response:
         """
         self._log.collect(wait=True)
         if not self._log.batches:
-            raise RuntimeError("write_bundle: got no failing batch: no step was skipped whose forward could run again")
+            raise RuntimeError(
+                "write_bundle: got no failing batch: no step was skipped whose forward could run again"
+            )
         _, fault = self.replay()
         snapshot = self._log.batches[-1]
         return write_bundle(folder, fault, snapshot, self._policy)
@@ -169,7 +194,9 @@ _IN_THE_LOSS = (
 
 
 def _known(batch: Snapshot) -> dict[str, Any]:
-    """What ``find_fault`` can make use of. Gradients that came in bad say nothing about the model's backward."""
+    """What ``find_fault`` can make use of. Gradients that came in bad say nothing about the model's
+    backward.
+    """
     grads = batch.grad_outputs
     if grads is not None and not all(g is None or bool(torch.isfinite(g).all()) for g in grads):
         return {"expected": batch.outputs, "backward": False}

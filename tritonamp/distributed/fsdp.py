@@ -1,6 +1,8 @@
-"""Models under FSDP2 (``fully_shard``): what can be enabled of them, and how their parameters are spread.
+"""Models under FSDP2 (``fully_shard``): what can be enabled of them, and how their parameters are
+spread.
 
-The sharded parameters are FP32 and the masters; FSDP2's MixedPrecisionPolicy makes the half copies as it gathers them.
+The sharded parameters are FP32 and the masters; FSDP2's MixedPrecisionPolicy makes the half copies
+as it gathers them.
 """
 
 import sys
@@ -16,7 +18,9 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 
 class Sharding(NamedTuple):
-    """How each parameter is spread: over the ranks of ``group``, which hold ``copies`` of it in all."""
+    """How each parameter is spread: over the ranks of ``group``, which hold ``copies`` of it in
+    all.
+    """
 
     group: Any
     copies: int
@@ -34,7 +38,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """The tensor of all ranks' parts; the tensor itself where it is not sharded. All ranks take part."""
+    """The tensor of all ranks' parts; the tensor itself where it is not sharded. All ranks take
+    part.
+    """
     result: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return result
 
@@ -57,19 +63,24 @@ def fsdp2_modules(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
 
 
-def check_sharding(models: Sequence[nn.Module], policy: Policy, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Refuses what cannot work under FSDP, or with an optimizer that divides its parameters among the ranks.
+def check_sharding(
+    models: Sequence[nn.Module], policy: Policy, optimizers: Sequence[Optimizer] = ()
+) -> None:
+    """Refuses what cannot work under FSDP, or with an optimizer that divides its parameters among
+    the ranks.
 
     Raises:
-        ValueError: FSDP1, parameters that are spread differently or kept in main memory, a policy that FSDP2 does not
-            carry out, or a ZeroRedundancyOptimizer of half parameters.
+        ValueError: FSDP1, parameters that are spread differently or kept in main memory, a policy
+            that FSDP2 does not carry out, or a ZeroRedundancyOptimizer of half parameters.
     """
     if policy.cast_model and policy.master_weights:
         _check_optimizers(optimizers)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    if any(isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()):
+    if any(
+        isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()
+    ):
         raise ValueError(
             "model: FullyShardedDataParallel (FSDP1) flattens the parameters, which leaves nothing to keep masters of: "
             "use FSDP2, torch.distributed.fsdp.fully_shard(model, mp_policy=MixedPrecisionPolicy(...))"
@@ -92,7 +103,9 @@ def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 def _check_params(models: Sequence[nn.Module]) -> None:
     named: list[tuple[str, Any]] = [named for model in models for named in model.named_parameters()]
-    offloaded = next((p for _, p in named if is_sharded(p) and p.device.type != p.device_mesh.device_type), None)
+    offloaded = next(
+        (p for _, p in named if is_sharded(p) and p.device.type != p.device_mesh.device_type), None
+    )
     if offloaded is not None:
         raise ValueError(
             f"model: its parameters are on {offloaded.device.type} (CPUOffloadPolicy), its forwards run on "
@@ -104,7 +117,15 @@ def _check_params(models: Sequence[nn.Module]) -> None:
             f"model: {len(plain)} parameter(s) are not sharded ({', '.join(plain[:3])}), others are: call "
             "fully_shard on the whole model, too, so that all gradients are reduced"
         )
-    if len({(p.device_mesh, tuple(placement.is_replicate() for placement in p.placements)) for _, p in named}) > 1:
+    if (
+        len(
+            {
+                (p.device_mesh, tuple(placement.is_replicate() for placement in p.placements))
+                for _, p in named
+            }
+        )
+        > 1
+    ):
         spread = sorted({f"{p.placements} over {p.device_mesh}" for _, p in named})
         raise ValueError(
             f"model: its parameters are spread in several ways ({'; '.join(spread)}): allowed are one mesh, and "
@@ -117,10 +138,14 @@ def _check_policy(sharded: Sequence[Any], kept: Sequence[nn.Module], policy: Pol
     wrong = sorted({str(d) for d in dtypes.values() if d in HALF_DTYPES and d is not policy.dtype})
     needed = f"fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype={policy.dtype}))"
     if policy.cast_model and not policy.master_weights:
-        raise ValueError("level: under FSDP2 the sharded FP32 parameters are the masters, so O3 is not there: use O2")
+        raise ValueError(
+            "level: under FSDP2 the sharded FP32 parameters are the masters, so O3 is not there: use O2"
+        )
     if wrong or (policy.cast_model and policy.dtype not in dtypes.values()):
         got = ", ".join(wrong) or "no half param_dtype"
-        raise ValueError(f"model: got {got} in its MixedPrecisionPolicy, this level needs {needed} before enable")
+        raise ValueError(
+            f"model: got {got} in its MixedPrecisionPolicy, this level needs {needed} before enable"
+        )
     if policy.on_nonfinite != "skip":
         raise ValueError(
             f"on_nonfinite={policy.on_nonfinite!r}: running a batch again takes all ranks of an FSDP2 model; allowed "

@@ -1,4 +1,6 @@
-"""The processes that train one model together: they decide as one, and notice when they have parted."""
+"""The processes that train one model together: they decide as one, and notice when they have
+parted.
+"""
 
 import logging
 import math
@@ -25,7 +27,9 @@ _NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation do
 
 
 class Evidence(NamedTuple):
-    """What a decision rests on: results of grad_stats, and two flags, as ``kernels.decide`` takes them."""
+    """What a decision rests on: results of grad_stats, and two flags, as ``kernels.decide`` takes
+    them.
+    """
 
     amax: Tensor
     square_sum: Tensor
@@ -45,7 +49,8 @@ class _Row(NamedTuple):
 
 
 class Ranks:
-    """The ranks that reduce gradients together with this one; until a DDP or FSDP2 model shows itself there are none.
+    """The ranks that reduce gradients together with this one; until a DDP or FSDP2 model shows
+    itself there are none.
 
     Attributes:
         members: their numbers in the job; none where there is one process.
@@ -53,10 +58,13 @@ class Ranks:
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
         precise: the FP32 values behind their half parameters.
-        amp: whose ``steps_state`` and ``load_steps_state`` are all that a step moves beside parameters.
+        amp: whose ``steps_state`` and ``load_steps_state`` are all that a step moves beside
+            parameters.
     """
 
-    def __init__(self, models: Sequence[nn.Module], precise: PreciseValues, amp: Any = None) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], precise: PreciseValues, amp: Any = None
+    ) -> None:
         self._precise, self._amp = precise, None if amp is None else weakref.ref(amp)
         self._group: Any = None
         self.members: Sequence[int] = ()
@@ -66,7 +74,9 @@ class Ranks:
         self._unseen = [weakref.ref(model) for model in models]
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._to_align: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
+        self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = (
+            weakref.WeakKeyDictionary()
+        )
         self._mailbox: Mailbox | None = None
         self._decisions = 0
         self._warned = False
@@ -89,7 +99,9 @@ class Ranks:
             self._to_align.add(wrapper)
 
     def _look_at_models(self) -> None:
-        """Once: parameters that FSDP2 has put in the place of those that the optimizers step on are not known."""
+        """Once: parameters that FSDP2 has put in the place of those that the optimizers step on are
+        not known.
+        """
         unseen, self._unseen = self._unseen, []
         for model in (ref() for ref in unseen):
             if model is not None and not self.sharded and fsdp2_modules(model):
@@ -134,8 +146,9 @@ class Ranks:
         return len(self.members) > 1
 
     def rebuild(self) -> None:
-        """Has DDP make its buckets and hooks anew: parameters have another dtype now, and it would miss their
-        gradients."""
+        """Has DDP make its buckets and hooks anew: parameters have another dtype now, and it would
+        miss their gradients.
+        """
         for wrapper in self._wrappers:
             if dist.is_initialized():  # else it has come to its end
                 _rebuild(wrapper)
@@ -147,7 +160,8 @@ class Ranks:
 
         Args:
             mine: of this rank's gradients and losses.
-            scale, taken: 0-d, the loss scale and how many steps were taken so far, which should agree.
+            scale, taken: 0-d, the loss scale and how many steps were taken so far, which should
+                agree.
 
         Raises:
             RuntimeError: some decisions ago they did not; it names the rank.
@@ -159,14 +173,26 @@ class Ranks:
             return self._of_gradients(mine)
         zero = torch.zeros_like(scale)
         amax = mine.amax.max() if len(mine.amax) else zero
-        row = [mine.loss_nonfinite, mine.found_earlier, amax, mine.square_sum.sum(), scale, taken.float()]  # a _Row
+        row = [
+            mine.loss_nonfinite,
+            mine.found_earlier,
+            amax,
+            mine.square_sum.sum(),
+            scale,
+            taken.float(),
+        ]  # a _Row
         sent = torch.stack(row)
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
         dist.all_gather_into_tensor(table, sent, group=self._group)
         self._compare(table)
         fault, earlier, largest, square_sum, *_ = table.view(-1, len(row)).unbind(1)
-        total = mine.square_sum if self._sharding is None else square_sum.sum().div(self._sharding.copies).reshape(1)
-        # behind the magnitudes by parameter stands one for each rank, which counts like those; after a fault, whose
+        total = (
+            mine.square_sum
+            if self._sharding is None
+            else square_sum.sum().div(self._sharding.copies).reshape(1)
+        )
+        # behind the magnitudes by parameter stands one for each rank, which counts like those;
+        # after a fault, whose
         by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
         return Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
 
@@ -174,7 +200,12 @@ class Ranks:
         """What all ranks have alike without asking: the gradients that DDP has reduced."""
         silent = torch.zeros_like(mine.loss_nonfinite)
         earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
-        return Evidence(torch.cat([mine.amax, silent.expand(len(self.members))]), mine.square_sum, silent, earlier)
+        return Evidence(
+            torch.cat([mine.amax, silent.expand(len(self.members))]),
+            mine.square_sum,
+            silent,
+            earlier,
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank has given, in one order on all of them. Waits for all ranks."""
@@ -192,12 +223,16 @@ class Ranks:
                 value.copy_(there)
 
     def _in_join(self, wrapper: DistributedDataParallel) -> bool:
-        """Whether ranks may be missing: inside ``with wrapper.join()``, whose mark stays when it is left."""
+        """Whether ranks may be missing: inside ``with wrapper.join()``, whose mark stays when it is
+        left.
+        """
         config = wrapper._join_config
         return config.enable and self._left.get(wrapper) is not config
 
     def catch_up(self, wrapper: DistributedDataParallel) -> None:
-        """The ranks leave ``join``: those that had fewer inputs take over all that the others' steps have moved."""
+        """The ranks leave ``join``: those that had fewer inputs take over all that the others'
+        steps have moved.
+        """
         self._left[wrapper] = wrapper._join_config
         source = wrapper._authoritative_rank
         self._align(wrapper, source)
@@ -216,7 +251,12 @@ class Ranks:
         if self._mailbox is None:
             self._mailbox = Mailbox(table.double())
         for values, _ in self._mailbox.arrived():
-            self._check([_Row(*values[i : i + len(_Row._fields)]) for i in range(0, len(values), len(_Row._fields))])
+            self._check(
+                [
+                    _Row(*values[i : i + len(_Row._fields)])
+                    for i in range(0, len(values), len(_Row._fields))
+                ]
+            )
         if self._decisions % CHECK_EVERY == 0:
             self._mailbox.send(table.double(), None)
         self._decisions += 1
@@ -239,10 +279,16 @@ class Ranks:
         self._check_norms(rows)
 
     def _check_norms(self, rows: Sequence[_Row]) -> None:
-        if self._warned or self.sharded or any(wrapper.parameters_to_ignore for wrapper in self._wrappers):
+        if (
+            self._warned
+            or self.sharded
+            or any(wrapper.parameters_to_ignore for wrapper in self._wrappers)
+        ):
             return
         norms = [row.square_sum**0.5 for row in rows]
-        good = all(row.loss_nonfinite == row.found_earlier == 0 and row.amax < float("inf") for row in rows)
+        good = all(
+            row.loss_nonfinite == row.found_earlier == 0 and row.amax < float("inf") for row in rows
+        )
         if good and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             self._warned = True
             logger.warning(

@@ -25,7 +25,8 @@ class Finding:
 
     Attributes:
         kind: "overflow", "vanishing", "constant", "adam eps"...
-        where: path of a module, full name of a parameter, or what else it is about; "" is the model's own forward.
+        where: path of a module, full name of a parameter, or what else it is about; "" is the
+            model's own forward.
         why: what happens.
         advice: what to do.
         problem: training would fail or lose accuracy; otherwise it is advice.
@@ -45,7 +46,10 @@ class Finding:
 
 
 def look(
-    model: nn.Module, optimizers: Sequence[Optimizer], loss_fn: Callable[..., Any] | None, policy: Policy
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    loss_fn: Callable[..., Any] | None,
+    policy: Policy,
 ) -> list[Finding]:
     """Everything that can be said without data."""
     modules = dict(model.named_modules())
@@ -72,12 +76,21 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
             continue
         owner, sizes = name.rpartition(".")[0], magnitudes(param.detach().float())
         if not bool(param.detach().isfinite().all()):
-            yield Finding("non-finite", name, "it holds inf or NaN already", "load or initialise it again", True, 1e30)
+            yield Finding(
+                "non-finite",
+                name,
+                "it holds inf or NaN already",
+                "load or initialise it again",
+                True,
+                1e30,
+            )
         elif id(param) in fp32 or not (policy.cast_model or policy.op_policy):
             continue
         elif sizes.overflows(dtype):
             why = f"its largest value is {sizes.amax:.3g}, {sizes.amax / top:.3g} times the largest {short(dtype)}"
-            yield Finding("overflow", name, why, keep(owner), weight=sizes.amax / top, modules=(owner,))
+            yield Finding(
+                "overflow", name, why, keep(owner), weight=sizes.amax / top, modules=(owner,)
+            )
         elif sizes.amax and sizes.vanishing(dtype) > 0.99:
             why = f"its largest value is {sizes.amax:.2g}, which is zero in {short(dtype)}"
             yield Finding("vanishing", name, why, keep(owner), modules=(owner,))
@@ -109,7 +122,9 @@ def _already_half(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Fin
     norms = [name for name, module, _ in half if isinstance(module, NORMS)]
     if norms:
         why = f"{len(norms)} parameters of normalisation layers are half ({_some(norms)})"
-        yield Finding("half norm", norms[0].rpartition(".")[0], why, "keep them in FP32, as level O2 does")
+        yield Finding(
+            "half norm", norms[0].rpartition(".")[0], why, "keep them in FP32, as level O2 does"
+        )
 
 
 def _averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
@@ -119,9 +134,17 @@ def _averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding
         averaged = isinstance(module, torch.optim.swa_utils.AveragedModel)
         half = policy.cast_model or any(p.dtype in HALF_DTYPES for p in module.parameters())
         inside = any(path.startswith(f"{other}.") for other in found)
-        if half and not inside and (averaged or any(_is_copy(module, other) for other in modules.values())):
+        if (
+            half
+            and not inside
+            and (averaged or any(_is_copy(module, other) for other in modules.values()))
+        ):
             found.append(path)
-            why = "a copy that is averaged" if averaged else "a frozen copy of a module that is trained"
+            why = (
+                "a copy that is averaged"
+                if averaged
+                else "a frozen copy of a module that is trained"
+            )
             yield Finding(
                 "average",
                 path,
@@ -139,7 +162,9 @@ def _is_copy(module: nn.Module, original: nn.Module) -> bool:
     if not copies or len(copies) != len(originals) or any(p.requires_grad for p in copies):
         return False
     pairs = list(zip(copies, originals, strict=True))
-    return any(p.requires_grad for p in originals) and all(a is not b and torch.equal(a, b) for a, b in pairs)
+    return any(p.requires_grad for p in originals) and all(
+        a is not b and torch.equal(a, b) for a, b in pairs
+    )
 
 
 def _buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
@@ -167,31 +192,52 @@ def _refused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Find
         check_optimizers(optimizers, [model])
     except ValueError as error:
         why, _, advice = str(error).partition(": ")[2].rpartition(": ")
-        yield Finding("optimizer", type(optimizers[0]).__name__, f"enable refuses it: {why}", advice, weight=1e12)
+        yield Finding(
+            "optimizer",
+            type(optimizers[0]).__name__,
+            f"enable refuses it: {why}",
+            advice,
+            weight=1e12,
+        )
 
 
-def _optimizers(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> Iterator[Finding]:
+def _optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
+) -> Iterator[Finding]:
     names = {p: name for name, p in model.named_parameters()}
     becomes_half = policy.cast_model and not policy.master_weights
     kept = {id(p) for p in _fp32_parameters(model, policy)} if becomes_half else set()
     for optimizer in optimizers:
-        kind, with_masters = type(optimizer).__name__, isinstance(optimizer, (optim.Adam, optim.AdamW))
+        kind, with_masters = (
+            type(optimizer).__name__,
+            isinstance(optimizer, (optim.Adam, optim.AdamW)),
+        )
         params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         half = [
-            (p, g) for p, g in params if p.dtype in HALF_DTYPES or (becomes_half and id(p) not in kept and p in names)
+            (p, g)
+            for p, g in params
+            if p.dtype in HALF_DTYPES or (becomes_half and id(p) not in kept and p in names)
         ]
         if not half or with_masters:
             continue
         name = names.get(half[0][0], f"a parameter of shape {tuple(half[0][0].shape)}")
         why = f"{kind} steps on {len(half)} half parameters without FP32 master weights ({name}, ...): small updates "
-        yield Finding("no masters", name, why + "round away", 'use level "O2", or tritonamp.optim.AdamW', weight=1e10)
-        eps = min((group["eps"] for _, group in half if isinstance(group.get("eps"), float)), default=1.0)
+        yield Finding(
+            "no masters",
+            name,
+            why + "round away",
+            'use level "O2", or tritonamp.optim.AdamW',
+            weight=1e10,
+        )
+        eps = min(
+            (group["eps"] for _, group in half if isinstance(group.get("eps"), float)), default=1.0
+        )
         dtype = half[0][0].dtype if half[0][0].dtype in HALF_DTYPES else policy.dtype
         if 0 < eps <= rounds_to_zero(dtype):
-            why = (
-                f"{kind} has eps={eps:g} on half parameters: it is zero in {short(dtype)}, so the step divides by zero"
+            why = f"{kind} has eps={eps:g} on half parameters: it is zero in {short(dtype)}, so the step divides by zero"
+            yield Finding(
+                "adam eps", name, why, 'use level "O2" (FP32 masters), or eps=1e-4', weight=1e11
             )
-            yield Finding("adam eps", name, why, 'use level "O2" (FP32 masters), or eps=1e-4', weight=1e11)
 
 
 def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
@@ -199,7 +245,9 @@ def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> I
     refusing = [type(o).__name__ for o in optimizers if isinstance(o, adams)]
     for path, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            why = "its gradients are sparse" + (f", which {refusing[0]} refuses" if refusing else "")
+            why = "its gradients are sparse" + (
+                f", which {refusing[0]} refuses" if refusing else ""
+            )
             advice = "give it torch.optim.SparseAdam or SGD, or build it with sparse=False (then steps are fused)"
             yield Finding("sparse", path, why, advice, problem=bool(refusing))
 
@@ -211,17 +259,31 @@ def _bce(modules: dict[str, nn.Module], loss_fn: Any) -> Iterator[Finding]:
 
 def bce(where: str, line: str = "") -> Finding:
     why = "binary_cross_entropy takes probabilities: in half they round to 0 and 1, and autocast refuses it"
-    return Finding("BCELoss", where, why, "use BCEWithLogitsLoss and leave out the sigmoid", weight=1e6, line=line)
+    return Finding(
+        "BCELoss",
+        where,
+        why,
+        "use BCEWithLogitsLoss and leave out the sigmoid",
+        weight=1e6,
+        line=line,
+    )
 
 
 def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
     for path, module in modules.items():
         if isinstance(module, nn.DataParallel):
             why = "DataParallel runs replicas in threads of their own, which autocast around it does not reach"
-            yield Finding("data parallel", path, why, "enable the module inside it, or use DistributedDataParallel")
+            yield Finding(
+                "data parallel",
+                path,
+                why,
+                "enable the module inside it, or use DistributedDataParallel",
+            )
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         why = "torch.autocast is on around tritonamp.check: an enabled model enters its own"
-        yield Finding("autocast", "the caller", why, "leave it out of the training loop", problem=False)
+        yield Finding(
+            "autocast", "the caller", why, "leave it out of the training loop", problem=False
+        )
 
 
 def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
@@ -237,9 +299,18 @@ def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
             continue
         odd = [f"{name}={size}" for name, size in _matrix(module) if size >= _SMALL and size % 8]
         if odd:
-            rounded = ", ".join(f"{n}={math.ceil(int(s) / 8) * 8}" for n, s in (text.split("=") for text in odd))
+            rounded = ", ".join(
+                f"{n}={math.ceil(int(s) / 8) * 8}" for n, s in (text.split("=") for text in odd)
+            )
             why = f"{', '.join(odd)}: not a multiple of 8, so Tensor Cores run slower or not at all"
-            yield Finding("tensor cores", path, why, f"pad to {rounded}", problem=False, weight=weight.numel() / total)
+            yield Finding(
+                "tensor cores",
+                path,
+                why,
+                f"pad to {rounded}",
+                problem=False,
+                weight=weight.numel() / total,
+            )
 
 
 def _matrix(module: nn.Module) -> list[tuple[str, int]]:
@@ -249,7 +320,10 @@ def _matrix(module: nn.Module) -> list[tuple[str, int]]:
         return [("num_embeddings", module.num_embeddings), ("embedding_dim", module.embedding_dim)]
     if isinstance(module, nn.modules.conv._ConvNd):
         groups = module.groups
-        return [("in_channels", module.in_channels // groups), ("out_channels", module.out_channels // groups)]
+        return [
+            ("in_channels", module.in_channels // groups),
+            ("out_channels", module.out_channels // groups),
+        ]
     return []
 
 

@@ -44,7 +44,9 @@ class Run(NamedTuple):
     loss: float
 
 
-def dry_run(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, policy: Policy) -> Run:
+def dry_run(
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, policy: Policy
+) -> Run:
     """Runs a copy; model, batch, gradients and random states stay as they are, bit for bit.
 
     Args:
@@ -69,7 +71,9 @@ def dry_run(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | Non
             for name, tensor in twin.named_parameters():
                 _mark(tensor, recorder, "parameter", name)
             with recorder, _BceInFp32(recorder):
-                loss = (copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn or _mean)(twin(*batch))
+                loss = (
+                    copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn or _mean
+                )(twin(*batch))
                 grads = _backward(loss, list(params.values()), recorder)
             for name, grad in zip(params, grads, strict=True):
                 if grad is not None:
@@ -77,7 +81,11 @@ def dry_run(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | Non
         except Misuse:
             raise
         except Exception as error:
-            where = f"module {recorder.failed!r}" if recorder.failed else "the model, the loss or the backward"
+            where = (
+                f"module {recorder.failed!r}"
+                if recorder.failed
+                else "the model, the loss or the backward"
+            )
             raise RuntimeError(
                 f"tritonamp.check: {where} failed in the dry run, in FP32: {type(error).__name__}: {error}"
             ) from error
@@ -89,7 +97,11 @@ def dry_run(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | Non
 def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
     """Gradients of ``params``, None for those that the loss does not depend on."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         raise Misuse(f"loss_fn(output): got {got}, allowed is a scalar tensor")
     if not loss.requires_grad:
         return [None] * len(params)
@@ -101,13 +113,17 @@ def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[T
     return grads
 
 
-def _mark(tensor: Tensor, recorder: Recorder, op: str, parameter: str = "", scaled: bool = False) -> None:
+def _mark(
+    tensor: Tensor, recorder: Recorder, op: str, parameter: str = "", scaled: bool = False
+) -> None:
     """Measures a tensor that no op of the run made."""
     values = values_of(tensor.detach())
     if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
         place = Place(parameter.rpartition(".")[0], "")
         half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
-        record = Record(place, op, tuple(values.shape), magnitudes(values), half, parameter, scaled, scaled)
+        record = Record(
+            place, op, tuple(values.shape), magnitudes(values), half, parameter, scaled, scaled
+        )
         made_by = record_of(tensor)
         record.sources = [made_by] if made_by else []
         tensor._record = record  # type: ignore[attr-defined]
@@ -116,7 +132,9 @@ def _mark(tensor: Tensor, recorder: Recorder, op: str, parameter: str = "", scal
 
 def _input(tensor: Tensor, recorder: Recorder) -> Tensor:
     copied = tensor.detach().clone()
-    result: Tensor = Unrounded(copied.float(), tensor.dtype) if tensor.dtype in HALF_DTYPES else copied
+    result: Tensor = (
+        Unrounded(copied.float(), tensor.dtype) if tensor.dtype in HALF_DTYPES else copied
+    )
     _mark(result, recorder, "input")
     return result.requires_grad_(tensor.requires_grad)
 
@@ -124,7 +142,9 @@ def _input(tensor: Tensor, recorder: Recorder) -> Tensor:
 def _mean(output: Any) -> Tensor:
     means = [t.float().mean() for t in _floating(output)]
     if not means:
-        raise Misuse(f"the model's output ({type(output).__name__}) has no floating tensor: pass loss_fn")
+        raise Misuse(
+            f"the model's output ({type(output).__name__}) has no floating tensor: pass loss_fn"
+        )
     return torch.stack(means).mean()
 
 
@@ -135,7 +155,13 @@ def _floating(output: Any) -> Iterator[Tensor]:
         return
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
         output = vars(output)
-    for item in output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ():
+    for item in (
+        output.values()
+        if isinstance(output, Mapping)
+        else output
+        if isinstance(output, (list, tuple))
+        else ()
+    ):
         yield from _floating(item)
 
 
@@ -143,8 +169,12 @@ def _floating(output: Any) -> Iterator[Tensor]:
 def _isolated(model: nn.Module) -> Iterator[None]:
     """Random states are put back; autocast and no_grad around the call do not count."""
     devices = {p.device.index for p in model.parameters() if p.is_cuda}
-    cudnn = torch.backends.cudnn.flags(enabled=False) if devices else contextlib.nullcontext()  # it reads raw memory,
-    attention = sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()  # and flash attention half only
+    cudnn = (
+        torch.backends.cudnn.flags(enabled=False) if devices else contextlib.nullcontext()
+    )  # it reads raw memory,
+    attention = (
+        sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()
+    )  # and flash attention half only
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
@@ -169,7 +199,9 @@ def _copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses results kept from a forward
+            if (
+                isinstance(value, Tensor) and not value.is_leaf
+            ):  # deepcopy refuses results kept from a forward
                 memo[id(value)] = value.detach().clone()
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
@@ -183,7 +215,10 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
 
 
 def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
@@ -195,7 +230,9 @@ def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
             if tensor.dtype not in HALF_DTYPES:
                 continue
             if id(tensor) not in made:
-                new: Tensor = Unrounded(wide[f"{path}.{name}" if path else name].clone(), tensor.dtype)
+                new: Tensor = Unrounded(
+                    wide[f"{path}.{name}" if path else name].clone(), tensor.dtype
+                )
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 made[id(tensor)] = made[id(new)] = new
@@ -237,7 +274,9 @@ def _find_functions(loss: Tensor, recorder: Recorder) -> None:
         nodes += [function for function, _ in node.next_functions]
         function: Any = getattr(type(node), "_forward_cls", None)
         own = function is not None and not function.__module__.startswith(("torch.", "tritonamp."))
-        if own and function.forward.__code__.co_name != "decorate_fwd":  # what torch.amp.custom_fwd makes of it
+        if (
+            own and function.forward.__code__.co_name != "decorate_fwd"
+        ):  # what torch.amp.custom_fwd makes of it
             recorder.note("function", function.__qualname__, recorder.place_of(node))
 
 

@@ -14,14 +14,21 @@ from tritonamp.policy import Policy
 
 MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-24  # of GradScaler
 MARGIN = 4.0  # between the largest scale that fits this batch and the one recommended
-GONE = 0.99  # share of a tensor that becomes zero: less is how a peaked softmax, or a closed gate, looks
+# share of a tensor that becomes zero: less is how a peaked softmax, or a closed gate, looks
+GONE = 0.99
 NOISE = 2.0**-16  # a sum this much smaller than its terms is what FP32 leaves of a zero
 
 GATES = "sigmoid softmax exp softplus silu gelu elu erfc dropout threshold relu".split()
 """Ops that are zero, or nearly, for much of their input: tiny results of theirs are not missed."""
 
 BATCH, LOSS = "the batch", "the loss"  # where a finding is that no module has
-NAMES = {"addmm": "linear", "mm": "matmul", "bmm": "matmul", "baddbmm": "matmul", "to": "the cast to half"}
+NAMES = {
+    "addmm": "linear",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "to": "the cast to half",
+}
 CAUSES = {
     "a sum of products of large values; normalise or scale down its inputs": "linear matmul convolution",
     "on x.float() it fits; in half, dividing by the inf gives zeros and no NaN": "mul pow square",
@@ -41,7 +48,8 @@ class Outlook:
         overflows: how many of them overflow.
         vanishing: share of their values, other than zero, that become zero.
         subnormal: share of their values that keep fewer bits.
-        grad_vanishing: share of the gradients' values, other than zero, that become zero at loss scale 1.
+        grad_vanishing: share of the gradients' values, other than zero, that become zero at loss
+            scale 1.
         max_scale: the largest power of two at which no gradient overflows, at most 2^24.
         limited_by: the gradient that would overflow next.
         scale: the loss scale recommended: ``max_scale`` with a margin.
@@ -109,9 +117,13 @@ def _lost(records: Iterable[Record], dtype: torch.dtype, scale: float) -> tuple[
 
 
 def _is_noise(gradient: Record) -> bool:
-    """Whether rounding alone explains a gradient: that of a key's bias in attention is zero but for it."""
+    """Whether rounding alone explains a gradient: that of a key's bias in attention is zero but for
+    it.
+    """
     terms = [source.sizes.amax for made_by in gradient.sources for source in made_by.sources]
-    return bool(terms) and gradient.sizes.amax <= NOISE * math.prod(min(1.0, amax) for amax in terms)
+    return bool(terms) and gradient.sizes.amax <= NOISE * math.prod(
+        min(1.0, amax) for amax in terms
+    )
 
 
 def predictions(run: Run, policy: Policy) -> Iterator[Finding]:
@@ -130,20 +142,40 @@ def _non_finite(run: Run) -> Iterator[Finding]:
     if math.isfinite(run.loss) and not reaches_gradients:
         return  # a NaN that is masked out again
     for r in run.records:
-        if r.sizes.nans and not any(source.sizes.nans for source in r.sources) and r.op != "parameter":
+        if (
+            r.sizes.nans
+            and not any(source.sizes.nans for source in r.sources)
+            and r.op != "parameter"
+        ):
             why = f"{_op(r)} gives NaN in FP32 already"
-            yield Finding("non-finite", r.place.module, why, "mend this first", weight=1e29, line=r.place.line)
+            yield Finding(
+                "non-finite", r.place.module, why, "mend this first", weight=1e29, line=r.place.line
+            )
             return
     if not math.isfinite(run.loss):
-        yield Finding("non-finite", "", f"the loss is {run.loss} in FP32 already", "mend this first", weight=1e28)
+        yield Finding(
+            "non-finite",
+            "",
+            f"the loss is {run.loss} in FP32 already",
+            "mend this first",
+            weight=1e28,
+        )
 
 
 def _overflows(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Finding]:
     worst: dict[tuple[object, ...], Record] = {}
     origins: set[tuple[object, ...]] = set()  # the first in a loop overflows by itself
     for r in records:
-        of_parameter = r.op == "parameter" or (r.op == "to" and any(s.op == "parameter" for s in r.sources))
-        if r.half and not r.scaled and not r.excused and not of_parameter and r.sizes.overflows(dtype):
+        of_parameter = r.op == "parameter" or (
+            r.op == "to" and any(s.op == "parameter" for s in r.sources)
+        )
+        if (
+            r.half
+            and not r.scaled
+            and not r.excused
+            and not of_parameter
+            and r.sizes.overflows(dtype)
+        ):
             key: tuple[object, ...] = (r.place, r.op, r.backward)
             if not any(s.half and not s.excused and s.sizes.overflows(dtype) for s in r.sources):
                 origins.add(key)
@@ -153,11 +185,15 @@ def _overflows(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Findin
         ratio = r.sizes.amax / torch.finfo(dtype).max
         verb = "holds" if r.op == "input" else "gives"
         why = f"{_op(r)} {verb} {r.sizes.amax:.3g}, {ratio:.3g} times the largest {short(dtype)}"
-        cause = next((cause for cause, ops in CAUSES.items() if NAMES.get(r.op, r.op) in ops.split()), "")
+        cause = next(
+            (cause for cause, ops in CAUSES.items() if NAMES.get(r.op, r.op) in ops.split()), ""
+        )
         advice = f"{cause}. Or {keep(r.place.module)}" if cause else keep(r.place.module)
         cures = () if r.op == "input" else (r.place.module,)
         if r.op == "input":
-            advice = "scale the data; cast_inputs=False keeps it in FP32 up to the first matrix product"
+            advice = (
+                "scale the data; cast_inputs=False keeps it in FP32 up to the first matrix product"
+            )
         kind = "overflow" if key in origins else "follows"
         yield Finding(kind, _where(r), why, advice, True, ratio, cures, r.place.line)
 
@@ -166,9 +202,20 @@ def _vanishing(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Findin
     for r in records:
         if not r.half or r.backward or r.op == "parameter" or any(gate in r.op for gate in GATES):
             continue
-        if r.sizes.vanishing(dtype) > GONE and not any(s.sizes.vanishing(dtype) > GONE for s in r.sources):
+        if r.sizes.vanishing(dtype) > GONE and not any(
+            s.sizes.vanishing(dtype) > GONE for s in r.sources
+        ):
             why = f"{_op(r)} gives at most {r.sizes.amax:.2g}, which is zero in {short(dtype)}"
-            yield Finding("vanishing", _where(r), why, keep(r.place.module), True, 1.0, (r.place.module,), r.place.line)
+            yield Finding(
+                "vanishing",
+                _where(r),
+                why,
+                keep(r.place.module),
+                True,
+                1.0,
+                (r.place.module,),
+                r.place.line,
+            )
 
 
 def _where(r: Record) -> str:
@@ -195,14 +242,26 @@ def _of_note(note: Note, dtype: torch.dtype) -> Finding:
             f"{detail}: {half} ends at {info.max:.5g}, so torch refuses it or makes it inf",
             'for masks use float("-inf") or torch.finfo(x.dtype).min',
         ),
-        "infinite": (1e3, f"{detail}: {half} ends at {info.max:.5g}", "make it in FP32, or of smaller values"),
+        "infinite": (
+            1e3,
+            f"{detail}: {half} ends at {info.max:.5g}",
+            "make it in FP32, or of smaller values",
+        ),
         "eps": (
             0.9,
             f"{detail}, which is zero in {half}: its smallest number is {info.smallest_normal * info.eps:.1g}",
             "compute this on x.float(), or use a larger eps",
         ),
-        "divisor": (1.1, f"{detail}, which is zero in {half}: inf or NaN", "compute this on x.float()"),
-        "refused": (1e5, f"torch refuses the dtypes: {detail}", "cast one of them, as in y.to(x.dtype)"),
+        "divisor": (
+            1.1,
+            f"{detail}, which is zero in {half}: inf or NaN",
+            "compute this on x.float()",
+        ),
+        "refused": (
+            1e5,
+            f"torch refuses the dtypes: {detail}",
+            "cast one of them, as in y.to(x.dtype)",
+        ),
         "thread": (
             1e4,
             "it runs in a thread of its own, which autocast around the model does not reach",
@@ -223,7 +282,11 @@ def _loss_scale(records: Sequence[Record], policy: Policy) -> Iterator[Finding]:
             largest = f"2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does not overflow"
             why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
-        cures = tuple(sorted({r.place.module for r in records if r.half and r.scaled and r.sizes.amax >= limit}))
+        cures = tuple(
+            sorted(
+                {r.place.module for r in records if r.half and r.scaled and r.sizes.amax >= limit}
+            )
+        )
         advice = f"keep {seen.limited_by!r} in FP32, or use bfloat16"
         yield Finding("loss scale", seen.limited_by, why, advice, True, 1.2, cures)
         return

@@ -38,9 +38,19 @@ MOVES = ("_unsafe_view", "clone", "_reshape_alias", "expand_copy", "lift_fresh",
 """The values stay what they are."""
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
-NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
+NORMS = (
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "_native_batch_norm_legit",
+)
 _OURS = os.path.dirname(os.path.dirname(__file__))
-LIBRARY = ("<", _OURS + os.sep, *(os.path.dirname(str(m.__file__)) + os.sep for m in (torch, kernels)))
+LIBRARY = (
+    "<",
+    _OURS + os.sep,
+    *(os.path.dirname(str(m.__file__)) + os.sep for m in (torch, kernels)),
+)
 STDLIB, PACKAGES = sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}"
 
 
@@ -79,7 +89,9 @@ class Record:
 
 
 class Note(NamedTuple):
-    """Something that is wrong whatever the sizes: "constant", "eps", "divisor", "refused", "bce", "thread"..."""
+    """Something that is wrong whatever the sizes: "constant", "eps", "divisor", "refused", "bce",
+    "thread"...
+    """
 
     kind: str
     place: Place
@@ -103,7 +115,9 @@ class Recorder(TorchDispatchMode):
         self.modules: list[str] = []
         self.failed = ""
         self._dtype = dtype
-        self._nodes: list[int] = []  # sequence numbers of autograd nodes, ascending, and where they were made
+        self._nodes: list[
+            int
+        ] = []  # sequence numbers of autograd nodes, ascending, and where they were made
         self._places: list[Place] = []
 
     def note(self, kind: str, detail: str, place: Place | None = None) -> None:
@@ -125,7 +139,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, place = kwargs or {}, self._place()
-        sequence = torch._C._autograd._get_sequence_nr() - 1  # of the op's node, which autograd has just made
+        sequence = (
+            torch._C._autograd._get_sequence_nr() - 1
+        )  # of the op's node, which autograd has just made
         if not self._in_backward() and sequence > (self._nodes[-1] if self._nodes else -1):
             self._nodes.append(sequence)
             self._places.append(place)
@@ -133,7 +149,10 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if any(t.dtype in HALF_DTYPES and not isinstance(t, Unrounded) and bool(t.isposinf().any()) for t in inputs):
+        if any(
+            t.dtype in HALF_DTYPES and not isinstance(t, Unrounded) and bool(t.isposinf().any())
+            for t in inputs
+        ):
             self.note("infinite", "a tensor made in half holds inf", place)
         sources = [record for record in map(record_of, inputs) if record is not None]
         if _is_view(func) or (name in MOVES and sources):
@@ -152,7 +171,9 @@ class Recorder(TorchDispatchMode):
         if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
             scaled = any(source.scaled for source in sources)
             shape, sizes = tuple(values.shape), magnitudes(values)
-            record = Record(place, op, shape, sizes, half, "", self._in_backward(), scaled, sources=sources)
+            record = Record(
+                place, op, shape, sizes, half, "", self._in_backward(), scaled, sources=sources
+            )
             output._record = record  # type: ignore[attr-defined]
             self.records.append(record)
 
@@ -184,14 +205,32 @@ class Recorder(TorchDispatchMode):
 
     def _watch_divisors(self, name: str, inputs: list[Tensor], place: Place) -> None:
         record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
-        if record is not None and record.half and not record.backward and record.sizes.vanishing(self._dtype):
+        if (
+            record is not None
+            and record.half
+            and not record.backward
+            and record.sizes.vanishing(self._dtype)
+        ):
             self.note("divisor", f"{name.strip('_')} of {record.sizes.amin:.2g}", place)
 
     def _excuse_mask(self, name: str, args: Any, kwargs: Any) -> None:
-        """Very negative scores may become -inf where a softmax takes them, if each row keeps a finite one."""
-        scores = args[0] if name in SOFTMAX else kwargs.get("attn_mask") if "scaled_dot_product" in name else None
+        """Very negative scores may become -inf where a softmax takes them, if each row keeps a
+        finite one.
+        """
+        scores = (
+            args[0]
+            if name in SOFTMAX
+            else kwargs.get("attn_mask")
+            if "scaled_dot_product" in name
+            else None
+        )
         record, top = record_of(scores), rounds_to_inf(self._dtype)
-        if scores is None or record is None or not record.sizes.overflows(self._dtype) or record.sizes.largest >= top:
+        if (
+            scores is None
+            or record is None
+            or not record.sizes.overflows(self._dtype)
+            or record.sizes.largest >= top
+        ):
             return
         if bool((values_of(scores) > -top).any(args[1] if name in SOFTMAX else -1).all()):
             for masked in (record, *record.sources):
@@ -206,7 +245,9 @@ def record_of(tensor: Tensor | None) -> Record | None:
 def _is_view(func: Any) -> bool:
     """Whether the results of an op share memory with its inputs."""
     returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
 
 
 def _line() -> str:

@@ -31,12 +31,14 @@ class Forecast:
 
     Attributes:
         model: the name of its class.
-        findings: worst first; those with ``problem`` would spoil the training, the others are advice.
+        findings: worst first; those with ``problem`` would spoil the training, the others are
+            advice.
         formats: "float16" and "bfloat16" to what each would make of the values.
-        policy: for ``enable``: the one asked for, with the modules in ``fp32_modules`` that have to stay FP32. Where
-            that does not help, bfloat16 or, on devices without it, FP32.
+        policy: for ``enable``: the one asked for, with the modules in ``fp32_modules`` that have to
+            stay FP32. Where that does not help, bfloat16 or, on devices without it, FP32.
         asked: the policy that the findings are about.
-        records: every result and gradient of the dry run, with amax, smallest magnitude and exponents.
+        records: every result and gradient of the dry run, with amax, smallest magnitude and
+            exponents.
         loss: of the dry run.
     """
 
@@ -63,7 +65,8 @@ class Forecast:
             "loss": self.loss if math.isfinite(self.loss) else str(self.loss),
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "formats": {
-                name: {**dataclasses.asdict(o), "dtype": name, "fits": o.fits} for name, o in self.formats.items()
+                name: {**dataclasses.asdict(o), "dtype": name, "fits": o.fits}
+                for name, o in self.formats.items()
             },
             "policy": json.loads(self.policy.to_json()),
             "asked": json.loads(self.asked.to_json()),
@@ -82,8 +85,8 @@ def check(
 ) -> Forecast:
     """Predicts what overflows and vanishes in half, from one forward and backward in FP32 values.
 
-    Model, optimizer, gradients, buffers and random states stay as they are, bit for bit: a copy is run. Where something
-    is found, further runs try which modules have to stay FP32.
+    Model, optimizer, gradients, buffers and random states stay as they are, bit for bit: a copy is
+    run. Where something is found, further runs try which modules have to stay FP32.
 
     Args:
         model: before ``enable``, on its device.
@@ -99,7 +102,9 @@ def check(
     """
     policy = resolve(level, dtype)
     if isinstance(model, (list, tuple)):
-        raise ValueError(f"model: got {type(model).__name__}, allowed is one torch.nn.Module: check models one by one")
+        raise ValueError(
+            f"model: got {type(model).__name__}, allowed is one torch.nn.Module: check models one by one"
+        )
     (model,) = check_models([model], O3)  # one that is half already is something to report
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
@@ -123,14 +128,20 @@ def check(
     )
 
 
-def _cure(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy, findings: Sequence[Finding]) -> Policy:
+def _cure(
+    model: nn.Module, batch: Any, loss_fn: Any, policy: Policy, findings: Sequence[Finding]
+) -> Policy:
     """The policy with as many modules in FP32 as it takes, tried out; else bfloat16, else FP32."""
     tried = policy
     for number in range(ROUNDS):
         # what follows from an overflow is often mended with it
         told = [f for f in findings if f.problem and (f.kind != "follows" or number >= ROUNDS // 2)]
         wanted = {path for finding in told for path in finding.modules}
-        if tried.cast_inputs and tried.op_policy and any(finding.where == BATCH for finding in findings):
+        if (
+            tried.cast_inputs
+            and tried.op_policy
+            and any(finding.where == BATCH for finding in findings)
+        ):
             tried = dataclasses.replace(tried, cast_inputs=False)
         elif not wanted:
             return tried
@@ -138,7 +149,10 @@ def _cure(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy, findings: 
             break  # the model's own forward cannot stay FP32 alone
         else:
             tried = dataclasses.replace(tried, fp32_modules=_with(tried.fp32_modules, wanted))
-        findings = [*predictions(dry_run(model, batch, loss_fn, tried), tried), *parameters(model, tried)]
+        findings = [
+            *predictions(dry_run(model, batch, loss_fn, tried), tried),
+            *parameters(model, tried),
+        ]
     return _wider(model, batch, loss_fn, policy)
 
 
@@ -146,30 +160,44 @@ def _with(fp32_modules: Iterable[str | type], more: set[str]) -> tuple[str | typ
     """Without modules inside others that are named."""
     classes = [kind for kind in fp32_modules if isinstance(kind, type)]
     names = more | {name for name in fp32_modules if isinstance(name, str)}
-    return *classes, *(n for n in sorted(names) if not any(n.startswith(f"{other}.") for other in names))
+    return *classes, *(
+        n for n in sorted(names) if not any(n.startswith(f"{other}.") for other in names)
+    )
 
 
 def _wider(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy) -> Policy:
     """``policy`` in bfloat16, where the device has it and that is enough, or O0."""
     wider = resolve(policy, torch.bfloat16, loss_scale=1.0)
     try:
-        _launch.check_dtype(torch.bfloat16, next((p.device for p in model.parameters()), torch.device("cpu")))
+        _launch.check_dtype(
+            torch.bfloat16, next((p.device for p in model.parameters()), torch.device("cpu"))
+        )
     except _launch.UnsupportedDeviceError:
         return O0
-    findings = [*predictions(dry_run(model, batch, loss_fn, wider), wider), *parameters(model, wider)]
+    findings = [
+        *predictions(dry_run(model, batch, loss_fn, wider), wider),
+        *parameters(model, wider),
+    ]
     return O0 if any(finding.modules and finding.problem for finding in findings) else wider
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Worst first, each once."""
     once = {(f.kind, f.where, f.why): f for f in findings}
-    return tuple(sorted(once.values(), key=lambda f: (not f.problem, f.kind == "follows", -f.weight)))
+    return tuple(
+        sorted(once.values(), key=lambda f: (not f.problem, f.kind == "follows", -f.weight))
+    )
 
 
 def _plain(record: Record) -> dict[str, Any]:
     kept = ("op", "shape", "half", "parameter", "backward", "scaled")
     sizes = {name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")}
-    return {"module": record.place.module, "line": record.place.line, **{n: getattr(record, n) for n in kept}, **sizes}
+    return {
+        "module": record.place.module,
+        "line": record.place.line,
+        **{n: getattr(record, n) for n in kept},
+        **sizes,
+    }
 
 
 def _report(forecast: Forecast) -> Iterator[str]:
@@ -184,7 +212,9 @@ def _report(forecast: Forecast) -> Iterator[str]:
     yield f"{forecast.model} in {half}: {problems} problem{'s' * (problems != 1)}, {len(origins) - problems} of advice"
     for number, finding in enumerate(origins[:SHOWN], 1):
         line = f" ({finding.line})" if finding.line else ""
-        yield from _wrapped(f"{number}. {finding.where or OWN_FORWARD}{line}, {finding.kind}: {finding.why}", "   ")
+        yield from _wrapped(
+            f"{number}. {finding.where or OWN_FORWARD}{line}, {finding.kind}: {finding.why}", "   "
+        )
         yield from _wrapped(f"   -> {finding.advice}", "      ")
     follow, hidden = len(forecast.findings) - len(origins), len(origins) - SHOWN
     if hidden > 0:
@@ -197,17 +227,27 @@ def _report(forecast: Forecast) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _forward(seen: Outlook) -> str:
     text = f"{seen.overflows} of {seen.stored} results overflow"
-    return text + f", {seen.vanishing:.2%} of their values become zero, {seen.subnormal:.2%} lose bits"
+    return (
+        text + f", {seen.vanishing:.2%} of their values become zero, {seen.subnormal:.2%} lose bits"
+    )
 
 
 def _backward(seen: Outlook) -> str:
-    text = f"{_scale(seen)}, {seen.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
-    return text if seen.scale == 1 or not seen.fits else f"{text}, {seen.scaled_vanishing:.2%} at {_power(seen.scale)}"
+    text = (
+        f"{_scale(seen)}, {seen.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
+    )
+    return (
+        text
+        if seen.scale == 1 or not seen.fits
+        else f"{text}, {seen.scaled_vanishing:.2%} at {_power(seen.scale)}"
+    )
 
 
 def _scale(seen: Outlook) -> str:
@@ -215,7 +255,11 @@ def _scale(seen: Outlook) -> str:
         return f"no loss scale fits, the gradient in {seen.limited_by} overflows at every one"
     if seen.lost:
         return f"no loss scale fits, at {_power(seen.max_scale)} the gradient of {seen.lost[0]} is zero"
-    limit = f" ({_power(seen.max_scale)} is the largest, for {seen.limited_by})" if seen.limited_by else ""
+    limit = (
+        f" ({_power(seen.max_scale)} is the largest, for {seen.limited_by})"
+        if seen.limited_by
+        else ""
+    )
     return f"loss scale {_power(seen.scale)} fits{limit}"
 
 
@@ -226,7 +270,11 @@ def _power(scale: float) -> str:
 def _policy_line(forecast: Forecast) -> str:
     policy, asked = forecast.policy, forecast.asked
     fields = [field.name for field in dataclasses.fields(policy)]
-    changed = [f"{name}={getattr(policy, name)!r}" for name in fields if getattr(policy, name) != getattr(asked, name)]
+    changed = [
+        f"{name}={getattr(policy, name)!r}"
+        for name in fields
+        if getattr(policy, name) != getattr(asked, name)
+    ]
     if not changed:
         return "policy: as asked for"
     return f"policy: {', '.join(changed)}. tritonamp.enable(model, optimizer, policy=forecast.policy) takes it"

@@ -1,7 +1,8 @@
 """Tensors that say they are half and hold FP32 values, and what half storage would make of these.
 
-Autocast, the op table and torch's type promotion go by the dtype that a tensor says it has. So a model that runs on
-these stores in half exactly what it would store in half, while nothing is rounded, overflows or vanishes.
+Autocast, the op table and torch's type promotion go by the dtype that a tensor says it has. So a
+model that runs on these stores in half exactly what it would store in half, while nothing is
+rounded, overflows or vanishes.
 """
 
 import math
@@ -60,12 +61,17 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def unrounded(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: Callable[[str], None] | None = None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refused: Callable[[str], None] | None = None,
 ) -> Any:
-    """``func(*args, **kwargs)`` of an aten op, in FP32 where it would be half; results say the dtype they would have.
+    """``func(*args, **kwargs)`` of an aten op, in FP32 where it would be half; results say the
+    dtype they would have.
 
     Args:
-        refused: called with torch's message where the dtypes would be refused; the op is computed all the same.
+        refused: called with torch's message where the dtypes would be refused; the op is computed
+            all the same.
     """
     leaves = tree_flatten((args, kwargs))[0]
     if not any(map(_is_half, leaves)):
@@ -78,10 +84,18 @@ def unrounded(
         if not any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in flat):
             return tree_unflatten(flat, spec)
         dtypes = _dtypes(func, args, kwargs, refused) or [_promoted(leaves)] * len(flat)
-        floating = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-        if refused is not None and len(floating) > 1 and func._schema.name.removeprefix("aten::") in _SAME_DTYPE:
+        floating = {
+            leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        }
+        if (
+            refused is not None
+            and len(floating) > 1
+            and func._schema.name.removeprefix("aten::") in _SAME_DTYPE
+        ):
             refused(" and ".join(sorted(map(str, floating))))
-    result = tree_unflatten([_outer(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)], spec)
+    result = tree_unflatten(
+        [_outer(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)], spec
+    )
     if any(isinstance(leaf, Unrounded) for leaf in leaves):
         return return_and_correct_aliasing(func, args, kwargs, result)
     return result
@@ -145,7 +159,8 @@ class Magnitudes(NamedTuple):
         amin: smallest magnitude that is not zero; 0.0 where all are.
         largest: the largest finite value with its sign.
         nans: how many values are NaN.
-        exponents: how many finite values that are not zero have the exponent e (2^e <= |x| < 2^(e+1)), by e.
+        exponents: how many finite values that are not zero have the exponent e (2^e <= |x| <
+            2^(e+1)), by e.
     """
 
     amax: float
@@ -159,16 +174,22 @@ class Magnitudes(NamedTuple):
         return self.amax * scale >= rounds_to_inf(dtype)
 
     def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """The share of values other than zero that times ``scale``, a power of two, become zero in ``dtype``."""
+        """The share of values other than zero that times ``scale``, a power of two, become zero in
+        ``dtype``.
+        """
         return self._share_below(rounds_to_zero(dtype) / scale)
 
     def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
         """The share of those that stay other than zero, but with fewer bits."""
-        return self._share_below(torch.finfo(dtype).smallest_normal / scale) - self.vanishing(dtype, scale)
+        return self._share_below(torch.finfo(dtype).smallest_normal / scale) - self.vanishing(
+            dtype, scale
+        )
 
     def _share_below(self, power: float) -> float:
         limit = math.log2(power)
-        return sum(n for e, n in self.exponents.items() if e < limit) / max(sum(self.exponents.values()), 1)
+        return sum(n for e, n in self.exponents.items() if e < limit) / max(
+            sum(self.exponents.values()), 1
+        )
 
 
 def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
@@ -207,7 +228,11 @@ def magnitudes(values: Tensor) -> Magnitudes:
     sizes = torch.where(bits < _INF_BITS, bits, 0)
     counts = torch.bincount(sizes >> 23, minlength=255).tolist()
     counts[0] -= int((sizes == 0).sum())
-    smallest = torch.where(sizes == 0, _INF_BITS - 1, sizes).amin() if any(counts) else torch.zeros_like(sizes[0])
+    smallest = (
+        torch.where(sizes == 0, _INF_BITS - 1, sizes).amin()
+        if any(counts)
+        else torch.zeros_like(sizes[0])
+    )
     amax, amin = torch.stack([sizes.amax(), smallest]).view(torch.float32).tolist()
     largest = torch.where(values.isfinite(), values, -amax).amax().item()
     nans = int((bits > _INF_BITS).sum())

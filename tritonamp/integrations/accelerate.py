@@ -1,4 +1,6 @@
-"""Accelerate: ``enable(accelerator, level="O2")`` before ``accelerator.prepare``; the loop stays as it is."""
+"""Accelerate: ``enable(accelerator, level="O2")`` before ``accelerator.prepare``; the loop stays as
+it is.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,22 +15,31 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.integrations.graph import fed_by, params_of
 
-ENGINES = DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
+ENGINES = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+)
 
 
 def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
     """Has ``accelerator.prepare`` enable the models and optimizers that it is given together.
 
-    From then on ``accelerator.amp`` is their handle; ``backward``, ``clip_grad_norm_``, ``clip_grad_value_``,
-    ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` go by it, and a step that was skipped on the
-    device counts as ``step_was_skipped``, which waits for the device when it is read. ``free_memory`` disables them.
+    From then on ``accelerator.amp`` is their handle; ``backward``, ``clip_grad_norm_``,
+    ``clip_grad_value_``, ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` go
+    by it, and a step that was skipped on the device counts as ``step_was_skipped``, which waits for
+    the device when it is read. ``free_memory`` disables them.
 
     Args:
-        accelerator: one without mixed precision of its own, in a single process or under DDP or FSDP2.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of ``Policy``...
+        accelerator: one without mixed precision of its own, in a single process or under DDP or
+            FSDP2.
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
+            ``Policy``...
 
     Raises:
-        ValueError: an accelerator that casts by itself, that has prepared optimizers already, or runs another engine.
+        ValueError: an accelerator that casts by itself, that has prepared optimizers already, or
+            runs another engine.
     """
     if accelerator.mixed_precision != "no":
         raise ValueError(
@@ -41,14 +52,20 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             "engines have loss scales and masters of their own"
         )
     if accelerator._optimizers:
-        raise ValueError("accelerator: it has prepared an optimizer already: call enable before accelerator.prepare")
+        raise ValueError(
+            "accelerator: it has prepared an optimizer already: call enable before accelerator.prepare"
+        )
     cls = type(accelerator)
-    accelerator.__class__ = type(cls.__name__, (_EnabledAccelerator, cls), {"__module__": cls.__module__})
+    accelerator.__class__ = type(
+        cls.__name__, (_EnabledAccelerator, cls), {"__module__": cls.__module__}
+    )
     accelerator.amp, accelerator._settings = None, settings
 
 
 class _EnabledAccelerator(accelerate.Accelerator):
-    """An Accelerator whose precision is an ``Amp``'s; ``amp`` is None until it has prepared an optimizer."""
+    """An Accelerator whose precision is an ``Amp``'s; ``amp`` is None until it has prepared an
+    optimizer.
+    """
 
     amp: tritonamp.Amp | None
     scaler: Any
@@ -59,7 +76,9 @@ class _EnabledAccelerator(accelerate.Accelerator):
         result = super().prepare(*args, **kwargs)
         prepared = result if isinstance(result, tuple) else (result,)
         optimizers = [o for o in prepared if isinstance(o, AcceleratedOptimizer)]
-        if not optimizers or (self.amp is not None and all(getattr(o, "amp", None) is self.amp for o in optimizers)):
+        if not optimizers or (
+            self.amp is not None and all(getattr(o, "amp", None) is self.amp for o in optimizers)
+        ):
             return result
         models = [m for m in prepared if isinstance(m, nn.Module)]
         if self.amp is not None or not models:
@@ -86,7 +105,9 @@ class _EnabledAccelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         if self.amp is None:
             return super().backward(loss, **kwargs)
-        with self.amp.scale_loss(loss / self.gradient_accumulation_steps, fed_by(loss, self._params)) as scaled:
+        with self.amp.scale_loss(
+            loss / self.gradient_accumulation_steps, fed_by(loss, self._params)
+        ) as scaled:
             scaled.backward(**kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -97,14 +118,18 @@ class _EnabledAccelerator(accelerate.Accelerator):
             optimizer = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in wrapped]
         self.amp.unscale_(optimizer)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.amp is not None and norm_type == 2 and self._are_all(parameters):
             return self.amp.clip_grad_norm_(max_norm)  # inside the step
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _are_all(self, parameters: list[Tensor]) -> bool:
-        """Whether they are what the optimizers step on: the model's trained parameters, or the masters."""
+        """Whether they are what the optimizers step on: the model's trained parameters, or the
+        masters.
+        """
         assert self.amp is not None
         masters, given = list(self.amp.master_params()), set(parameters)
         trained = {p for model in self._models for p in model.parameters() if p.requires_grad}
@@ -141,7 +166,9 @@ class _EnabledOptimizer(AcceleratedOptimizer):
 
 
 class _SavedWithScaler:
-    """What Accelerator and Trainer save and load as ``scaler.pt``: the state of an Amp. Otherwise its GradScaler."""
+    """What Accelerator and Trainer save and load as ``scaler.pt``: the state of an Amp. Otherwise
+    its GradScaler.
+    """
 
     def __init__(self, amp: tritonamp.Amp) -> None:
         self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict

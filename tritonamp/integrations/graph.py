@@ -12,8 +12,10 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def fed_by(loss: Tensor, params: Mapping[Optimizer, Sequence[Tensor]]) -> list[Optimizer]:
-    """The optimizers whose ``params`` (the model's own) the graph of ``loss`` ends in; all of them where it does not
-    say, as under FSDP2. One optimizer costs nothing, several a walk over the graph on the host."""
+    """The optimizers whose ``params`` (the model's own) the graph of ``loss`` ends in; all of them
+    where it does not say, as under FSDP2. One optimizer costs nothing, several a walk over the
+    graph on the host.
+    """
     if len(params) == 1:
         return list(params)
     leaves, seen, todo = set[object](), set[object](), [loss.grad_fn]
@@ -23,6 +25,8 @@ def fed_by(loss: Tensor, params: Mapping[Optimizer, Sequence[Tensor]]) -> list[O
             seen.add(function)
             leaves.add(getattr(function, "variable", None))
             todo += [following for following, _ in function.next_functions]
-    if any(type(function).__name__ == "CheckpointFunctionBackward" for function in seen):  # reentrant: hides its part
+    if any(
+        type(function).__name__ == "CheckpointFunctionBackward" for function in seen
+    ):  # reentrant: hides its part
         return list(params)
     return [o for o, own in params.items() if not leaves.isdisjoint(own)] or list(params)

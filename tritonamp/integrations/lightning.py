@@ -20,13 +20,15 @@ from tritonamp.integrations.graph import fed_by, params_of
 class MixedPrecision(Precision):
     """A precision plugin that enables the model and its optimizers for as long as the Trainer runs.
 
-    ``training_step`` and the other steps run under the op policy; under O3, which has none, they should call the module
-    itself, ``self(x)``, whose inputs become half. Gradients are clipped inside the optimizer's step,
-    with fused optimizers too. Hooks and ``configure_gradient_clipping`` see true FP32 gradients where a model or a
-    callback overrides ``on_before_optimizer_step`` or ``configure_gradient_clipping``; that costs a pass over them.
+    ``training_step`` and the other steps run under the op policy; under O3, which has none, they
+    should call the module itself, ``self(x)``, whose inputs become half. Gradients are clipped
+    inside the optimizer's step, with fused optimizers too. Hooks and
+    ``configure_gradient_clipping`` see true FP32 gradients where a model or a callback overrides
+    ``on_before_optimizer_step`` or ``configure_gradient_clipping``; that costs a pass over them.
 
     Args:
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of ``Policy``...
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
+            ``Policy``...
 
     Attributes:
         amp: the handle of the last run, for ``stats()``, ``explain()``...; None before the first.
@@ -61,7 +63,9 @@ class MixedPrecision(Precision):
         assert self.amp is not None
         for module in self._module.modules():
             if isinstance(module, LightningModule):
-                vars(module).pop("forward", None)  # what a distributed strategy leaves there is the enabled one
+                vars(module).pop(
+                    "forward", None
+                )  # what a distributed strategy leaves there is the enabled one
         device = next((p.device for p in self.amp.master_params()), None)
         if device is not None:
             self._module.to(device)  # where the masters are
@@ -85,7 +89,9 @@ class MixedPrecision(Precision):
 
     def _enabled(self) -> tritonamp.Amp:
         if self.amp is None:
-            raise RuntimeError("MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or validate")
+            raise RuntimeError(
+                "MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or validate"
+            )
         return self.amp
 
     # a step
@@ -94,16 +100,25 @@ class MixedPrecision(Precision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """``model.backward`` of the scaled loss, for the optimizers that are not toggled off."""
-        feeds = [o for o in fed_by(tensor, self._params) if any(master.requires_grad for master in params_of(o))]
+        feeds = [
+            o
+            for o in fed_by(tensor, self._params)
+            if any(master.requires_grad for master in params_of(o))
+        ]
         self._unscaled.difference_update(feeds)
         with self._toggled_off(), self._enabled().scale_loss(tensor, feeds) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def _toggled_off(self) -> Iterator[None]:
-        """``toggle_optimizer`` has switched masters off, which the graph does not see: those of the model whose
-        gradients it must not touch get them back."""
-        pairs = ((p, master) for o, own in self._params.items() for p, master in zip(own, params_of(o), strict=True))
+        """``toggle_optimizer`` has switched masters off, which the graph does not see: those of the
+        model whose gradients it must not touch get them back.
+        """
+        pairs = (
+            (p, master)
+            for o, own in self._params.items()
+            for p, master in zip(own, params_of(o), strict=True)
+        )
         grads = {p: p.grad for p, master in pairs if p.requires_grad and not master.requires_grad}
         for p in grads:
             p.grad = None
@@ -134,7 +149,11 @@ class MixedPrecision(Precision):
     ) -> None:
         """Clips the true gradients: by norm inside the step, where there is one optimizer."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
-        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.NORM and len(self._params) == 1:
+        if (
+            clip_val > 0
+            and gradient_clip_algorithm == GradClipAlgorithmType.NORM
+            and len(self._params) == 1
+        ):
             self._enabled().clip_grad_norm_(clip_val)
         elif clip_val > 0:
             self._unscale(optimizer)

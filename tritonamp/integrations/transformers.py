@@ -10,12 +10,13 @@ from tritonamp.integrations import accelerate
 def enable(trainer: transformers.Trainer, **settings: Any) -> None:
     """Has ``trainer.train`` enable model and optimizer, and put them back when it is called again.
 
-    The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation and checkpoints stay
-    Trainer's; ``trainer.accelerator.amp`` is the handle.
+    The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation
+    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle.
 
     Args:
         trainer: of any subclass, with ``fp16`` and ``bf16`` False.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of ``Policy``...
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
+            ``Policy``...
 
     Raises:
         ValueError: as ``tritonamp.integrations.accelerate.enable``.
@@ -26,13 +27,19 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
 
 
 class _EnabledTrainer(transformers.Trainer):
-    """A Trainer whose saved models say the dtype that was saved, where save_pretrained says that of the parameters."""
+    """A Trainer whose saved models say the dtype that was saved, where save_pretrained says that of
+    the parameters.
+    """
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         amp = getattr(self.accelerator, "amp", None)
         model = self.accelerator.unwrap_model(self.model)
-        if amp is not None and self.args.should_save and isinstance(model, transformers.PreTrainedModel):
+        if (
+            amp is not None
+            and self.args.should_save
+            and isinstance(model, transformers.PreTrainedModel)
+        ):
             of_parameters, model.config.dtype = model.config.dtype, amp.policy.state_dict_dtype
             model.config.save_pretrained(output_dir or str(self.args.output_dir))
             model.config.dtype = of_parameters

@@ -1,4 +1,6 @@
-"""One decision per loss: the gradients it scaled are good, and every optimizer it feeds steps, or none does."""
+"""One decision per loss: the gradients it scaled are good, and every optimizer it feeds steps, or
+none does.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,10 +17,12 @@ from tritonamp.step.masters import MasterWeights
 
 
 class Decision:
-    """From a loss being scaled to the step (or skip) of the optimizers it feeds; micro-batches share one.
+    """From a loss being scaled to the step (or skip) of the optimizers it feeds; micro-batches
+    share one.
 
     Attributes:
-        scaler: whose scale the loss carries; moved once when the decision is made, unless the user calls ``update``.
+        scaler: whose scale the loss carries; moved once when the decision is made, unless the user
+            calls ``update``.
         scale: 0-d, the scale that the backward used.
         loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
         feeds: the optimizers that have not stepped yet.
@@ -46,7 +50,9 @@ class Decision:
         self._verdict = scale.new_zeros(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
-        self._judged: dict[MasterWeights, tuple[Tensor, Tensor]] = {}  # statistics of what was unscaled since
+        self._judged: dict[
+            MasterWeights, tuple[Tensor, Tensor]
+        ] = {}  # statistics of what was unscaled since
         self._before: list[tuple[Tensor, Tensor]] = []
         self._backend = backend
 
@@ -77,25 +83,44 @@ class Decision:
         Args:
             log: hears of it, and that ``batches`` led to it.
             ranks: take part in it.
-            undoable: ``unmake`` may follow. In eager torch it always may; kernels are not followed by copies for it.
+            undoable: ``unmake`` may follow. In eager torch it always may; kernels are not followed
+                by copies for it.
         """
         stats = [self._stats_of(weights) for weights in self.feeds]
         amax, square_sum = self._joined(stats)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
-        record = log.record([weights.parameters() for weights in self.feeds], self.scale.device, ranks.members)
+        record = log.record(
+            [weights.parameters() for weights in self.feeds], self.scale.device, ranks.members
+        )
         if ranks.several:
             mine = Evidence(amax, square_sum, flag, earlier)
             amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])
             flag.copy_(agreed)  # a scaler that the user drives has the same flag
-        if (undoable or not DECIDE.runs_triton(self._backend, self.scale.device)) and not ranks.several:
-            self._before = [(tensor, tensor.clone()) for tensor in (*self.scaler.scale_state, record.numbers)]
+        if (
+            undoable or not DECIDE.runs_triton(self._backend, self.scale.device)
+        ) and not ranks.several:
+            self._before = [
+                (tensor, tensor.clone()) for tensor in (*self.scaler.scale_state, record.numbers)
+            ]
             self._remember(self.feeds, stats)
-        moves_in_two = self.automatic and self.scaler.backoff_on_fault  # the record hears of a fault
+        moves_in_two = (
+            self.automatic and self.scaler.backoff_on_fault
+        )  # the record hears of a fault
         state = self.scaler.scale_state if self.automatic and not moves_in_two else None
         rule = self.scaler.rule
         decide(
-            amax, square_sum, flag, earlier, self.scale, max_norm, state, rule, record, self._verdict, self._backend
+            amax,
+            square_sum,
+            flag,
+            earlier,
+            self.scale,
+            max_norm,
+            state,
+            rule,
+            record,
+            self._verdict,
+            self._backend,
         )
         if moves_in_two:
             self.scaler.note(amax)
@@ -115,7 +140,9 @@ class Decision:
             log.take_back()
             self.made, self.unmade = False, True
 
-    def _remember(self, feeds: Iterable[MasterWeights], stats: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _remember(
+        self, feeds: Iterable[MasterWeights], stats: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
         """The kernels write the next ones to the same memory."""
         for weights, (amax, square_sum) in zip(feeds, stats, strict=True):
             self._judged[weights] = amax.clone(), square_sum.clone()
@@ -124,13 +151,20 @@ class Decision:
         if len(stats) == 1:
             return stats[0]
         empty = torch.zeros(0, device=self.scale.device)
-        return torch.cat([empty, *(amax for amax, _ in stats)]), torch.cat([empty, *(squares for _, squares in stats)])
+        return torch.cat([empty, *(amax for amax, _ in stats)]), torch.cat(
+            [empty, *(squares for _, squares in stats)]
+        )
 
     def _stats_of(self, weights: MasterWeights) -> tuple[Tensor, Tensor]:
-        """Of the gradients that carry or carried this decision's scale: magnitudes by parameter, sums of squares."""
+        """Of the gradients that carry or carried this decision's scale: magnitudes by parameter,
+        sums of squares.
+        """
         device = self.scale.device
         if weights.scaled_by is not self:
-            none = torch.zeros(len(weights.parameters()), device=device), torch.zeros(0, device=device)
+            none = (
+                torch.zeros(len(weights.parameters()), device=device),
+                torch.zeros(0, device=device),
+            )
             return self._judged.get(weights, none)
         amax, square_sum = grad_stats(weights.lists(), device, self._backend)
         if not weights.sparse:

@@ -11,9 +11,11 @@ _SIGINT: int = _signal.SIGINT
 
 
 class Uninterrupted:
-    """Inside of the ``with`` block a first SIGINT is kept waiting until the block ends; a second one is not.
+    """Inside of the ``with`` block a first SIGINT is kept waiting until the block ends; a second
+    one is not.
 
-    In the main thread, the only one that Python hands signals to, and for any handler that is installed there.
+    In the main thread, the only one that Python hands signals to, and for any handler that is
+    installed there.
     """
 
     def __init__(self) -> None:
@@ -21,7 +23,10 @@ class Uninterrupted:
         self._arrived: FrameType | None = None
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_compiling() and threading.current_thread() is threading.main_thread():
+        if (
+            not torch.compiler.is_compiling()
+            and threading.current_thread() is threading.main_thread()
+        ):
             handler = _signal.getsignal(_SIGINT)
             if callable(handler):
                 self._handler = handler
@@ -33,7 +38,9 @@ class Uninterrupted:
 
     def __exit__(self, *exception: Any) -> None:
         if self._handler is not None:
-            if _signal.getsignal(_SIGINT) == self._keep:  # else somebody has put another one there since
+            if (
+                _signal.getsignal(_SIGINT) == self._keep
+            ):  # else somebody has put another one there since
                 _signal.signal(_SIGINT, self._handler)
             if self._arrived is not None:
                 self._handler(_SIGINT, self._arrived)

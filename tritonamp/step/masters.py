@@ -27,8 +27,9 @@ def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
 class PreciseValues:
     """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
 
-    A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its FP32 value where
-    the two no longer agree. Writes through ``.data`` escape, unless they give the tensor other memory.
+    A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its
+    FP32 value where the two no longer agree. Writes through ``.data`` escape, unless they give the
+    tensor other memory.
 
     Attributes:
         moves: how often a half tensor was found in other memory.
@@ -57,12 +58,17 @@ class PreciseValues:
             self._update(i)
         elif not isinstance(half, torch.nn.Parameter):  # batch_norm writes to buffers unseen
             self._update(i)
-            self._value_versions[i] = self._values[i]._version  # it is the half one that was written to
+            self._value_versions[i] = self._values[
+                i
+            ]._version  # it is the half one that was written to
         return self._values[i]
 
     def refresh(self) -> None:
         """Brings all FP32 values up to date in place."""
-        pointers, versions = list(map(Tensor.data_ptr, self._halves)), list(map(_version, self._halves))
+        pointers, versions = (
+            list(map(Tensor.data_ptr, self._halves)),
+            list(map(_version, self._halves)),
+        )
         if pointers != self._pointers or versions != self._versions:
             for half in self._halves:
                 self.get(half)
@@ -94,7 +100,9 @@ class PreciseValues:
         return value
 
     def adopt(self, half: Tensor, value: Tensor) -> Tensor:
-        """From now on ``value`` is the FP32 value of ``half``; returns it, brought up to date in place."""
+        """From now on ``value`` is the FP32 value of ``half``; returns it, brought up to date in
+        place.
+        """
         i = self._places.setdefault(half, len(self._halves))
         if i == len(self._halves):
             self._halves.append(half)
@@ -115,7 +123,9 @@ class PreciseValues:
                 target.copy_(value)
 
     def written(self, halves: Sequence[Tensor]) -> None:
-        """``halves`` hold the rounded FP32 values now; the others have not changed since ``refresh``."""
+        """``halves`` hold the rounded FP32 values now; the others have not changed since
+        ``refresh``.
+        """
         self.written_at([self._places[half] for half in halves])
 
     def places(self, halves: Sequence[Tensor]) -> list[int]:
@@ -125,10 +135,16 @@ class PreciseValues:
     def written_at(self, places: Sequence[int]) -> None:
         """``written``, for many."""
         if len(places) == len(self._halves):
-            self._versions, self._value_versions = list(map(_version, self._halves)), list(map(_version, self._values))
+            self._versions, self._value_versions = (
+                list(map(_version, self._halves)),
+                list(map(_version, self._values)),
+            )
             return
         for i in places:
-            self._versions[i], self._value_versions[i] = self._halves[i]._version, self._values[i]._version
+            self._versions[i], self._value_versions[i] = (
+                self._halves[i]._version,
+                self._values[i]._version,
+            )
 
 
 class MasterWeights:
@@ -138,11 +154,12 @@ class MasterWeights:
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
-        scaled_by: what scaled the gradients that the model's parameters hold now; None: they are true gradients, or
-            there are none.
+        scaled_by: what scaled the gradients that the model's parameters hold now; None: they are
+            true gradients, or there are none.
         unscaled: the true FP32 gradients are in ``.grad`` of the masters now.
         sparse: ``lists`` found sparse gradients; it leaves them to ``sparse_lists``.
-        listed: the masters whose gradients are in ``lists``; there "params" holds this rank's part of them.
+        listed: the masters whose gradients are in ``lists``; there "params" holds this rank's part
+            of them.
     """
 
     def __init__(self, optimizer: Optimizer, precise: PreciseValues, master_weights: bool) -> None:
@@ -157,24 +174,38 @@ class MasterWeights:
         self._halves: list[int] = []  # places of the half parameters among the precise values
         self._moves = -1  # of the precise values, when devices were checked
         self._lists, self._all = TensorLists(), TensorLists()
-        self._stepping = self._listed = False  # in a step nobody changes gradients: lists need to be set only once
-        self._earlier: dict[Tensor, Tensor] = {}  # true gradients set aside while a backward writes scaled ones
+        self._stepping = self._listed = (
+            False  # in a step nobody changes gradients: lists need to be set only once
+        )
+        self._earlier: dict[
+            Tensor, Tensor
+        ] = {}  # true gradients set aside while a backward writes scaled ones
         for group in optimizer.param_groups:
             self.adopt(group)
 
     def adopt(self, group: dict[str, Any]) -> None:
-        """Puts masters in the place of the half parameters of a group, the optimizer's state with them."""
+        """Puts masters in the place of the half parameters of a group, the optimizer's state with
+        them.
+        """
         for i, param in enumerate(group["params"]):
             if param in self._sources:
                 continue
-            master = self._precise.master(param) if self._master_weights and param in self._precise else param
+            master = (
+                self._precise.master(param)
+                if self._master_weights and param in self._precise
+                else param
+            )
             self._sources[master] = param
             if master is not param:
                 group["params"][i] = master
                 if param in self.optimizer.state:
                     self.optimizer.state[master] = self.optimizer.state.pop(param)
-        self._masters = [master for group in self.optimizer.param_groups for master in group["params"]]
-        self._masters = [master for master in self._masters if master in self._sources]  # of groups still to come: none
+        self._masters = [
+            master for group in self.optimizer.param_groups for master in group["params"]
+        ]
+        self._masters = [
+            master for master in self._masters if master in self._sources
+        ]  # of groups still to come: none
         self._params = [self._sources[master] for master in self._masters]
         self._halves, self._moves = self._precise.places(list(self.copies().values())), -1
 
@@ -189,8 +220,10 @@ class MasterWeights:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
     def take_masters(self) -> None:
-        """Moves the masters that ``tritonamp.optim`` keeps beside half parameters out of a state that was just loaded,
-        to where they belong here, wherever the parameters are what they round to: load the model first."""
+        """Moves the masters that ``tritonamp.optim`` keeps beside half parameters out of a state
+        that was just loaded, to where they belong here, wherever the parameters are what they round
+        to: load the model first.
+        """
         for master, param in self._sources.items():
             value = self.optimizer.state.get(master, {}).pop("master_param", None)
             if value is None:
@@ -217,9 +250,9 @@ class MasterWeights:
         return sum(grad is not None for grad in map(_grad, self._params))
 
     def lists(self) -> TensorLists:
-        """Of the parameters that have a dense gradient: "params", the masters; "grads", those that the step will use,
-        scaled ones of the model's parameters or true ones of the masters; "copies", the half parameters (the master
-        again where there is none).
+        """Of the parameters that have a dense gradient: "params", the masters; "grads", those that
+        the step will use, scaled ones of the model's parameters or true ones of the masters;
+        "copies", the half parameters (the master again where there is none).
         """
         if self._listed:
             return self._lists
@@ -227,10 +260,14 @@ class MasterWeights:
         grads = list(map(_grad, params if self.unscaled else copies))
         numbers: Sequence[int] = range(len(params))
         complete = all(map(operator.is_not, grads, itertools.repeat(None)))
-        self.sparse = any(map(_is_sparse, grads if complete else [g for g in grads if g is not None]))
+        self.sparse = any(
+            map(_is_sparse, grads if complete else [g for g in grads if g is not None])
+        )
         if self.sparse or not complete:
             numbers = [i for i, g in enumerate(grads) if g is not None and not g.is_sparse]
-            params, grads, copies = ([tensors[i] for i in numbers] for tensors in (params, grads, copies))
+            params, grads, copies = (
+                [tensors[i] for i in numbers] for tensors in (params, grads, copies)
+            )
         self._lists.number(numbers, len(self._masters))
         self.listed: Sequence[Tensor] = params
         self._lists.set("params", params, lasting=True)
@@ -252,7 +289,9 @@ class MasterWeights:
 
     def gradients(self) -> list[Tensor]:
         """What ``lists`` has under "grads", and sparse ones."""
-        return [g for g in map(_grad, self._masters if self.unscaled else self._params) if g is not None]
+        return [
+            g for g in map(_grad, self._masters if self.unscaled else self._params) if g is not None
+        ]
 
     def copies(self) -> dict[Tensor, Tensor]:
         """Master to the half parameter that receives its rounded value."""
@@ -264,7 +303,9 @@ class MasterWeights:
         Raises:
             RuntimeError: the model was moved to another device since ``enable``.
         """
-        if list(map(id, self._masters)) != [id(p) for group in self.optimizer.param_groups for p in group["params"]]:
+        if list(map(id, self._masters)) != [
+            id(p) for group in self.optimizer.param_groups for p in group["params"]
+        ]:
             for group in self.optimizer.param_groups:  # somebody has changed the groups by hand
                 self.adopt(group)
         self._stepping, self._listed = True, False
@@ -294,10 +335,15 @@ class MasterWeights:
         self.scaled_by, self.unscaled = cause, False
 
     def unscale_(self, grad_scale: Tensor) -> None:
-        """Puts the true FP32 gradients, ``grad_scale`` times the scaled ones, into ``.grad`` of the masters."""
+        """Puts the true FP32 gradients, ``grad_scale`` times the scaled ones, into ``.grad`` of the
+        masters.
+        """
         with torch.no_grad():
             for master, param in self._sources.items():
-                true, earlier = _unscaled(param.grad, master, grad_scale), self._earlier.pop(master, None)
+                true, earlier = (
+                    _unscaled(param.grad, master, grad_scale),
+                    self._earlier.pop(master, None),
+                )
                 if true is not None and earlier is not None:
                     true = true + earlier
                 master.grad = earlier if true is None else true
@@ -305,7 +351,9 @@ class MasterWeights:
         self._listed = False
 
     def show_true_gradients(self) -> None:
-        """Makes the true gradients also those of the half parameters: work on either is work on the other."""
+        """Makes the true gradients also those of the half parameters: work on either is work on the
+        other.
+        """
         for master, param in self.copies().items():
             _show_gradient(param, master.grad)
 
@@ -326,7 +374,9 @@ class MasterWeights:
         self.forget_lists()
 
     def take_back(self) -> None:
-        """The backward that ``begin`` announced has failed: the true gradients that were set aside count again."""
+        """The backward that ``begin`` announced has failed: the true gradients that were set aside
+        count again.
+        """
         earlier = dict(self._earlier)
         self.finish()
         if earlier:
@@ -345,13 +395,24 @@ class MasterWeights:
         self.written()
 
     def overflowed(self) -> list[Tensor]:
-        """Parameters of the model that a finite master was too large for, in any step. Reads the device."""
-        flags = [flag.tolist() for lists in (self._lists, self._all) for flag in lists.all_kept("overflow")]
+        """Parameters of the model that a finite master was too large for, in any step. Reads the
+        device.
+        """
+        flags = [
+            flag.tolist()
+            for lists in (self._lists, self._all)
+            for flag in lists.all_kept("overflow")
+        ]
         return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
 
     def lost_updates(self) -> list[float]:
-        """By group, the share of the last step's updates of half values that changed none. Reads the device."""
-        counts = sum((kept.cpu() for kept in self._lists.all_kept("lost")), torch.zeros(1, 2, dtype=torch.int64))
+        """By group, the share of the last step's updates of half values that changed none. Reads
+        the device.
+        """
+        counts = sum(
+            (kept.cpu() for kept in self._lists.all_kept("lost")),
+            torch.zeros(1, 2, dtype=torch.int64),
+        )
         rows = dict(zip(self._masters, counts.tolist(), strict=False))
         shares = []
         for group in self.optimizer.param_groups:

@@ -33,7 +33,8 @@ class Stepper:
         log: hears of every decision.
         forwards: knows what led to it.
         ranks: take part in every decision.
-        respond: told of every decision whether it was a skip, where the policy wants more than skipping.
+        respond: told of every decision whether it was a skip, where the policy wants more than
+            skipping.
         around_step: gives a context manager for each step of an optimizer.
     """
 
@@ -60,16 +61,20 @@ class Stepper:
     # before the backward
 
     @contextlib.contextmanager
-    def open(self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]) -> Iterator[Tensor]:
+    def open(
+        self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]
+    ) -> Iterator[Tensor]:
         """Yields the scaled loss; inside the block its backward runs.
 
-        A loss joins the decision of an earlier one with the same scaler that feeds one of the same optimizers and is
-        not made yet (micro-batches); otherwise it begins its own.
+        A loss joins the decision of an earlier one with the same scaler that feeds one of the same
+        optimizers and is not made yet (micro-batches); otherwise it begins its own.
         """
         self._had_backward = True
         weights = [self._weights[o] for o in feeds]
         self._drop_zeroed(weights)
-        open_ones = (d for d in self._decisions if d.scaler is scaler and not d.made and not d.unmade)
+        open_ones = (
+            d for d in self._decisions if d.scaler is scaler and not d.made and not d.unmade
+        )
         decision = next((d for d in open_ones if set(d.feeds) & set(weights)), None)
         new = decision is None
         if decision is None:
@@ -84,7 +89,10 @@ class Stepper:
                     w.scaled_by.unscale_early(w)
                 w.begin(decision)
         scaled, nonfinite = scale_loss(loss, decision.scale)
-        before, decision.loss_nonfinite = decision.loss_nonfinite, torch.maximum(decision.loss_nonfinite, nonfinite)
+        before, decision.loss_nonfinite = (
+            decision.loss_nonfinite,
+            torch.maximum(decision.loss_nonfinite, nonfinite),
+        )
         decision.blocks += 1
         try:
             yield scaled
@@ -108,7 +116,9 @@ class Stepper:
                     self._leave(w, [decision])
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """The user clears the gradients: the model's half ones too. A pending decision ends at the next backward."""
+        """The user clears the gradients: the model's half ones too. A pending decision ends at the
+        next backward.
+        """
         w = self._weights[optimizer]
         w.zero_grad(set_to_none)
         for decision in [d for d in self._decisions if w in d.feeds]:
@@ -137,7 +147,9 @@ class Stepper:
         w = self._weights[optimizer]
         found_inf = None
         if w.unscaled:
-            raise RuntimeError("unscale_() has already been called on this optimizer since its last step()")
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since its last step()"
+            )
         for decision in self._decisions_of(optimizer):
             self._make(decision)
             if w.scaled_by is decision:
@@ -151,7 +163,9 @@ class Stepper:
         decisions = list(dict.fromkeys(d for o in optimizers for d in self._decisions_of(o)))
         all_scaled = all(self._weights[o].scaled_by in decisions for o in optimizers)
         if len(decisions) == 1 and not decisions[0].made and all_scaled:
-            self._make(decisions[0], max_norm)  # the step multiplies by the clip coefficient, at no extra pass
+            self._make(
+                decisions[0], max_norm
+            )  # the step multiplies by the clip coefficient, at no extra pass
             return decisions[0].norm
         for decision in decisions:
             self._make(decision)
@@ -213,7 +227,11 @@ class Stepper:
                 if not decision.reported:
                     decision.reported = True
                     self._answer(decision, by_scaler)
-        return decisions[0].found_inf if len(decisions) == 1 else torch.stack([d.found_inf for d in decisions]).amax()
+        return (
+            decisions[0].found_inf
+            if len(decisions) == 1
+            else torch.stack([d.found_inf for d in decisions]).amax()
+        )
 
     def _answer(self, decision: Decision, by_scaler: bool) -> None:
         try:
@@ -223,14 +241,20 @@ class Stepper:
                 decision.scaler.update()
             raise
 
-    def _fused_step(self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]) -> None:
+    def _fused_step(
+        self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]
+    ) -> None:
         steps = self._adam.get(optimizer)
         if steps is None:
-            steps = self._adam[optimizer] = AdamSteps(optimizer, self._backend, self._policy.track_lost_updates)
+            steps = self._adam[optimizer] = AdamSteps(
+                optimizer, self._backend, self._policy.track_lost_updates
+            )
 
         @Optimizer.profile_hook_step
         def step(optimizer: Optimizer) -> None:
-            grad_scale, found_inf = self._decide(w, decisions)  # also on what the user's hooks have left
+            grad_scale, found_inf = self._decide(
+                w, decisions
+            )  # also on what the user's hooks have left
             with torch.no_grad():
                 lists = w.lists()
                 if w.sparse:
@@ -257,8 +281,12 @@ class Stepper:
                 w.write_back(self._backend)
                 self._leave(w, decisions)
             raise
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch.autograd.graph.increment_version(stepped)  # torch's fused steps and writes to ``.data`` do not
+        stepped = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        torch.autograd.graph.increment_version(
+            stepped
+        )  # torch's fused steps and writes to ``.data`` do not
         w.write_back(self._backend)
         self._leave(w, decisions)
 
@@ -292,18 +320,25 @@ class Stepper:
         self._weights[optimizer].adopt(group)
 
     def load_state(
-        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+        self,
+        optimizer: Optimizer,
+        load: Callable[[dict[str, Any]], None],
+        state_dict: dict[str, Any],
     ) -> None:
         """Loads the optimizer's state by ``load``, which is its own ``load_state_dict``."""
         load_state(optimizer, load, state_dict, adam=_takes_fused_step(optimizer))
         self._weights[optimizer].take_masters()
 
-    def _make(self, decision: Decision, max_norm: float | None = None, undoable: bool = False) -> None:
+    def _make(
+        self, decision: Decision, max_norm: float | None = None, undoable: bool = False
+    ) -> None:
         if not decision.made:
             decision.make(self._log, self._forwards.take(), self._ranks, max_norm, undoable)
 
     def _decisions_of(self, optimizer: Optimizer, automatic: bool = False) -> list[Decision]:
-        """The pending decisions that feed ``optimizer``; one is opened for gradients that came another way."""
+        """The pending decisions that feed ``optimizer``; one is opened for gradients that came
+        another way.
+        """
         w = self._weights[optimizer]
         found = [d for d in self._decisions if w in d.feeds]
         if found or w.unscaled:
@@ -314,15 +349,22 @@ class Stepper:
             raise RuntimeError(_no_backward(with_grad))
         if by_hand is None and not with_grad:
             return []  # no loss fed this optimizer: as in torch, there is nothing to do
-        # the user called scaler.scale(loss).backward(), or a plain loss.backward() where there is no scale
+        # the user called scaler.scale(loss).backward(), or a plain loss.backward() where there is
+        # no scale
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         scale = self._scaler.scale_tensor(device)
         flag, feeds = torch.zeros_like(scale) if by_hand is None else by_hand, [w]
         if by_hand is not None and automatic:  # scaled by hand, but nobody will call update()
             flag = self._scaler.take_loss_nonfinite()
             taken = [fed for d in self._decisions for fed in d.feeds]
-            feeds += [o for o in self._weights.values() if o is not w and o not in taken and o.with_gradient()]
-        decision = Decision(self._scaler, scale.clone(), flag, feeds, automatic or by_hand is None, self._backend)
+            feeds += [
+                o
+                for o in self._weights.values()
+                if o is not w and o not in taken and o.with_gradient()
+            ]
+        decision = Decision(
+            self._scaler, scale.clone(), flag, feeds, automatic or by_hand is None, self._backend
+        )
         self._decisions.append(decision)
         for fed in feeds:
             fed.begin(decision)
@@ -367,6 +409,7 @@ def _no_backward(with_grad: int) -> str:
 def _takes_fused_step(optimizer: Optimizer) -> bool:
     """Adam and AdamW themselves, not optimizers derived from them that step in their own way."""
     step = inspect.unwrap(base_class(type(optimizer)).step)  # type: ignore[attr-defined]
-    return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(Adam.step)) and not optimizer.defaults.get(
-        "differentiable", False
-    )
+    return step in (
+        inspect.unwrap(torch.optim.Adam.step),
+        inspect.unwrap(Adam.step),
+    ) and not optimizer.defaults.get("differentiable", False)

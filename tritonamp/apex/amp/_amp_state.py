@@ -17,9 +17,11 @@ class AmpState:
 
     Attributes:
         opt_properties: its properties; missing before the first.
-        loss_scalers: by loss_id; all losses use them, also those of models that were initialized earlier.
+        loss_scalers: by loss_id; all losses use them, also those of models that were initialized
+            earlier.
         handle: the casts around torch's functions.
-        allow_incoming_model_not_fp32: half parameters that a model comes with stay half; otherwise it is refused.
+        allow_incoming_model_not_fp32: half parameters that a model comes with stay half; otherwise
+            it is refused.
         hard_override: combinations of properties that make no sense are printed instead of raised.
         verbosity: 0: nothing is printed.
     """
@@ -49,12 +51,15 @@ def warn_or_err(message: str) -> None:
 def maybe_print(message: str, rank0: bool = False) -> None:
     """Prints unless ``verbosity`` is 0; with ``rank0`` only there."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if _amp_state.verbosity > 0 and not (rank0 and distributed and torch.distributed.get_rank() != 0):
+    if _amp_state.verbosity > 0 and not (
+        rank0 and distributed and torch.distributed.get_rank() != 0
+    ):
         print(message)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that ``optimizer`` steps on: FP32 masters where there are any. Their gradients are true ones after
-    a ``scale_loss`` block."""
+    """The tensors that ``optimizer`` steps on: FP32 masters where there are any. Their gradients
+    are true ones after a ``scale_loss`` block.
+    """
     for group in optimizer.param_groups:
         yield from group["params"]

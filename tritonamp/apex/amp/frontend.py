@@ -37,17 +37,21 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     patch_torch_functions_type: torch.dtype | None = None,
 ) -> Any:
-    """Mixed precision for models and optimizers, in place, before they are wrapped for parallel training.
+    """Mixed precision for models and optimizers, in place, before they are wrapped for parallel
+    training.
 
-    A model may be initialized again, with another optimizer; the earlier call for it is undone first.
+    A model may be initialized again, with another optimizer; the earlier call for it is undone
+    first.
 
     Args:
         models: a module or a list of modules, in FP32.
         optimizers: an optimizer, a list of them, or None.
         enabled: False: nothing happens, and ``scale_loss`` yields the loss as it is.
-        opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" half weights with FP32 masters; "O3" half;
-            "O4" and "O5": O1 and O2 in bfloat16. The next five, and the last, override a property of the level.
-        cast_model_outputs: dtype of floating outputs of the models; None: FP32 where the model is cast.
+        opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" half weights with FP32
+            masters; "O3" half; "O4" and "O5": O1 and O2 in bfloat16. The next five, and the last,
+            override a property of the level.
+        cast_model_outputs: dtype of floating outputs of the models; None: FP32 where the model is
+            cast.
         num_losses: loss_ids from 0 to below this have loss scales of their own.
         verbosity: 0: nothing is printed.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale; None: 2^-24.
@@ -56,8 +60,8 @@ def initialize(
         what it was given: models, or models and optimizers.
 
     Raises:
-        RuntimeError: an unknown level, properties that contradict it, half or wrapped models, or an optimizer that was
-            initialized before.
+        RuntimeError: an unknown level, properties that contradict it, half or wrapped models, or an
+            optimizer that was initialized before.
         TypeError: models or optimizers are neither single ones nor lists.
     """
     _amp_state.verbosity = verbosity
@@ -75,7 +79,9 @@ def initialize(
         model_list = _check_models(models)
         optimizer_list = _check_optimizers(optimizers)
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-        shown = ", ".join(f"{name} {value}" for name, value in properties.options.items() if name != "enabled")
+        shown = ", ".join(
+            f"{name} {value}" for name, value in properties.options.items() if name != "enabled"
+        )
         maybe_print(f"amp: {shown}", rank0=True)
         _start(model_list, optimizer_list, properties, cast_model_outputs, num_losses)
     return models if optimizers is None else (models, optimizers)
@@ -83,7 +89,9 @@ def initialize(
 
 def _check_models(models: Any) -> list[nn.Module]:
     if not isinstance(models, (nn.Module, list)):
-        raise TypeError(f"models: got {type(models).__name__}, allowed is a module or a list of modules")
+        raise TypeError(
+            f"models: got {type(models).__name__}, allowed is a module or a list of modules"
+        )
     model_list = models if isinstance(models, list) else [models]
     for model in model_list:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -148,14 +156,18 @@ def _start(
             cast = functools.partial(_cast_inputs, properties.cast_model_type)
             run.hooks.append(model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True))
         if cast_model_outputs is not None:
-            run.hooks.append(model.register_forward_hook(functools.partial(_cast_outputs, cast_model_outputs)))
+            run.hooks.append(
+                model.register_forward_hook(functools.partial(_cast_outputs, cast_model_outputs))
+            )
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, run.scalers
     if properties.patch_torch_functions:
         _cast_functions(run, models, properties)
 
 
 def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -> None:
-    """The casts around torch's functions, as long as one of the models or optimizers that asked for them is there."""
+    """The casts around torch's functions, as long as one of the models or optimizers that asked for
+    them is there.
+    """
     before = _amp_state.handle
     handle = init(
         loss_scale=properties.loss_scale,
@@ -164,7 +176,9 @@ def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -
     )
     types = {p.device.type for model in models for p in model.parameters()}
     if types and types != {"cpu"}:
-        handle.device_types = frozenset(types)  # what a script computes on the CPU beside its GPU stays FP32
+        handle.device_types = frozenset(
+            types
+        )  # what a script computes on the CPU beside its GPU stays FP32
     assert isinstance(handle, AmpHandle)
     forever = before.is_active() and before.owners is None
     handle.owners = None if forever else weakref.WeakSet(before.owners or ())
@@ -200,14 +214,14 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """Yields the scaled loss, for ``scaled_loss.backward()`` inside the block.
 
-    After it the gradients of ``amp.master_params(optimizer)`` are true FP32 ones, and where they are not finite the
-    next step of all ``optimizers`` is skipped and the loss scale lowered.
+    After it the gradients of ``amp.master_params(optimizer)`` are true FP32 ones, and where they
+    are not finite the next step of all ``optimizers`` is skipped and the loss scale lowered.
 
     Args:
         optimizers: the one or ones that this loss feeds.
         loss_id: which loss scale.
-        delay_unscale: the gradients keep the scale; a later block of the same loss and optimizers, without this, must
-            come before the step.
+        delay_unscale: the gradients keep the scale; a later block of the same loss and optimizers,
+            without this, must come before the step.
         model, delay_overflow_check: accepted and not needed: nothing here waits for the device.
 
     Raises:
@@ -236,15 +250,21 @@ def scale_loss(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scales of the last ``initialize``: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``."""
+    """The loss scales of the last ``initialize``: ``{"loss_scaler0": {"loss_scale": ...,
+    "unskipped": ...}, ...}``.
+    """
     destination = OrderedDict() if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
-        destination[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+        destination[f"loss_scaler{i}"] = {
+            "loss_scale": scaler.loss_scale(),
+            "unskipped": scaler._unskipped,
+        }
     return destination
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Takes what ``state_dict`` gave, in its order; states beyond ``num_losses`` are passed over, with a warning.
+    """Takes what ``state_dict`` gave, in its order; states beyond ``num_losses`` are passed over,
+    with a warning.
 
     Raises:
         RuntimeError: keys that are no loss scalers, listed; nothing was changed then.

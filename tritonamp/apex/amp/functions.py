@@ -36,7 +36,9 @@ def promote_function(function: F) -> F:
 
 def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
-        raise ValueError(f"No function named {name} in module {module}: allowed is the name of a function that it has")
+        raise ValueError(
+            f"No function named {name} in module {module}: allowed is the name of a function that it has"
+        )
     _registered.append((module, name, wrapper))
 
 
@@ -72,7 +74,8 @@ def init(
     allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
-    """Turns on the casts around torch's functions, in the whole process; those of an earlier call end.
+    """Turns on the casts around torch's functions, in the whole process; those of an earlier call
+    end.
 
     Args:
         enabled: False: nothing happens, and the handle does nothing.
@@ -85,7 +88,9 @@ def init(
         the handle, which ``handle._deactivate()`` takes off again.
     """
     _amp_state.handle._deactivate()
-    _amp_state.handle = NoOpHandle() if not enabled else AmpHandle(loss_scale, enable_caching, verbose, patch_type)
+    _amp_state.handle = (
+        NoOpHandle() if not enabled else AmpHandle(loss_scale, enable_caching, verbose, patch_type)
+    )
     if isinstance(_amp_state.handle, AmpHandle):
         _patch(_amp_state.handle, allow_banned)
     return _amp_state.handle
@@ -96,7 +101,12 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     for module, name, wrapper in _registered:
         handle._replace(module, name, wrapper)
     _registered.clear()
-    every = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides, lists.rnn_overrides)
+    every = (
+        lists.functional_overrides,
+        lists.torch_overrides,
+        lists.tensor_overrides,
+        lists.rnn_overrides,
+    )
     for overrides in every:
         replace = functools.partial(_replace_all, handle, overrides.MODULE)
         replace(_once(overrides.FP16_FUNCS, lists.LAYERS), wrap.half_op)
@@ -106,7 +116,11 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
             replace((name + "_" for name in _once(overrides.FP32_FUNCS)), wrap.refuse_half)
             replace((name + "_" for name in _once(overrides.FP16_FUNCS)), wrap.match_first)
         for name, message in overrides.BANNED_FUNCS:
-            wrapper = wrap.float_ if allow_banned else functools.partial(wrap.refuse_half, message=message)
+            wrapper = (
+                wrap.float_
+                if allow_banned
+                else functools.partial(wrap.refuse_half, message=message)
+            )
             replace([name], wrapper)
     _replace_all(handle, lists.rnn_overrides.MODULE, lists.LAYERS, wrap.half_layer)
     handle._replace(torch.nn.RNNBase, "check_input", wrap.any_input_dtype)
@@ -116,6 +130,8 @@ def _once(names: Iterable[str], without: Iterable[str] = ()) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in without]
 
 
-def _replace_all(handle: AmpHandle, module: Any, names: Iterable[str], wrapper: Callable[[Any], Any]) -> None:
+def _replace_all(
+    handle: AmpHandle, module: Any, names: Iterable[str], wrapper: Callable[[Any], Any]
+) -> None:
     for name in names:
         handle._replace(module, name, wrapper)

@@ -1,4 +1,6 @@
-"""The casts around torch's functions: whether they are on, the half copies of weights, and how to take them off."""
+"""The casts around torch's functions: whether they are on, the half copies of weights, and how to
+take them off.
+"""
 
 import contextlib
 import weakref
@@ -16,7 +18,8 @@ _INHERITED = object()
 
 
 class AmpHandle:
-    """What ``amp.init`` returns, and ``_amp_state.handle`` after an ``amp.initialize`` of level O1 or O4.
+    """What ``amp.init`` returns, and ``_amp_state.handle`` after an ``amp.initialize`` of level O1
+    or O4.
 
     Attributes:
         dtype: the half dtype.
@@ -56,7 +59,9 @@ class AmpHandle:
     # the functions
 
     def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Puts ``wrap(module.name)`` in the place of ``module.name``, where there is such a function."""
+        """Puts ``wrap(module.name)`` in the place of ``module.name``, where there is such a
+        function.
+        """
         if not callable(getattr(module, name, None)):
             return
         self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
@@ -84,10 +89,15 @@ class AmpHandle:
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor.to(dtype)``, of an FP32 parameter once until ``_clear_cache``.
 
-        A copy is made anew, too, when the parameter was written to, or when gradients are wanted and the copy has none
-        to hand on (it was made without gradients, or ``requires_grad`` has changed since).
+        A copy is made anew, too, when the parameter was written to, or when gradients are wanted
+        and the copy has none to hand on (it was made without gradients, or ``requires_grad`` has
+        changed since).
         """
-        kept = self._enable_caching and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32
+        kept = (
+            self._enable_caching
+            and isinstance(tensor, nn.Parameter)
+            and tensor.dtype is torch.float32
+        )
         if torch.compiler.is_compiling() or not kept or torch.is_inference_mode_enabled():
             return tensor.to(dtype)
         copy = self._cache.get(tensor)
@@ -128,8 +138,9 @@ class AmpHandle:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yields the scaled loss; after its backward the gradients are true ones, and ``optimizer.step()`` skips
-        where they are not finite."""
+        """Yields the scaled loss; after its backward the gradients are true ones, and
+        ``optimizer.step()`` skips where they are not finite.
+        """
         with OptimWrapper.of(optimizer, self).scale_loss(loss) as scaled:
             yield scaled
 

@@ -1,7 +1,7 @@
 """Which functions run in what under O1: apex's lists, and behind them what torch has gained since.
 
-The lists are read by each ``amp.init`` and ``amp.initialize``; a script may change them before. Names that this torch
-does not have are passed over.
+The lists are read by each ``amp.init`` and ``amp.initialize``; a script may change them before.
+Names that this torch does not have are passed over.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,9 @@ class Overrides:
     BANNED_FUNCS: list[tuple[str, str]] = field(default_factory=list)
 
 
-_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu".split()
+_CONVOLUTIONS = (
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu".split()
+)
 _MATMULS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm einsum chain_matmul".split()
 _FP32 = """
     acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std

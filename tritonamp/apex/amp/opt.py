@@ -16,7 +16,8 @@ class OptimWrapper:
 
     Args:
         handle: of ``amp.init``; while its casts are off, losses and steps are left alone.
-        num_loss: how many ``scale_loss`` blocks come before each step; each has a loss scale of its own.
+        num_loss: how many ``scale_loss`` blocks come before each step; each has a loss scale of its
+            own.
     """
 
     def __init__(self, optimizer: Optimizer, handle: Any, num_loss: int = 1) -> None:

@@ -40,7 +40,8 @@ class Properties:
         return dataclasses.asdict(self)
 
     def policy(self, keep_outputs: bool) -> tritonamp.Policy:
-        """The Policy of the same meaning; functions are cast by apex's lists, so its op policy is off.
+        """The Policy of the same meaning; functions are cast by apex's lists, so its op policy is
+        off.
 
         Args:
             keep_outputs: half outputs stay half though the model is cast.
@@ -121,5 +122,7 @@ def _check_patching_level(opt_level: str, given: dict[str, Any]) -> None:
 def _to_bool(value: Any) -> bool:
     named = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
     if not isinstance(named, bool):
-        raise AssertionError(f"keep_batchnorm_fp32={value!r}: allowed are True, False, 'True', 'False' and None")
+        raise AssertionError(
+            f"keep_batchnorm_fp32={value!r}: allowed are True, False, 'True', 'False' and None"
+        )
     return named

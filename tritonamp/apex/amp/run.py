@@ -15,7 +15,9 @@ from tritonamp.kernels import _launch
 
 
 class Run:
-    """One ``Amp``, kept alive by its models and optimizers, whose ``_amp_stash`` it is; copies of them have none."""
+    """One ``Amp``, kept alive by its models and optimizers, whose ``_amp_stash`` it is; copies of
+    them have none.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,9 @@ class Run:
         backend = _launch.choose_backend("auto", device)
         self.scalers = [LossScaler(policy.loss_scale, *bounds, device) for _ in range(num_losses)]
         scaler = self.scalers[0].scaler
-        self._amp = tritonamp.Amp(self._models, self._optimizers, policy, backend, scaler, device, self._around_step)
+        self._amp = tritonamp.Amp(
+            self._models, self._optimizers, policy, backend, scaler, device, self._around_step
+        )
         self._skips, self._fed = Skips(self._amp), set[Optimizer]()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in self._owners():
@@ -57,7 +61,9 @@ class Run:
         loss_id: int,
         delay_unscale: bool = False,
     ) -> Iterator[Tensor]:
-        """Yields the scaled loss; unless delayed, the gradients are true ones afterwards, and judged."""
+        """Yields the scaled loss; unless delayed, the gradients are true ones afterwards, and
+        judged.
+        """
         if loss_id not in range(len(scalers)):
             raise IndexError(
                 f"loss_id={loss_id}: amp.initialize was called with num_losses={len(scalers)}, "
@@ -77,11 +83,19 @@ class Run:
 
     @contextlib.contextmanager
     def _around_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Gradients of a plain ``loss.backward()`` are true ones where the parameters are their own masters."""
+        """Gradients of a plain ``loss.backward()`` are true ones where the parameters are their own
+        masters.
+        """
         with _amp_state.handle._disable_casts():
-            if optimizer not in self._fed and not self._amp.policy.master_weights and _has_gradients(optimizer):
+            if (
+                optimizer not in self._fed
+                and not self._amp.policy.master_weights
+                and _has_gradients(optimizer)
+            ):
                 one = LossScaler(1.0, None, 1.0, self._device).scaler
-                with self._amp.scale_loss(torch.ones((), device=self._device), optimizer, scaler=one):
+                with self._amp.scale_loss(
+                    torch.ones((), device=self._device), optimizer, scaler=one
+                ):
                     pass  # the backward has been
             yield
         self._fed.discard(optimizer)
@@ -106,7 +120,9 @@ class Run:
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+    return any(
+        param.grad is not None for group in optimizer.param_groups for param in group["params"]
+    )
 
 
 class _Question(NamedTuple):
@@ -117,7 +133,9 @@ class _Question(NamedTuple):
 
 
 class Skips:
-    """Prints a line for each skipped step as soon as its flag has arrived on the host: the device is not waited for."""
+    """Prints a line for each skipped step as soon as its flag has arrived on the host: the device
+    is not waited for.
+    """
 
     def __init__(self, amp: tritonamp.Amp) -> None:
         self._amp = amp
@@ -126,7 +144,9 @@ class Skips:
     def look(self, question: _Question) -> None:
         """Sends for the flag of a loss that was just judged."""
         found_inf = question.found_inf
-        if _amp_state.verbosity <= 0 or (found_inf.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if _amp_state.verbosity <= 0 or (
+            found_inf.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
             return
         arrived = None
         host = torch.empty((), pin_memory=found_inf.is_cuda).copy_(found_inf, non_blocking=True)
@@ -134,12 +154,16 @@ class Skips:
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(found_inf.device))
         self._under_way.append(question._replace(found_inf=host, arrived=arrived))
-        while self._under_way and (self._under_way[0].arrived is None or self._under_way[0].arrived.query()):
+        while self._under_way and (
+            self._under_way[0].arrived is None or self._under_way[0].arrived.query()
+        ):
             self._answered(self._under_way.pop(0))
 
     def _answered(self, question: _Question) -> None:
         if question.found_inf == 0:
             return
         scale = question.scaler.loss_scale()
-        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} reducing loss scale to {scale}")
+        maybe_print(
+            f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} reducing loss scale to {scale}"
+        )
         maybe_print(f"    {self._amp.explain()}")

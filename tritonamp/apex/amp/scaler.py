@@ -9,7 +9,8 @@ INIT_LOSS_SCALE = 2.0**16
 
 
 class LossScaler:
-    """``_amp_state.loss_scalers[i]``: reads and sets a ``tritonamp.GradScaler``. Reading waits for the device.
+    """``_amp_state.loss_scalers[i]``: reads and sets a ``tritonamp.GradScaler``. Reading waits for
+    the device.
 
     Args:
         loss_scale: "dynamic", or a number that stays.
@@ -18,7 +19,11 @@ class LossScaler:
     """
 
     def __init__(
-        self, loss_scale: str | float, min_loss_scale: float | None, max_loss_scale: float, device: torch.device
+        self,
+        loss_scale: str | float,
+        min_loss_scale: float | None,
+        max_loss_scale: float,
+        device: torch.device,
     ) -> None:
         self.dynamic, self._device = loss_scale == "dynamic", device
         if not self.dynamic:

@@ -15,7 +15,9 @@ FLOATING = (torch.float32, *HALF_DTYPES)  # FP64 passes: whoever has it asked fo
 
 
 def _map(value: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``cast`` applied to every tensor in it that is to be cast: floating, on a device that is."""
+    """``value`` with ``cast`` applied to every tensor in it that is to be cast: floating, on a
+    device that is.
+    """
     if isinstance(value, Tensor):
         return cast(value) if _concerned(value) else value
     if type(value) in (list, tuple):
@@ -59,8 +61,9 @@ def half(function: F, dtype: torch.dtype | None = None) -> F:
 
 
 def half_op(function: F) -> F:
-    """As ``half``, for an op of torch. On CPU it is computed in FP32 from the half arguments and rounded once: half
-    kernels are slow or missing there, and it is what a Tensor Core does."""
+    """As ``half``, for an op of torch. On CPU it is computed in FP32 from the half arguments and
+    rounded once: half kernels are slow or missing there, and it is what a Tensor Core does.
+    """
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         handle = _amp_state.handle
@@ -78,8 +81,9 @@ _NOWHERE = torch.empty(0, device="meta")
 
 
 def half_layer(function: F) -> F:
-    """As ``half_op``, for the layers of recurrent nets. On CUDA autocast does it, which lays the half weights out as
-    cuDNN wants them."""
+    """As ``half_op``, for the layers of recurrent nets. On CUDA autocast does it, which lays the
+    half weights out as cuDNN wants them.
+    """
     on_cpu = half_op(function)
 
     @functools.wraps(function)
@@ -94,7 +98,9 @@ def half_layer(function: F) -> F:
 
 
 def any_input_dtype(check: F) -> F:
-    """``check(layer, input, ...)`` of a recurrent layer, which insists on the dtype of the weights, sees that dtype."""
+    """``check(layer, input, ...)`` of a recurrent layer, which insists on the dtype of the weights,
+    sees that dtype.
+    """
 
     @functools.wraps(check)
     def wrapper(layer: Any, input: Tensor, *args: Any) -> Any:
@@ -151,7 +157,9 @@ def refuse_half(function: F, message: str | None = None) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _amp_state.handle.is_active() and any(t.dtype in HALF_DTYPES for t in _tensors((args, kwargs))):
+        if _amp_state.handle.is_active() and any(
+            t.dtype in HALF_DTYPES for t in _tensors((args, kwargs))
+        ):
             raise NotImplementedError(text)
         return function(*args, **kwargs)
 

@@ -8,11 +8,17 @@ __all__ = ["SoftmaxCrossEntropyLoss"]
 
 
 class SoftmaxCrossEntropyLoss:
-    """``SoftmaxCrossEntropyLoss.apply(logits, labels, ...)``: the cross entropy of each row, computed in FP32."""
+    """``SoftmaxCrossEntropyLoss.apply(logits, labels, ...)``: the cross entropy of each row,
+    computed in FP32.
+    """
 
     @staticmethod
     def apply(
-        logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int = 0,
+        half_to_float: bool = False,
     ) -> Tensor:
         """``torch.nn.functional.cross_entropy`` without reduction.
 
@@ -27,4 +33,6 @@ class SoftmaxCrossEntropyLoss:
             shape (n,), float32 (float64 for such logits).
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)
+        return F.cross_entropy(
+            wide, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing
+        )

@@ -16,13 +16,15 @@ from tritonamp.apex.multi_tensor_apply import multi_tensor_applier
 class FP16_Optimizer:
     """FP32 masters and a loss scale around the optimizer of a half model.
 
-    ``backward(loss)`` takes the place of ``loss.backward()``. A step whose gradients overflowed is skipped, with a
-    static scale too. The scale changes in ``step``, so that several backwards before it agree on one.
+    ``backward(loss)`` takes the place of ``loss.backward()``. A step whose gradients overflowed is
+    skipped, with a static scale too. The scale changes in ``step``, so that several backwards
+    before it agree on one.
 
     Args:
         init_optimizer: its groups get FP32 masters in the place of half parameters.
         static_loss_scale: the scale, unless it is dynamic.
-        dynamic_loss_args: of ``DynamicLossScaler``; default ``init_scale=2**16, scale_window=2000``.
+        dynamic_loss_args: of ``DynamicLossScaler``; default ``init_scale=2**16,
+            scale_window=2000``.
         verbose: prints skipped steps.
 
     Attributes:
@@ -46,7 +48,9 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._adopt(group)
-        init_optimizer.load_state_dict(init_optimizer.state_dict())  # casts state that there is to the masters' dtype
+        init_optimizer.load_state_dict(
+            init_optimizer.state_dict()
+        )  # casts state that there is to the masters' dtype
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler = LossScaler(static_loss_scale)
         if dynamic_loss_scale:
@@ -90,12 +94,14 @@ class FP16_Optimizer:
             elif param.grad is not None:
                 param.grad = torch.zeros_like(param.grad)
 
-    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
         """Adds the scaled gradients of ``loss`` to the parameters'.
 
         Args:
-            update_master_grads: False leaves the masters for a call of ``update_master_grads``, after the last of
-                several losses.
+            update_master_grads: False leaves the masters for a call of ``update_master_grads``,
+                after the last of several losses.
         """
         if self._unscaled:
             self._scale(_flat(self.fp32_from_fp32_groups), self.loss_scale)
@@ -106,7 +112,9 @@ class FP16_Optimizer:
 
     def update_master_grads(self) -> None:
         """Puts the true FP32 gradients into the masters, and sets ``overflow``. Reads the device."""
-        for param, master in zip(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), strict=True):
+        for param, master in zip(
+            _flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), strict=True
+        ):
             master.grad = None if param.grad is None else param.grad.float()
         wide = _flat(self.fp32_from_fp32_groups)
         self.overflow = self._scale(_flat(self.fp32_from_fp16_groups) + wide, 1.0 / self.loss_scale)
@@ -125,13 +133,17 @@ class FP16_Optimizer:
         """Steps on the masters and rounds them into the half parameters, or skips.
 
         Args:
-            closure: calls ``zero_grad`` and ``backward`` of this object, returns the loss; called again with a lower
-                scale where its gradients overflow.
+            closure: calls ``zero_grad`` and ``backward`` of this object, returns the loss; called
+                again with a lower scale where its gradients overflow.
         """
         if closure is None and self.overflow:
             self._skip()
             return None
-        result = self.optimizer.step() if closure is None else self.optimizer.step(lambda: self._evaluate(closure))
+        result = (
+            self.optimizer.step()
+            if closure is None
+            else self.optimizer.step(lambda: self._evaluate(closure))
+        )
         self.first_closure_call_this_step = True
         self._master_params_to_model_params()
         self.loss_scaler.update_scale(False)
@@ -163,13 +175,18 @@ class FP16_Optimizer:
         """Clips the masters' gradients together; their norm before, or -1 after an overflow."""
         if self.overflow:
             return -1
-        return clip_grad_norm([p for group in self.param_groups for p in group["params"]], max_norm, norm_type)
+        return clip_grad_norm(
+            [p for group in self.param_groups for p in group["params"]], max_norm, norm_type
+        )
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The masters' gradients by group; None after an overflow."""
         if self.overflow:
             return None
-        return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in self.param_groups]
+        return [
+            [None if p.grad is None else p.grad.detach() for p in group["params"]]
+            for group in self.param_groups
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, the masters and the loss scale, as tensors and plain values."""
@@ -179,7 +196,9 @@ class FP16_Optimizer:
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+            "fp32_from_fp16": [
+                [master.detach() for master in group] for group in self.fp32_from_fp16_groups
+            ],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -28,12 +28,16 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """``network`` in half but for its BatchNorms, in place, behind a layer that makes the input half."""
+    """``network`` in half but for its BatchNorms, in place, behind a layer that makes the input
+    half.
+    """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Makes the floating parameters, gradients and buffers of ``module`` itself ``dtype``, not of its children."""
+    """Makes the floating parameters, gradients and buffers of ``module`` itself ``dtype``, not of
+    its children.
+    """
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
             grad, param.grad = param.grad, None
@@ -70,7 +74,9 @@ class FP16Model(nn.Module):
         return self.network(*(tensor.half() for tensor in inputs))
 
 
-def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters of ``model`` that require a gradient, and FP32 masters of them.
 
     Args:
@@ -81,7 +87,9 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     """
     model_params: list[Tensor] = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
-        masters = [param.detach().to(torch.float32, copy=True).requires_grad_() for param in model_params]
+        masters = [
+            param.detach().to(torch.float32, copy=True).requires_grad_() for param in model_params
+        ]
         return model_params, masters
     dtypes = {str(param.dtype) for param in model_params}
     if len(dtypes) > 1:

@@ -24,7 +24,9 @@ class LossScaler:
     def loss_scale(self) -> float:
         return self.cur_scale
 
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
+    def scale_gradient(
+        self, module: Any, grad_in: Iterable[Tensor], grad_out: Any
+    ) -> tuple[Tensor, ...]:
         """The gradients times the scale, as a module's backward hook returns them."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
@@ -34,14 +36,17 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls by ``scale_factor`` at an overflow, not below 1, and rises after a clean window.
+    """A loss scale that falls by ``scale_factor`` at an overflow, not below 1, and rises after a
+    clean window.
 
     Args:
         init_scale: the scale of the first step.
         scale_window: so many steps in a row without overflow raise the scale.
     """
 
-    def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+    def __init__(
+        self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
+    ) -> None:
         super().__init__(init_scale)
         self.cur_iter = 0
         self.last_overflow_iter = -1

@@ -1,7 +1,7 @@
 """Layer norm and RMS norm of torch, with apex's rules for dtypes.
 
-The arithmetic is FP32. The result has the dtype of the input, of the mixed forms that of the weight; under autocast
-input and result become autocast's. ``memory_efficient`` makes no difference.
+The arithmetic is FP32. The result has the dtype of the input, of the mixed forms that of the
+weight; under autocast input and result become autocast's. ``memory_efficient`` makes no difference.
 """
 
 import warnings
@@ -37,7 +37,9 @@ def _norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``norm`` in FP32 (FP64 for FP64 input), rounded to ``dtype``; torch does that by itself where all have one."""
+    """``norm`` in FP32 (FP64 for FP64 input), rounded to ``dtype``; torch does that by itself where
+    all have one.
+    """
     shape, device_type = [shape] if isinstance(shape, int) else list(shape), input.device.type
     if torch.is_autocast_enabled(device_type) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
@@ -45,7 +47,9 @@ def _norm(
     one_dtype = all(t is None or t.dtype is dtype for t in (input, *parameters))
     compute = dtype if one_dtype else torch.promote_types(input.dtype, torch.float32)
     with torch.autocast(device_type, enabled=False):
-        return norm(input.to(compute), shape, *(p if p is None else p.to(compute) for p in parameters), eps).to(dtype)
+        return norm(
+            input.to(compute), shape, *(p if p is None else p.to(compute) for p in parameters), eps
+        ).to(dtype)
 
 
 def fused_layer_norm_affine(
@@ -80,49 +84,87 @@ def mixed_dtype_fused_layer_norm_affine(
 
 
 def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight; the result has the input's dtype."""
     return _norm(F.rms_norm, input, normalized_shape, (weight,), eps, input.dtype)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """RMS norm without a weight."""
     return _norm(F.rms_norm, input, normalized_shape, (None,), eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight; the result has the weight's dtype."""
     return _norm(F.rms_norm, input, normalized_shape, (weight,), eps, weight.dtype)
 
 
-def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+def manual_rms_norm(
+    input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
+) -> Tensor:
     """RMS norm; the result has the dtype of the weight, where there is one."""
-    return _norm(F.rms_norm, input, normalized_shape, (weight,), eps, (input if weight is None else weight).dtype)
+    return _norm(
+        F.rms_norm,
+        input,
+        normalized_shape,
+        (weight,),
+        eps,
+        (input if weight is None else weight).dtype,
+    )
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights; the result has the input's dtype."""
+    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights; the result has the input's
+    dtype.
+    """
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        return _norm(F.layer_norm, input, self.normalized_shape, (self.weight, self.bias), self.eps, input.dtype)
+        return _norm(
+            F.layer_norm,
+            input,
+            self.normalized_shape,
+            (self.weight, self.bias),
+            self.eps,
+            input.dtype,
+        )
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight; the result has the input's dtype."""
+    """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight; the result has the input's
+    dtype.
+    """
 
     eps: float
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
@@ -139,13 +181,25 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     """
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
     ) -> None:
         _check_affine(type(self), kwargs)
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _norm(F.layer_norm, input, self.normalized_shape, (self.weight, self.bias), self.eps, self.weight.dtype)
+        return _norm(
+            F.layer_norm,
+            input,
+            self.normalized_shape,
+            (self.weight, self.bias),
+            self.eps,
+            self.weight.dtype,
+        )
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
@@ -156,18 +210,29 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
     ) -> None:
         _check_affine(type(self), kwargs)
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _norm(F.rms_norm, x, self.normalized_shape, (self.weight,), self.eps, self.weight.dtype)
+        return _norm(
+            F.rms_norm, x, self.normalized_shape, (self.weight,), self.eps, self.weight.dtype
+        )
 
 
 def _check_affine(cls: type, kwargs: dict[str, Any]) -> None:
     """The mixed modules have weights, and take no word on it."""
     if "elementwise_affine" in kwargs:
-        warnings.warn(f"{cls.__name__} does not support `elementwise_affine` argument", stacklevel=3)
+        warnings.warn(
+            f"{cls.__name__} does not support `elementwise_affine` argument", stacklevel=3
+        )
         if not kwargs["elementwise_affine"]:
-            raise RuntimeError(f"{cls.__name__} does not support `elementwise_affine = False`: drop the argument")
+            raise RuntimeError(
+                f"{cls.__name__} does not support `elementwise_affine = False`: drop the argument"
+            )

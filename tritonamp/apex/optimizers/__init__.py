@@ -9,4 +9,11 @@ from tritonamp.apex.optimizers.fused_mixed_precision_lamb import (
 from tritonamp.apex.optimizers.fused_novograd import FusedNovoGrad as FusedNovoGrad
 from tritonamp.apex.optimizers.fused_sgd import FusedSGD as FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]

@@ -11,10 +11,11 @@ Group = dict[str, Any]
 
 
 class WideOptimizer(Optimizer):
-    """Base of the fused optimizers: state is FP32 (FP64 for FP64 parameters), arithmetic too, parameters are rounded.
+    """Base of the fused optimizers: state is FP32 (FP64 for FP64 parameters), arithmetic too,
+    parameters are rounded.
 
-    A half parameter that steps here alone has no FP32 master, as in apex: small updates are lost to rounding. Under
-    ``tritonamp.enable`` and ``amp.initialize`` the optimizer steps on FP32 masters.
+    A half parameter that steps here alone has no FP32 master, as in apex: small updates are lost to
+    rounding. Under ``tritonamp.enable`` and ``amp.initialize`` the optimizer steps on FP32 masters.
     """
 
     def __init__(self, params: Iterable[Any], defaults: Group, set_grad_none: bool) -> None:
@@ -38,7 +39,10 @@ class WideOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(g, [p for p in g["params"] if p.grad is not None and p.numel()]) for g in self.param_groups]
+        groups = [
+            (g, [p for p in g["params"] if p.grad is not None and p.numel()])
+            for g in self.param_groups
+        ]
         if any(p.grad.is_sparse for _, params in groups for p in params):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
         self._update([(group, params) for group, params in groups if params])
@@ -53,7 +57,9 @@ class WideOptimizer(Optimizer):
         for param in params:
             if name not in self.state[param]:
                 dtype = torch.promote_types(param.dtype, torch.float32)
-                self.state[param][name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                self.state[param][name] = torch.zeros_like(
+                    param, dtype=dtype, memory_format=torch.preserve_format
+                )
         return [self.state[param][name] for param in params]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,7 +69,9 @@ class WideOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the state of half parameters becomes FP32, where torch would make it half."""
+        """As in torch, but the state of half parameters becomes FP32, where torch would make it
+        half.
+        """
         loaded: list[dict[str, Any]] = []  # what the user's own hooks make of it
         with_hook = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
         try:

@@ -27,7 +27,12 @@ class FusedAdagrad(WideOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adagrad_w_mode": adagrad_w_mode,
+        }
         super().__init__(params, defaults, set_grad_none)
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:

@@ -14,13 +14,15 @@ NO_CORRECTION = 2.0**24
 class FusedAdam(optim.Adam):
     """``tritonamp.optim.Adam`` and ``AdamW`` with apex's arguments.
 
-    Half parameters have FP32 moments and an FP32 master in the state, with ``master_weights`` and without.
+    Half parameters have FP32 moments and an FP32 master in the state, with ``master_weights`` and
+    without.
 
     Args:
         bias_correction: False leaves both corrections out, for all steps.
         adam_w_mode: decoupled weight decay (AdamW) or L2 penalty (Adam).
         set_grad_none: what ``zero_grad()`` does: None, or zeros.
-        capturable: ``lr`` becomes a tensor on the device, so that replays of a CUDA graph follow a schedule.
+        capturable: ``lr`` becomes a tensor on the device, so that replays of a CUDA graph follow a
+            schedule.
         master_weights: makes no difference.
 
     Raises:
@@ -84,7 +86,9 @@ class FusedAdam(optim.Adam):
 
     def _settle(self, group: dict[str, Any]) -> None:
         if group["capturable"] and group["params"]:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(group["params"][0].device, copy=True)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(
+                group["params"][0].device, copy=True
+            )
         if not group["bias_correction"]:
             for param in group["params"]:
                 self.state[param]["step"] = torch.full((), NO_CORRECTION, device=param.device)

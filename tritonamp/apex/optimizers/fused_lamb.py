@@ -41,7 +41,9 @@ class FusedLAMB(WideOptimizer):
         use_nvlamb: bool = False,
     ) -> None:
         if amsgrad:
-            raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant: drop amsgrad")
+            raise RuntimeError(
+                f"{type(self).__name__} does not support the AMSGrad variant: drop amsgrad"
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -11,7 +11,8 @@ from tritonamp.apex.optimizers.fused_lamb import FusedLAMB
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """``FusedLAMB`` that keeps an FP32 master of each half parameter in its state, and unscales by itself.
+    """``FusedLAMB`` that keeps an FP32 master of each half parameter in its state, and unscales by
+    itself.
 
     With a GradScaler the step reads on the host whether to skip.
 
@@ -69,7 +70,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return grads if grad_scale is None else [grad.float() / grad_scale for grad in grads]
 
     def _targets(self, params: Sequence[Tensor]) -> list[Tensor]:
-        return [self._master(p) if p.dtype in (torch.float16, torch.bfloat16) else p for p in params]
+        return [
+            self._master(p) if p.dtype in (torch.float16, torch.bfloat16) else p for p in params
+        ]
 
     def _master(self, param: Tensor) -> Tensor:
         """The FP32 master; the parameter wins where somebody else wrote to it."""

@@ -45,7 +45,9 @@ class FusedNovoGrad(WideOptimizer):
         if amsgrad:
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant: drop amsgrad")
         if norm_type not in (0, 2):
-            raise RuntimeError(f"FusedNovoGrad: norm_type: got {norm_type!r}, allowed are 2 and 0 (largest value)")
+            raise RuntimeError(
+                f"FusedNovoGrad: norm_type: got {norm_type!r}, allowed are 2 and 0 (largest value)"
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -89,5 +91,7 @@ class FusedNovoGrad(WideOptimizer):
                 assert param.grad is not None
                 dtype = torch.promote_types(param.grad.dtype, torch.float32)
                 first = torch.linalg.vector_norm(param.grad, order, dtype=dtype)
-                self.state[param]["exp_avg_sq"] = torch.zeros_like(first) if group["init_zero"] else first
+                self.state[param]["exp_avg_sq"] = (
+                    torch.zeros_like(first) if group["init_zero"] else first
+                )
         return [self.state[param]["exp_avg_sq"] for param in params]

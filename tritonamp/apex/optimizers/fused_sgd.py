@@ -10,15 +10,18 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, grads_of
 
 
 class FusedSGD(WideOptimizer):
-    """``torch.optim.SGD`` with apex's arguments, in FP32 arithmetic; bit for bit the same on FP32 parameters.
+    """``torch.optim.SGD`` with apex's arguments, in FP32 arithmetic; bit for bit the same on FP32
+    parameters.
 
     Args:
         wd_after_momentum: adds the weight decay to the update, not to the gradient.
-        materialize_master_grads: makes no difference; the enabled optimizer unscales inside its step.
+        materialize_master_grads: makes no difference; the enabled optimizer unscales inside its
+            step.
         set_grad_none: what ``zero_grad()`` does: None, or zeros.
 
     Raises:
-        ValueError: a negative ``lr``, ``momentum`` or ``weight_decay``; ``nesterov`` with dampening or no momentum.
+        ValueError: a negative ``lr``, ``momentum`` or ``weight_decay``; ``nesterov`` with dampening
+            or no momentum.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class FusedSGD(WideOptimizer):
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
         for group, params in groups:
             values = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in params]
-            grads = [grad.to(value.dtype) for grad, value in zip(grads_of(params), values, strict=True)]
+            grads = [
+                grad.to(value.dtype) for grad, value in zip(grads_of(params), values, strict=True)
+            ]
             decay, late = group["weight_decay"], group["wd_after_momentum"]
             if decay != 0 and not late:
                 grads = list(torch._foreach_add(grads, values, alpha=decay))
@@ -70,8 +75,12 @@ class FusedSGD(WideOptimizer):
                 if param.dtype != value.dtype:
                     param.copy_(value)
 
-    def _momenta(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The momenta after this step, as they are stored: those of half parameters are half, and step as rounded."""
+    def _momenta(
+        self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The momenta after this step, as they are stored: those of half parameters are half, and
+        step as rounded.
+        """
         for param, grad in zip(params, grads, strict=True):
             state = self.state[param]
             if "momentum_buffer" in state:
@@ -80,4 +89,7 @@ class FusedSGD(WideOptimizer):
             else:
                 momentum = grad.clone()  # as in torch, the first gradient is not dampened
             state["momentum_buffer"] = momentum.to(param.dtype)
-        return [self.state[param]["momentum_buffer"].to(grad.dtype) for param, grad in zip(params, grads, strict=True)]
+        return [
+            self.state[param]["momentum_buffer"].to(grad.dtype)
+            for param, grad in zip(params, grads, strict=True)
+        ]

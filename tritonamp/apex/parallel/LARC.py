@@ -11,19 +11,26 @@ from torch.optim import Optimizer
 class LARC(Optimizer):
     """Layer-wise adaptive rates (https://arxiv.org/abs/1708.03888) around any optimizer.
 
-    Each gradient is multiplied by ``trust_coefficient * |p| / (|grad| + weight_decay * |p| + eps)``, so that the
-    optimizer's step has the local rate. Its weight decay is added to the gradient before that. Everything but ``step``
-    is the wrapped optimizer's own: state, groups, checkpoints. Hand this one to ``amp.initialize``.
+    Each gradient is multiplied by ``trust_coefficient * |p| / (|grad| + weight_decay * |p| +
+    eps)``, so that the optimizer's step has the local rate. Its weight decay is added to the
+    gradient before that. Everything but ``step`` is the wrapped optimizer's own: state, groups,
+    checkpoints. Hand this one to ``amp.initialize``.
 
     Args:
         optimizer: takes the steps.
         clip: the local rate is at most the group's ``lr``; False: it is a factor on it.
     """
 
-    _step_supports_amp_scaling = False  # whatever the wrapped optimizer does: its step is not the first here
+    _step_supports_amp_scaling = (
+        False  # whatever the wrapped optimizer does: its step is not the first here
+    )
 
     def __init__(
-        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+        self,
+        optimizer: Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
     ) -> None:  # not Optimizer's: it has no parameters of its own
         self.optim = optimizer
         self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
@@ -93,12 +100,15 @@ class LARC(Optimizer):
         grads = [p.grad for p in params if p.grad is not None]
         decay = group.get("weight_decay", 0)
         norm, grad_norm = (
-            torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)) for tensors in (params, grads)
+            torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+            for tensors in (params, grads)
         )
         rate = self.trust_coefficient * norm / (grad_norm + norm * decay + self.eps)
         if self.clip:
             rate = (rate / group["lr"]).clamp(max=1)
         adapts = (norm != 0) & (grad_norm != 0)
         if decay != 0:
-            torch._foreach_add_(grads, torch._foreach_mul(params, torch.where(adapts, decay, 0.0).unbind()))
+            torch._foreach_add_(
+                grads, torch._foreach_mul(params, torch.where(adapts, decay, 0.0).unbind())
+            )
         torch._foreach_mul_(grads, torch.where(adapts, rate, 1.0).unbind())

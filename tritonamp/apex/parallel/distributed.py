@@ -13,23 +13,28 @@ __all__ = ["DistributedDataParallel", "Reducer"]
 
 _PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _LOCAL_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False  # renamed in torch
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in _PARAMETERS
+    else "broadcast_buffers": False  # renamed in torch
 }
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """``torch.nn.parallel.DistributedDataParallel`` with apex's arguments. Wrap after ``amp.initialize``.
+    """``torch.nn.parallel.DistributedDataParallel`` with apex's arguments. Wrap after
+    ``amp.initialize``.
 
     Buffers stay each rank's own, as in apex.
 
     Args:
         message_size: elements of a bucket.
-        delay_allreduce: True also allows parameters that get no gradient (``find_unused_parameters``).
+        delay_allreduce: True also allows parameters that get no gradient
+            (``find_unused_parameters``).
         allreduce_always_fp32: reduces half gradients in FP32.
         gradient_average: False sums them over the processes.
-        gradient_predivide_factor: divides before the reduction, and multiplies by it after it where averaging.
-        allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams, allreduce_communicators, prof: make
-            no difference; torch overlaps by itself.
+        gradient_predivide_factor: divides before the reduction, and multiplies by it after it where
+            averaging.
+        allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+            allreduce_communicators, prof: make no difference; torch overlaps by itself.
 
     Raises:
         ValueError: ``shared_param``, or ``delay_allreduce`` with what it excludes.
@@ -52,7 +57,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: bool = False,
     ) -> None:
         if shared_param is not None:
-            raise ValueError("shared_param is not an option any more: parameters may be shared; drop it")
+            raise ValueError(
+                "shared_param is not an option any more: parameters may be shared; drop it"
+            )
         if delay_allreduce and (allreduce_trigger_params is not None or num_allreduce_streams > 1):
             raise ValueError(
                 "delay_allreduce=True leaves nothing to allreduce_trigger_params and num_allreduce_streams: drop one"
@@ -65,7 +72,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             rate = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
-            self.register_comm_hook((allreduce_always_fp32, gradient_predivide_factor, rate), _reduce_bucket)
+            self.register_comm_hook(
+                (allreduce_always_fp32, gradient_predivide_factor, rate), _reduce_bucket
+            )
 
     def enable_allreduce(self) -> None:
         """The next backward reduces gradients."""
@@ -97,7 +106,8 @@ class Reducer:
     """Averages gradients over all processes when ``reduce`` is called.
 
     Args:
-        module_or_grads_list: a module, whose parameters become those of rank 0; or gradients, nested in any way.
+        module_or_grads_list: a module, whose parameters become those of rank 0; or gradients,
+            nested in any way.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
@@ -121,7 +131,9 @@ class Reducer:
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            for grad, values in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            for grad, values in zip(
+                bucket, flat.split([grad.numel() for grad in bucket]), strict=True
+            ):
                 grad.copy_(values.view_as(grad))
 
 

@@ -44,8 +44,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return F.relu(output) if self.fuse_relu else output
 
 
-def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """``module`` with every BatchNorm in it replaced by a SyncBatchNorm of the same parameters and statistics."""
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """``module`` with every BatchNorm in it replaced by a SyncBatchNorm of the same parameters and
+    statistics.
+    """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     for norm in converted.modules():
         if type(norm) is nn.SyncBatchNorm:
@@ -55,7 +59,8 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The process group of this rank where all ranks form groups of ``group_size``; 0: None, all of them.
+    """The process group of this rank where all ranks form groups of ``group_size``; 0: None, all of
+    them.
 
     Raises:
         ValueError: the world is smaller, or not a multiple of it.

@@ -20,7 +20,8 @@ MASKED = -10000.0  # what a masked score becomes
 
 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax of ``scale * inputs`` over the last dimension; arithmetic in FP32, result in the inputs' dtype.
+    """Softmax of ``scale * inputs`` over the last dimension; arithmetic in FP32, result in the
+    inputs' dtype.
 
     Args:
         inputs: shape (batch, heads, queries, keys); under autocast they become its dtype first.
@@ -42,14 +43,17 @@ generic_scaled_masked_softmax = scaled_masked_softmax
 
 
 def scaled_upper_triang_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """``scaled_masked_softmax`` where each query sees the keys up to its own; ``mask`` is not looked at.
+    """``scaled_masked_softmax`` where each query sees the keys up to its own; ``mask`` is not
+    looked at.
 
     Raises:
         ValueError: different numbers of queries and keys.
     """
     queries, keys = inputs.shape[-2:]
     if queries != keys:
-        raise ValueError(f"a causal mask is for self attention: got {queries} queries and {keys} keys")
+        raise ValueError(
+            f"a causal mask is for self attention: got {queries} queries and {keys} keys"
+        )
     above = torch.ones(queries, keys, dtype=torch.bool, device=inputs.device).triu(1)
     return scaled_masked_softmax(inputs, above, scale)
 
@@ -60,7 +64,8 @@ class FusedScaleMaskSoftmax(nn.Module):
     Args:
         input_in_fp16, input_in_bf16: the dtype of the scores, where it is half.
         attn_mask_type: padding, with a mask given to ``forward``; or causal.
-        scaled_masked_softmax_fusion: for half scores, do it in one go instead of with ``mask_func``.
+        scaled_masked_softmax_fusion: for half scores, do it in one go instead of with
+            ``mask_func``.
         mask_func: ``mask_func(scores, mask)`` masks.
         softmax_in_fp32: half scores become FP32 before they are scaled.
         scale: factor on the scores, or None.
@@ -86,7 +91,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         if scale is not None and not softmax_in_fp32:
             raise RuntimeError("softmax should be in fp32 when scaled")
         if scaled_masked_softmax_fusion and not isinstance(attn_mask_type, AttnMaskType):
-            raise ValueError(f"attn_mask_type: got {attn_mask_type!r}, allowed are {', '.join(map(str, AttnMaskType))}")
+            raise ValueError(
+                f"attn_mask_type: got {attn_mask_type!r}, allowed are {', '.join(map(str, AttnMaskType))}"
+            )
         self.input_in_fp16, self.input_in_bf16 = input_in_fp16, input_in_bf16
         self.input_in_float16 = input_in_fp16 or input_in_bf16
         self.attn_mask_type = attn_mask_type
@@ -102,7 +109,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         return self.forward_torch_softmax(input, mask)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether ``forward`` takes the fused way; of shapes only a causal mask that is not square does not."""
+        """Whether ``forward`` takes the fused way; of shapes only a causal mask that is not square
+        does not.
+        """
         square = self.attn_mask_type is not AttnMaskType.causal or sq == sk
         return self.scaled_masked_softmax_fusion and self.input_in_float16 and square
 

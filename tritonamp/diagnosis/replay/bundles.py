@@ -49,13 +49,18 @@ if __name__ == "__main__":
 
 
 def write_bundle(
-    folder: str | Path, fault: Fault | None, snapshot: Snapshot, policy: Policy, *, weights: bool = True
+    folder: str | Path,
+    fault: Fault | None,
+    snapshot: Snapshot,
+    policy: Policy,
+    *,
+    weights: bool = True,
 ) -> Path:
     """Writes what it takes to run a forward again elsewhere; returns the folder.
 
-    inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)`` takes it), weights.pt
-    (the model's ``state_dict``), policy.json, report.txt, fault.json, and replay.py, which the user completes with
-    the function that makes his model.
+    inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)`` takes
+    it), weights.pt (the model's ``state_dict``), policy.json, report.txt, fault.json, and
+    replay.py, which the user completes with the function that makes his model.
 
     Args:
         fault: what ``find_fault`` gave; None: not reproduced.
@@ -78,10 +83,14 @@ def write_bundle(
     }
     torch.save(state, folder / "inputs.pt")
     if weights:
-        torch.save({k: _plain(v) for k, v in snapshot.model.state_dict().items()}, folder / "weights.pt")
+        torch.save(
+            {k: _plain(v) for k, v in snapshot.model.state_dict().items()}, folder / "weights.pt"
+        )
     (folder / "policy.json").write_text(policy.to_json())
     (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
-    (folder / "fault.json").write_text(json.dumps(None if fault is None else fault.as_dict(), indent=1))
+    (folder / "fault.json").write_text(
+        json.dumps(None if fault is None else fault.as_dict(), indent=1)
+    )
     (folder / "replay.py").write_text(_SCRIPT.format(scale=1.0 if fault is None else fault.scale))
     return folder
 
@@ -91,18 +100,24 @@ def _plain(value: Any) -> Any:
         return value.detach()
     if not isinstance(value, _PLAIN):
         kind = type(value).__name__
-        raise ValueError(f"the model was called with a {kind}: a bundle can hold tensors and plain values")
+        raise ValueError(
+            f"the model was called with a {kind}: a bundle can hold tensors and plain values"
+        )
     return value
 
 
 def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
-    """The forward that ``write_bundle`` wrote down, of ``model``, which should have the same weights."""
+    """The forward that ``write_bundle`` wrote down, of ``model``, which should have the same
+    weights.
+    """
     device = next((str(p.device) for p in model.parameters()), "cpu")
     state = torch.load(Path(folder) / "inputs.pt", map_location=device, weights_only=True)
     snapshot = Snapshot(model, *state["arguments"])
     ambience: Ambience = snapshot.ambience
     ambience.cpu = state["cpu"].cpu()
-    ambience.cuda = {torch.device(d): g.cpu() for d, g in state["cuda"].items() if torch.cuda.is_available()}
+    ambience.cuda = {
+        torch.device(d): g.cpu() for d, g in state["cuda"].items() if torch.cuda.is_available()
+    }
     ambience.python = state["python"]
     ambience.training = [(model, state["training"])]
     return snapshot

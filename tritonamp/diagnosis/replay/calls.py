@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential", "log_normal"}
+OVERWRITES = {
+    "copy",
+    "fill",
+    "zero",
+    "normal",
+    "uniform",
+    "bernoulli",
+    "random",
+    "exponential",
+    "log_normal",
+}
 
 
 def is_watched(value: Any) -> bool:
@@ -42,7 +52,9 @@ def amax(tensor: Tensor) -> float:
 
 
 class Signature(NamedTuple):
-    """What an op's schema says: arguments that it writes to, by place or name, and those whose content it ignores."""
+    """What an op's schema says: arguments that it writes to, by place or name, and those whose
+    content it ignores.
+    """
 
     name: str
     written: frozenset[int | str]
@@ -60,7 +72,12 @@ def signature(func: Any) -> Signature:
         if argument.alias_info is not None and argument.alias_info.is_write
     }
     overwritten = {key for key in written if isinstance(key, str) or name in OVERWRITES}
-    return Signature(name, frozenset(written), frozenset(overwritten), torch.Tag.nondeterministic_seeded in func.tags)
+    return Signature(
+        name,
+        frozenset(written),
+        frozenset(overwritten),
+        torch.Tag.nondeterministic_seeded in func.tags,
+    )
 
 
 class Call(NamedTuple):
@@ -89,23 +106,39 @@ class Call(NamedTuple):
         return tuple(v for v in tree_leaves([self.args, self.kwargs]) if type(v) is float)
 
     def map(self, change: Callable[[Any], Any], keys: frozenset[int | str] | None = None) -> "Call":
-        """The call with ``change`` applied to every leaf of its arguments, or only of those among ``keys``."""
+        """The call with ``change`` applied to every leaf of its arguments, or only of those among
+        ``keys``.
+        """
 
         def changed(key: int | str, value: Any) -> Any:
             return tree_map(change, value) if keys is None or key in keys else value
 
         args = tuple(changed(i, value) for i, value in enumerate(self.args))
-        return Call(self.func, args, {key: changed(key, value) for key, value in self.kwargs.items()})
+        return Call(
+            self.func, args, {key: changed(key, value) for key, value in self.kwargs.items()}
+        )
 
     def again(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
-        """The result for changed floating tensors, in ``dtype``; None where the op cannot be run again."""
+        """The result for changed floating tensors, in ``dtype``; None where the op cannot be run
+        again.
+        """
         if self.signature.random:
             return None
 
         def changed(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return change(value) if is_watched(value) else value.clone() if self.signature.written else value
-            return dtype if dtype is not None and isinstance(value, torch.dtype) and value.is_floating_point else value
+                return (
+                    change(value)
+                    if is_watched(value)
+                    else value.clone()
+                    if self.signature.written
+                    else value
+                )
+            return (
+                dtype
+                if dtype is not None and isinstance(value, torch.dtype) and value.is_floating_point
+                else value
+            )
 
         try:
             call = self.map(changed)

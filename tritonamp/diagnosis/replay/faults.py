@@ -19,7 +19,8 @@ class Fault:
         event: what was seen at the op, and its ``place``.
         outcome: what became of the loss or the gradients.
         silent: the result of the forward is finite, and wrong.
-        scale: the loss scale of the backward. ``fits``: the largest (vanished gradients: smallest) that serves.
+        scale: the loss scale of the backward. ``fits``: the largest (vanished gradients: smallest)
+            that serves.
         names: the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
     """
@@ -35,7 +36,9 @@ class Fault:
 
     @property
     def module(self) -> str | None:
-        """Full name of the module to blame: what ``fp32_modules`` takes; "" is the model, None outside of it."""
+        """Full name of the module to blame: what ``fp32_modules`` takes; "" is the model, None
+        outside of it.
+        """
         return self.event.place.module
 
     @property
@@ -85,11 +88,14 @@ class Fault:
             "argument": "zero" if event.zero else "out of its range",
             "reason": self._reason(),
             "named": f"{', '.join(event.names)}: " if event.names else "",
-            "names": ", ".join(self.names[:8]) + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else ""),
+            "names": ", ".join(self.names[:8])
+            + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else ""),
             "samples": f", samples {listed(event.samples)} of dim 0" if event.samples else "",
             "scale": number(self.scale),
             "fits": number(self.fits),
-            "keep": f"fp32_modules=[{module!r}]" if module else "x.float() under tritonamp.disable_casts()",
+            "keep": f"fp32_modules=[{module!r}]"
+            if module
+            else "x.float() under tritonamp.disable_casts()",
         }
 
     def _reason(self) -> str:
@@ -101,10 +107,16 @@ class Fault:
         event = self.event
         silent = "silent " if self.silent else ""
         lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
-        code = linecache.getline(event.place.file, event.place.line).strip() if event.place.file else ""
+        code = (
+            linecache.getline(event.place.file, event.place.line).strip()
+            if event.place.file
+            else ""
+        )
         lines += [f"  code:    {code}"] * bool(code)
         lines += [f"  why:     {self.why}"]
-        lines += [f"  inputs:  {'; '.join(map(str, event.inputs))} ({event.aten})"] * bool(event.inputs)
+        lines += [f"  inputs:  {'; '.join(map(str, event.inputs))} ({event.aten})"] * bool(
+            event.inputs
+        )
         lines += [f"  then:    {text}" for text in [self._aftermath()] if text]
         lines += [f"  to do:   {self.advice}"]
         lines += [f"  replay:  forward output {self.replayed}"] * (self.replayed != "not checked")
@@ -114,7 +126,9 @@ class Fault:
         event = self.event
         parts = [f"{event.later} later ops not finite"] * bool(event.later)
         parts += [f"first NaN in {event.first_nan}"] * bool(event.first_nan)
-        parts += [f"inf became a wrong finite number in {event.absorbed}"] * bool(self.silent and event.absorbed)
+        parts += [f"inf became a wrong finite number in {event.absorbed}"] * bool(
+            self.silent and event.absorbed
+        )
         return "; ".join([*parts, *filter(None, [self.outcome])])
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,7 +144,11 @@ class Fault:
             "line": event.place.line,
             "aten": event.aten,
             "inputs": [
-                {"dtype": short(operand.dtype), "shape": list(operand.shape), "amax": _strict(operand.amax)}
+                {
+                    "dtype": short(operand.dtype),
+                    "shape": list(operand.shape),
+                    "amax": _strict(operand.amax),
+                }
                 for operand in event.inputs
             ],
             "dtype": short(event.dtype),
@@ -161,7 +179,9 @@ def number(value: float | None) -> str:
 
 
 def listed(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return ", ".join(map(str, numbers[:8])) + (
+        f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    )
 
 
 def _strict(value: float | None) -> float | str | None:

@@ -1,4 +1,6 @@
-"""Where an op runs: the module, the user's source line, and for an op of a backward those of its forward."""
+"""Where an op runs: the module, the user's source line, and for an op of a backward those of its
+forward.
+"""
 
 import dataclasses
 import functools
@@ -19,8 +21,14 @@ from tritonamp.diagnosis.replay.verdicts import Place
 _OURS = Path(__file__).parents[2]
 _TORCH = Path(torch.__file__).parent
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
-_RULE = (str(_OURS / "casts" / "dispatch.py"), "implementation")  # the frame in which a rule of the op table runs
-_EDGE = (str(_OURS / "casts" / "enabled_module.py"), "_forward")  # the frame in which an enabled model's inputs and outputs are cast
+_RULE = (
+    str(_OURS / "casts" / "dispatch.py"),
+    "implementation",
+)  # the frame in which a rule of the op table runs
+_EDGE = (
+    str(_OURS / "casts" / "enabled_module.py"),
+    "_forward",
+)  # the frame in which an enabled model's inputs and outputs are cast
 _DEMO = _OURS / "demo"  # stands for a user
 _REPLAY = Path(__file__).parent / "search.py"
 _KERNELS = Path(kernels.__file__).parent
@@ -72,7 +80,8 @@ class Rule(NamedTuple):
 
 
 class Places:
-    """Follows the modules in progress and the autograd nodes that are made, between ``begin`` and ``end``.
+    """Follows the modules in progress and the autograd nodes that are made, between ``begin`` and
+    ``end``.
 
     Attributes:
         inputs: storage of a tensor that a model was called with to its name.
@@ -111,12 +120,15 @@ class Places:
         """``results`` come from an op at ``place``."""
         self._makers.update((storage(t), place) for t in results)
 
-    def current(self, op: str, inputs: list[Tensor], in_backward: bool) -> tuple[Place, Rule | None]:
+    def current(
+        self, op: str, inputs: list[Tensor], in_backward: bool
+    ) -> tuple[Place, Rule | None]:
         """Where the op that is being dispatched belongs.
 
         Args:
             op: its name, if no rule of the op table stands above it.
-            in_backward: it may be part of an autograd node, and then belongs where the node was made.
+            in_backward: it may be part of an autograd node, and then belongs where the node was
+                made.
         """
         frame, at_edge, file, line = _walk(sys._getframe(1))
         rule = None
@@ -126,10 +138,14 @@ class Places:
         place = self._place(op if rule is None else rule.func.overloadpacket.__name__, file, line)
         is_cast = at_edge and op == "to_copy" and rule is None
         if is_cast and inputs and self._modules and self._modules[-1] in self._names.roots:
-            place = self._makers.get(storage(inputs[0]), place)  # an output that is cast belongs to its maker
+            place = self._makers.get(
+                storage(inputs[0]), place
+            )  # an output that is cast belongs to its maker
         node: Any = torch._C._current_autograd_node() if in_backward else None
         origin = None if node is None else self._origin(node)
-        if node is None or torch.is_grad_enabled():  # the latter: a checkpointed segment is computed again
+        if (
+            node is None or torch.is_grad_enabled()
+        ):  # the latter: a checkpointed segment is computed again
             if origin is not None and place.module is None:
                 place = dataclasses.replace(place, module=origin.module, kind=origin.kind)
             number = torch._C._autograd._get_sequence_nr() - 1
@@ -148,15 +164,23 @@ class Places:
     def _origin(self, node: Any) -> Place | None:
         number = node._sequence_nr()
         # writes to views make two or three nodes for one op
-        return next((self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None)
+        return next(
+            (self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None
+        )
 
     def of_traceback(self, traceback: Any) -> Place:
-        """Where an exception was raised: the innermost frame of the user's, and the innermost module."""
+        """Where an exception was raised: the innermost frame of the user's, and the innermost
+        module.
+        """
         file, line = None, 0
         while traceback is not None:
             frame = traceback.tb_frame
             module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and module in self._names.modules and module not in self._modules[-1:]:
+            if (
+                isinstance(module, nn.Module)
+                and module in self._names.modules
+                and module not in self._modules[-1:]
+            ):
                 self._modules.append(module)
             if _owner(frame.f_code) == "user":
                 file, line = frame.f_code.co_filename, traceback.tb_lineno
@@ -175,12 +199,17 @@ def _owner(code: CodeType) -> str:
     file = Path(code.co_filename)
     ours = (_OURS in file.parents and _DEMO not in file.parents) or _KERNELS in file.parents
     stdlib = _STDLIB in file.parents and "site-packages" not in file.parts
-    return "library" if ours or stdlib or _TORCH in file.parents or file.name.startswith("<frozen") else "user"
+    return (
+        "library"
+        if ours or stdlib or _TORCH in file.parents or file.name.startswith("<frozen")
+        else "user"
+    )
 
 
 def _walk(frame: FrameType | None) -> tuple[FrameType | None, bool, str | None, int]:
-    """From an op outwards: the frame of a rule if it is in one, whether the wrapper of an enabled model comes before
-    any code of the user's, file and line of that code."""
+    """From an op outwards: the frame of a rule if it is in one, whether the wrapper of an enabled
+    model comes before any code of the user's, file and line of that code.
+    """
     rule, at_edge = None, False
     while frame is not None:
         owner = _owner(frame.f_code)

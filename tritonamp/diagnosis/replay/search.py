@@ -35,22 +35,25 @@ def find_fault(
 ) -> Fault | None:
     """The first op that makes inf or NaN out of finite numbers and matters to the result, or None.
 
-    Afterwards parameters, buffers, ``.grad``, random number generators, training flags and autocast are, bit for bit,
-    what they were; also if ``run`` raises. Attributes of other kinds that a forward sets are not put back. Waits for
-    the device at every op.
+    Afterwards parameters, buffers, ``.grad``, random number generators, training flags and autocast
+    are, bit for bit, what they were; also if ``run`` raises. Attributes of other kinds that a
+    forward sets are not put back. Waits for the device at every op.
 
     Args:
         model: enabled by tritonamp, or not; or several.
         run: computes the loss (a scalar), or the model's output.
         dtype: the half format.
         scale: the loss scale of the backward.
-        backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is given.
+        backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is
+            given.
         silent: also report an overflow that leaves the result finite, and wrong.
-        grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a model without a loss.
+        grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a
+            model without a loss.
         expected: the tensors that ``run`` returned the first time, to compare bits with.
 
     Raises:
-        ValueError: ``backward=True``, and there is neither a scalar that requires a gradient nor ``grad_outputs``.
+        ValueError: ``backward=True``, and there is neither a scalar that requires a gradient nor
+            ``grad_outputs``.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     replay = _Replay(models, dtype, scale)
@@ -105,9 +108,13 @@ class _Replay:
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
     def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
-        """What ``run`` returns; the Fault itself where torch refuses a constant that the format cannot hold."""
+        """What ``run`` returns; the Fault itself where torch refuses a constant that the format
+        cannot hold.
+        """
         with self.watch, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using `torch.compile")  # about the hooks of the watch
+            warnings.filterwarnings(
+                "ignore", message="Using `torch.compile"
+            )  # about the hooks of the watch
             try:
                 output = run()
             except RuntimeError as error:
@@ -117,13 +124,21 @@ class _Replay:
         if expected is not None:
             again = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             same = len(again) == len(expected) and all(map(_same_bits, again, expected))
-            self.replayed = "bit-identical to the first" if same else "not bit-identical to the first"
+            self.replayed = (
+                "bit-identical to the first" if same else "not bit-identical to the first"
+            )
         return output
 
     def _refused(self, error: RuntimeError) -> Fault:
         seen = [e for e in self.watch.events if e.refused]
-        event = seen[-1] if seen else Event(self.watch.places.of_traceback(error.__traceback__), "forward", self.dtype)
-        return Fault("constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed)
+        event = (
+            seen[-1]
+            if seen
+            else Event(self.watch.places.of_traceback(error.__traceback__), "forward", self.dtype)
+        )
+        return Fault(
+            "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
+        )
 
     def fault_of_forward(self, output: Any, silent: bool) -> Fault | None:
         """What made the output non-finite; else what made it wrong."""
@@ -133,12 +148,16 @@ class _Replay:
         bad = [t for t in results if not is_finite(t)]
         is_loss = len(results) == 1 and results[0].numel() == 1
         events = [self.watch.origin(t, _RESULT) for t in bad]
-        events = [e for e in events if is_loss or not e.quiet]  # masked logits may be -inf; a loss may not
+        events = [
+            e for e in events if is_loss or not e.quiet
+        ]  # masked logits may be -inf; a loss may not
         if events:
             return self._fault(self._first(events), outcome=_outcome(bad[0], is_loss))
         absorbed = [e for e in self.watch.events if e.absorbed]
         if silent and absorbed:
-            return self._fault(absorbed[0], silent=True, outcome="the result is finite" if results else "")
+            return self._fault(
+                absorbed[0], silent=True, outcome="the result is finite" if results else ""
+            )
         return None
 
     def _first(self, events: list[Event]) -> Event:
@@ -151,10 +170,15 @@ class _Replay:
             names = tuple(name for name, _ in held)
             if held and all(self._master_is_finite(t) for _, t in held):
                 kind = "weight_overflow"
-        return Fault(kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields)
+        return Fault(
+            kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields
+        )
 
     def _master_is_finite(self, tensor: Tensor) -> bool:
-        return any(tensor in precise and is_finite(precise.get(tensor)) for precise in _precise(self.models))
+        return any(
+            tensor in precise and is_finite(precise.get(tensor))
+            for precise in _precise(self.models)
+        )
 
     # backward
 
@@ -163,12 +187,18 @@ class _Replay:
     ) -> bool:
         """Whether there is something to run backward from, and it was not declined."""
         losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        possible = bool(losses) and (grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1))
+        possible = bool(losses) and (
+            grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1)
+        )
         if asked and not possible:
-            raise ValueError("backward=True: run must return one scalar that requires a gradient, or give grad_outputs")
+            raise ValueError(
+                "backward=True: run must return one scalar that requires a gradient, or give grad_outputs"
+            )
         return possible and asked is not False and bool(self.params)
 
-    def fault_of_backward(self, output: Any, grad_outputs: Sequence[Tensor | None] | None) -> Fault | None:
+    def fault_of_backward(
+        self, output: Any, grad_outputs: Sequence[Tensor | None] | None
+    ) -> Fault | None:
         """What made gradients non-finite, or all of them zero."""
         backward = _Backward(output, grad_outputs, self.scale, list(self.params.values()))
         grads = backward.gradients(self.scale)
@@ -179,7 +209,9 @@ class _Replay:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
                     self.watch.places.inputs[storage(seed)] = f"gradient of output {i}"
-            named = list(zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True))
+            named = list(
+                zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True)
+            )
         bad = {name: g for name, g in named if g is not None and not is_finite(g)}
         if not bad:
             return None  # it does not do the same twice
@@ -188,7 +220,9 @@ class _Replay:
             event.phase, event.discarded = "backward", True
         fits = backward.largest_scale(self.scale) if event.overflowed else None
         outcome = f"gradients of {len(bad)} of {len(named)} parameters are not finite"
-        return self._fault(event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None)
+        return self._fault(
+            event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
+        )
 
     def _vanished(self, backward: "_Backward") -> Fault | None:
         fits = backward.smallest_scale(self.scale)
@@ -198,7 +232,9 @@ class _Replay:
         with self.watch:
             backward.gradients(self.scale)
         event = self.watch.zeroed or Event(_RESULT, "backward", self.dtype)
-        return Fault("vanished_gradients", event, scale=self.scale, fits=fits, replayed=self.replayed)
+        return Fault(
+            "vanished_gradients", event, scale=self.scale, fits=fits, replayed=self.replayed
+        )
 
 
 _RESULT = Place(None, "", "", None, 0)
@@ -213,26 +249,41 @@ class _Backward:
     """
 
     def __init__(
-        self, output: Any, grad_outputs: Sequence[Tensor | None] | None, scale: float, params: list[Tensor]
+        self,
+        output: Any,
+        grad_outputs: Sequence[Tensor | None] | None,
+        scale: float,
+        params: list[Tensor],
     ) -> None:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         pairs = zip(outputs, grad_outputs or [None] * len(outputs), strict=True)
-        kept = [(t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)]
+        kept = [
+            (t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)
+        ]
         self.outputs, self.seeds = [t for t, _ in kept], [g for _, g in kept]
         self.scale, self.params = scale, params
 
     def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
-        """Of the parameters, as they are stored; parameters that the outputs do not depend on are left out."""
+        """Of the parameters, as they are stored; parameters that the outputs do not depend on are
+        left out.
+        """
         if any(g is not None for g in self.seeds):
-            outputs, seeds = self.outputs, [g * (scale / self.scale) for g in self.seeds if g is not None]
+            outputs, seeds = (
+                self.outputs,
+                [g * (scale / self.scale) for g in self.seeds if g is not None],
+            )
         else:
             outputs, seeds = [t.float() * scale for t in self.outputs], None
         try:
-            grads: Any = torch.autograd.grad(outputs, self.params, seeds, retain_graph=True, allow_unused=True)
+            grads: Any = torch.autograd.grad(
+                outputs, self.params, seeds, retain_graph=True, allow_unused=True
+            )
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            torch.autograd.backward(outputs, seeds, retain_graph=True)  # the one way into checkpoints of this kind
+            torch.autograd.backward(
+                outputs, seeds, retain_graph=True
+            )  # the one way into checkpoints of this kind
             grads = tuple(p.grad for p in self.params)
             for p in self.params:
                 p.grad = None

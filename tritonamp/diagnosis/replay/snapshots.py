@@ -1,4 +1,6 @@
-"""What a forward depends on beside the weights, recorded without waiting for the device, so that it can run again."""
+"""What a forward depends on beside the weights, recorded without waiting for the device, so that it
+can run again.
+"""
 
 import functools
 import random
@@ -18,7 +20,8 @@ class BatchGoneError(RuntimeError):
 
 
 class Ambience:
-    """Random number generators, grad mode, autocast and the training flags of some modules, as they are now.
+    """Random number generators, grad mode, autocast and the training flags of some modules, as they
+    are now.
 
     Args:
         devices: whose generators to record beside the CPU's.
@@ -29,7 +32,9 @@ class Ambience:
         self.python, self.cpu = random.getstate(), torch.get_rng_state()
         self.cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
         self.grad, self.cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in DEVICE_TYPES]
+        self.autocast = [
+            (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in DEVICE_TYPES
+        ]
         self.training = [(module, module.training) for module in modules]
 
     def restore(self, generators: bool = True) -> None:
@@ -61,21 +66,28 @@ class Snapshot:
         snapshot = Snapshot(model, args, kwargs)   # before the forward
         output = snapshot.follow(model(*args, **kwargs))
         ...
-        find_fault(model, snapshot.run, expected=snapshot.outputs, grad_outputs=snapshot.grad_outputs, scale=scale)
+        find_fault(model, snapshot.run, expected=snapshot.outputs,
+        grad_outputs=snapshot.grad_outputs, scale=scale)
 
     Args:
         model: what will be called, with ``args`` and ``kwargs``.
         weak: hold the tensors in the arguments only as long as somebody else does.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, weak: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, weak: bool = False
+    ) -> None:
         self.model = model
         self.made: frozenset[int] = frozenset()  # which leaves of the arguments other models made
         given = (args, kwargs)
         found = {t.device for t in tree_leaves(given) if isinstance(t, Tensor)}
         self.ambience = Ambience(found, [model])
         self._versions = [_version(t) for t in tree_leaves(given)]
-        self._given = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, given) if weak else given
+        self._given = (
+            tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, given)
+            if weak
+            else given
+        )
         self._outputs: list[weakref.ref[Tensor]] = []
         self._grads: dict[int, Tensor] = {}
 
@@ -96,7 +108,8 @@ class Snapshot:
         return given
 
     def run(self) -> Any:
-        """The forward again, under the generators, grad mode, autocast and training flag of the first time.
+        """The forward again, under the generators, grad mode, autocast and training flag of the
+        first time.
 
         The random numbers go on from there, for a loss that draws some, too.
 
@@ -114,7 +127,9 @@ class Snapshot:
             before.restore(generators=False)
 
     def follow(self, output: Any) -> Any:
-        """Remembers the output while it lives, and the gradients that arrive at it. Returns ``output``."""
+        """Remembers the output while it lives, and the gradients that arrive at it. Returns
+        ``output``.
+        """
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]
         for i, t in enumerate(tensors):
@@ -130,7 +145,9 @@ class Snapshot:
 
     @property
     def grad_outputs(self) -> list[Tensor | None] | None:
-        """The gradient that arrived at each of them, with the loss scale; None: no backward has come yet."""
+        """The gradient that arrived at each of them, with the loss scale; None: no backward has
+        come yet.
+        """
         return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
 
 

@@ -27,7 +27,11 @@ class Place:
     @property
     def name(self) -> str:
         """The module in words."""
-        return "outside the model" if self.module is None else self.module or f"the model itself ({self.kind})"
+        return (
+            "outside the model"
+            if self.module is None
+            else self.module or f"the model itself ({self.kind})"
+        )
 
     def __str__(self) -> str:
         line = f" at {self.file}:{self.line}" if self.file else ""
@@ -54,15 +58,18 @@ class Event:
         aten: the op as torch dispatched it; ``place.op`` is the one the user called.
         inputs: the floating tensors that the user's op was given.
         dtype: of the result. ``nan``: there is NaN in it.
-        exact: largest magnitude of the result in float64; inf or NaN where float64 has no number either; None where
-            the op could not be run again.
+        exact: largest magnitude of the result in float64; inf or NaN where float64 has no number
+            either; None where the op could not be run again.
         quiet: an infinity that somebody wrote on purpose, such as a mask of -inf.
-        source: "data", "parameters" or "propagated" where no op made it; ``names`` and ``samples`` say which.
+        source: "data", "parameters" or "propagated" where no op made it; ``names`` and ``samples``
+            say which.
         scalars: Python numbers among the arguments.
         eps: a number that was added further up, and the format in which it rounds to zero.
-        zero: a divisor, or the argument of a logarithm, is zero. ``masked``: a softmax row has nothing but -inf.
+        zero: a divisor, or the argument of a logarithm, is zero. ``masked``: a softmax row has
+            nothing but -inf.
         constant: an infinity that somebody wrote on purpose went in.
-        rounding: the op only rounded a finite value of a wider format. ``squares``: a tensor times itself.
+        rounding: the op only rounded a finite value of a wider format. ``squares``: a tensor times
+            itself.
         discarded: the forward threw its result away, the backward did not.
         refused: torch raised, because a constant does not fit.
         later: ops that handed it on. ``absorbed``: where inf became a wrong finite number.
@@ -95,7 +102,12 @@ class Event:
     @property
     def overflowed(self) -> bool:
         """The value exists; this format cannot hold it."""
-        return not self.source and not self.quiet and self.exact is not None and math.isfinite(self.exact)
+        return (
+            not self.source
+            and not self.quiet
+            and self.exact is not None
+            and math.isfinite(self.exact)
+        )
 
 
 FAMILIES = {
@@ -221,7 +233,9 @@ VERDICTS = {
         "all gradients are zero: at loss scale {scale} they are below what {format} holds; not so at {fits}",
         "Use a dynamic loss scale, or a fixed one of {fits} or more; bfloat16 needs none.",
     ),
-    "unknown": Verdict("its inputs are finite and its output is not", f"Compute it by hand in float64, or {_KEEP}."),
+    "unknown": Verdict(
+        "its inputs are finite and its output is not", f"Compute it by hand in float64, or {_KEEP}."
+    ),
 }
 
 
@@ -230,9 +244,14 @@ def _is(*families: str) -> Callable[[Event], bool]:
 
 
 def _constant(e: Event) -> bool:
-    """Products are taken in FP32: there the constant is to blame where it is far out, or multiplies a mask."""
+    """Products are taken in FP32: there the constant is to blame where it is far out, or multiplies
+    a mask.
+    """
     limit = torch.finfo(e.dtype).max
-    if family(e.place.op) & {"product", "divide"} and max((o.amax for o in e.inputs), default=0.0) > 1.0:
+    if (
+        family(e.place.op) & {"product", "divide"}
+        and max((o.amax for o in e.inputs), default=0.0) > 1.0
+    ):
         limit *= 16
     return any(limit < abs(s) < math.inf for s in e.scalars)
 
@@ -277,7 +296,8 @@ def judge(event: Event, fits: float | None = None) -> str:
     """The kind of fault: a key of ``VERDICTS``.
 
     Args:
-        fits: for a backward, the largest loss scale at which all gradients are finite; None if there is none.
+        fits: for a backward, the largest loss scale at which all gradients are finite; None if
+            there is none.
     """
     if event.source:
         return event.source

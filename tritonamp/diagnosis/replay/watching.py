@@ -1,4 +1,6 @@
-"""A dispatch mode that looks at each op of a forward and a backward, and notes where inf and NaN begin and end."""
+"""A dispatch mode that looks at each op of a forward and a backward, and notes where inf and NaN
+begin and end.
+"""
 
 import math
 from typing import Any
@@ -12,11 +14,32 @@ from tritonamp.diagnosis.replay.calls import Call, amax, floats, is_finite, is_w
 from tritonamp.diagnosis.replay.places import Names, Places, Rule, storage
 from tritonamp.diagnosis.replay.verdicts import Event, Operand, Place, family
 
-UNWRITTEN = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like", "empty_permuted", "resize"}
+UNWRITTEN = {
+    "empty",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_like",
+    "empty_permuted",
+    "resize",
+}
 ADDS_A_NUMBER = {"add", "sub", "rsub", "clamp", "clamp_min"}
-ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}  # what these replace was meant to be replaced
+ON_PURPOSE = {
+    "nan_to_num",
+    "where",
+    "masked_fill",
+    "isfinite",
+}  # what these replace was meant to be replaced
 DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
-DIVISORS = {"div": 1, "divide": 1, "true_divide": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0, "pow": 0}
+DIVISORS = {
+    "div": 1,
+    "divide": 1,
+    "true_divide": 1,
+    "addcdiv": 2,
+    "reciprocal": 0,
+    "rsqrt": 0,
+    "pow": 0,
+}
 DIVISORS |= {"log": 0, "log2": 0, "log10": 0, "xlogy": 1, "logit": 0}
 
 
@@ -25,9 +48,11 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         in_backward: set by the owner when the backward begins.
-        looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is zero, and should not.
+        looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is
+            zero, and should not.
         events: in the order in which they happened.
-        writes: name of a parameter or buffer that an op wrote to, to the tensor and its value before.
+        writes: name of a parameter or buffer that an op wrote to, to the tensor and its value
+            before.
     """
 
     def __init__(self, names: Names) -> None:
@@ -38,7 +63,9 @@ class Watch(TorchDispatchMode):
         self.zeroed: Event | None = None
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._origins: dict[int, Event] = {}  # of what is not finite, by storage
-        self._eps: dict[int, tuple[float, torch.dtype]] = {}  # what was added and is zero in that format, by storage
+        self._eps: dict[
+            int, tuple[float, torch.dtype]
+        ] = {}  # what was added and is zero in that format, by storage
         self._unwritten: set[int] = set()  # storages that an op allocated and none has written to
 
     def __enter__(self) -> "Watch":
@@ -59,7 +86,9 @@ class Watch(TorchDispatchMode):
         except RuntimeError as error:
             if DOES_NOT_FIT in str(error):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
-                event = Event(place, "forward", dtype, str(func), scalars=call.scalars(), refused=True)
+                event = Event(
+                    place, "forward", dtype, str(func), scalars=call.scalars(), refused=True
+                )
                 self.events.append(event)
             raise
         results = floats([result, call.pick(call.signature.written)])
@@ -89,7 +118,14 @@ class Watch(TorchDispatchMode):
                 known[storage(copy)] = known[storage(value)]  # type: ignore[assignment]
         return copy
 
-    def _look(self, call: Call, place: Place, rule: Rule | None, results: list[Tensor], given: list[Tensor]) -> None:
+    def _look(
+        self,
+        call: Call,
+        place: Place,
+        rule: Rule | None,
+        results: list[Tensor],
+        given: list[Tensor],
+    ) -> None:
         held = set() if call.signature.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
             if storage(t) not in held:  # new memory, perhaps where older one has been
@@ -115,12 +151,16 @@ class Watch(TorchDispatchMode):
     # inf and NaN
 
     def _cause(self, call: Call, place: Place, rule: Rule | None, bad: list[Tensor]) -> Event:
-        """The event behind results that are not finite: an earlier one that reached this op, or a new one."""
+        """The event behind results that are not finite: an earlier one that reached this op, or a
+        new one.
+        """
         causes = [self.origin(t, place) for t in call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
         masked = nan and _is_masked(call)
         if masked:  # log(0) may stand for a mask, too
-            causes = [e for e in causes if not e.quiet and not ("log" in family(e.place.op) and e.zero)]
+            causes = [
+                e for e in causes if not e.quiet and not ("log" in family(e.place.op) and e.zero)
+            ]
         elif nan:
             for e in causes:
                 e.quiet = e.quiet and e.source != "data"
@@ -137,13 +177,26 @@ class Watch(TorchDispatchMode):
         return self._new(call, place, rule, bad[0], nan, masked, bool(causes) or infinite)
 
     def _new(
-        self, call: Call, place: Place, rule: Rule | None, bad: Tensor, nan: bool, masked: bool, constant: bool
+        self,
+        call: Call,
+        place: Place,
+        rule: Rule | None,
+        bad: Tensor,
+        nan: bool,
+        masked: bool,
+        constant: bool,
     ) -> Event:
         name = call.signature.name
         inputs = call.inputs()
         given = inputs if rule is None else floats([rule.args, rule.kwargs])
-        divisor = call.args[DIVISORS[name]] if name in DIVISORS and len(call.args) > DIVISORS[name] else None
-        rounded = "cast" in family(name) and (rule is None or storage(inputs[0]) in {storage(t) for t in given})
+        divisor = (
+            call.args[DIVISORS[name]]
+            if name in DIVISORS and len(call.args) > DIVISORS[name]
+            else None
+        )
+        rounded = "cast" in family(name) and (
+            rule is None or storage(inputs[0]) in {storage(t) for t in given}
+        )
         named = [self.names.weight(t) for t in inputs] if rounded else []
         event = Event(
             place,
@@ -177,25 +230,51 @@ class Watch(TorchDispatchMode):
         quiet = only_negative or (tensor.dim() == 0 and not nan)
         samples: tuple[int, ...] = ()
         if weight is not None:
-            source, quiet, names = "parameters", quiet and not isinstance(weight[1], nn.Parameter), (weight[0],)
+            source, quiet, names = (
+                "parameters",
+                quiet and not isinstance(weight[1], nn.Parameter),
+                (weight[0],),
+            )
         elif storage(tensor) in self._unwritten or self.in_backward:
             source, names = "propagated", (label or "a tensor that no op of torch wrote",)
         else:
-            source, names = "data", (label or f"a tensor of shape {tuple(tensor.shape)} from outside the model",)
+            source, names = (
+                "data",
+                (label or f"a tensor of shape {tuple(tensor.shape)} from outside the model",),
+            )
             bad = ~torch.isfinite(tensor)
-            samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist()) if tensor.dim() > 1 else ()
+            samples = (
+                tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
+                if tensor.dim() > 1
+                else ()
+            )
         phase = "backward" if self.in_backward else "forward"
-        event = Event(place, phase, tensor.dtype, nan=nan, quiet=quiet, source=source, names=names, samples=samples)
+        event = Event(
+            place,
+            phase,
+            tensor.dtype,
+            nan=nan,
+            quiet=quiet,
+            source=source,
+            names=names,
+            samples=samples,
+        )
         self._origins[storage(tensor)] = event
         self.events.append(event)
         return event
 
     def _note_absorbed(self, call: Call, place: Place, result: Tensor) -> None:
-        """Where inf of an overflow became finite: would the format's largest number, in its place, give the same?"""
+        """Where inf of an overflow became finite: would the format's largest number, in its place,
+        give the same?
+        """
         if self.in_backward or call.signature.name in ON_PURPOSE:
             return
         met = [(t, self._origins[storage(t)]) for t in call.inputs() if storage(t) in self._origins]
-        met = [(t, event) for t, event in met if event.overflowed and event.absorbed is None and not is_finite(t)]
+        met = [
+            (t, event)
+            for t, event in met
+            if event.overflowed and event.absorbed is None and not is_finite(t)
+        ]
         if not met:
             return
         limit = torch.finfo(met[0][1].dtype).max
@@ -206,7 +285,9 @@ class Watch(TorchDispatchMode):
     # numbers that round to zero
 
     def _note_eps(self, call: Call, results: list[Tensor]) -> None:
-        found = next((self._eps[storage(t)] for t in call.inputs() if storage(t) in self._eps), None)
+        found = next(
+            (self._eps[storage(t)] for t in call.inputs() if storage(t) in self._eps), None
+        )
         for t in results:
             eps = found
             if call.signature.name in ADDS_A_NUMBER:
@@ -221,7 +302,9 @@ class Watch(TorchDispatchMode):
         values = [amax(t) for t in call.in_float64()[:1]]
         if values and values[0] > 0:
             inputs = tuple(Operand(t.dtype, tuple(t.shape), amax(t)) for t in call.inputs())
-            self.zeroed = Event(place, "backward", result.dtype, str(call.func), inputs, exact=values[0])
+            self.zeroed = Event(
+                place, "backward", result.dtype, str(call.func), inputs, exact=values[0]
+            )
 
 
 def _is_masked(call: Call) -> bool:
