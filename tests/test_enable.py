@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.casts import dispatch
+from tritonamp.casts import active, dispatch
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 
@@ -154,7 +154,7 @@ def test_copies_and_pickles_behave_like_the_original(
     copy_alone = copies["deepcopy"]
     assert copy_alone(x).dtype == torch.float32  # a copy outlives the original
     # nobody owns the table that the copy brought back
-    dispatch.acquire({})
+    dispatch.acquire()
     dispatch.release()
 
 
@@ -449,7 +449,7 @@ def test_forward_in_another_thread(handles: Any, device: torch.device) -> None:
     thread.start()
     thread.join()
     assert torch.equal(results[0], expected)
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
 
 
 def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.device) -> None:
@@ -457,7 +457,7 @@ def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.
     handles(model, level="O1")
     with pytest.raises(RuntimeError):
         model(x[:, :, :2])
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
     assert not torch.is_autocast_enabled(device.type)
 
 
@@ -583,7 +583,7 @@ def test_compiled_model(handles: Any, device: torch.device) -> None:
         expected = model(x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
-        assert dispatch.active_policy() is None
+        assert active.active_policy() is None
 
 
 def test_enabling_a_compiled_wrapper_enables_the_original(

@@ -26,8 +26,9 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "kernels policy",
-    "functional readback scaler",
-    "casts checkpoint diagnosis distributed step",
+    "class_swap fp32_values functional readback scaler",
+    "casts checkpoint diagnosis distributed",
+    "step",
     "amp_state checks optim",
     "runtime",
     "forecast",
@@ -36,10 +37,8 @@ TIERS = [
     "__main__",
 ]
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms.split()}
-SIDEWAYS = {  # arrows within a tier that are still there
-    ("casts", "step"), ("diagnosis", "casts"), ("distributed", "casts"), ("distributed", "step"),
-    ("step", "casts"), ("step", "diagnosis"), ("step", "distributed"), ("step", "optim"),
-    ("demo", "commands"), ("commands", "demo"),
+SIDEWAYS = {  # arrows that are still there
+    ("demo", "commands"), ("commands", "demo"), ("diagnosis", "casts"), ("step", "optim"),
 }  # fmt: skip
 PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -5,7 +5,7 @@ arithmetic is FP32 and each result is rounded once; every other dtype is handed 
 inputs on a GPU that are too small to gain by a kernel: torch's own do the same there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ __all__ = ["log_softmax", "softmax", "sum"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Softmax(torch.autograd.Function):
+class Softmax(torch.autograd.Function):
     """softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class _Softmax(torch.autograd.Function):
         return _softmax.softmax_backward(grads[0], y, dim, dtype, _once(backend)), None, None, None
 
 
-class _LogSoftmax(torch.autograd.Function):
+class LogSoftmax(torch.autograd.Function):
     """log_softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
@@ -59,7 +59,7 @@ class _LogSoftmax(torch.autograd.Function):
         )
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, backend: str
@@ -97,11 +97,11 @@ def softmax(
         dim: the dimension that sums to one; None as in torch (deprecated there).
         dtype: of the result, taken from the FP32 values.
     """
-    if not _takes(input, dtype):
+    if not is_ours(input, dtype):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return _Softmax.apply(input, dim, dtype or input.dtype, "auto")
+    return Softmax.apply(input, dim, dtype or input.dtype, "auto")
 
 
 def log_softmax(
@@ -110,11 +110,11 @@ def log_softmax(
     """``torch.nn.functional.log_softmax``; on half input computed in FP32, result in ``dtype`` or
     the input's dtype.
     """
-    if not _takes(input, dtype):
+    if not is_ours(input, dtype):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return _LogSoftmax.apply(input, dim, dtype or input.dtype, "auto")
+    return LogSoftmax.apply(input, dim, dtype or input.dtype, "auto")
 
 
 def sum(
@@ -131,16 +131,16 @@ def sum(
         input: any shape.
         dim: one or several dimensions; None or an empty sequence sums over all of them.
     """
-    if not _takes(input, dtype):
+    if not is_ours(input, dtype):
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]  # torch takes any sequence
-    return _Sum.apply(input, _dims(dim), keepdim, dtype or input.dtype, "auto")
+    return Sum.apply(input, as_dims(dim), keepdim, dtype or input.dtype, "auto")
 
 
-def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
+def as_dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
 
 
-def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
+def is_ours(input: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether the function is ours for this input and result."""
     if (
         not isinstance(input, Tensor)
@@ -151,72 +151,3 @@ def _takes(input: Tensor, dtype: torch.dtype | None) -> bool:
     if input.is_cuda and input.numel() < MIN_NUMEL and dtype in (None, input.dtype, torch.float32):
         return False
     return dtype is None or dtype is torch.float32 or dtype in _HALF
-
-
-def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
-    """``function`` of autograd; where there is no gradient to compute the bare operation, which
-    costs the host less.
-    """
-    if input.requires_grad and torch.is_grad_enabled():
-        return function.apply(input, *args)
-    return operation(input, *args)
-
-
-# more rules of the op table: what these ops do inside an enabled forward
-
-
-def _softmax_rule(
-    stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    policy, backend = forward
-    if not policy.op_policy or input.dtype not in _HALF:
-        return stock(input, dim, dtype)
-    dtype = dtype or policy.softmax_dtype or input.dtype
-    if not _takes(input, dtype):
-        return stock(input, dim, None if dtype is input.dtype else dtype)
-    if _softmax.SOFTMAX.takes_triton(backend, input):
-        return _apply(_Softmax, _softmax.softmax, input, dim, dtype, backend)
-    return stock.run(_Softmax.apply, input, dim, dtype, "eager")
-
-
-def _log_softmax_rule(
-    stock: Any, forward: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    policy, backend = forward
-    if not policy.op_policy or input.dtype not in _HALF:
-        return stock(input, dim, dtype)
-    dtype = dtype or torch.float32
-    if not _takes(input, dtype):
-        return stock(input, dim, dtype)
-    if _softmax.LOG_SOFTMAX.takes_triton(backend, input):
-        return _apply(_LogSoftmax, _softmax.log_softmax, input, dim, dtype, backend)
-    return stock.run(_LogSoftmax.apply, input, dim, dtype, "eager")
-
-
-def _sum_rule(
-    stock: Any,
-    forward: Any,
-    input: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    policy, backend = forward
-    args = () if dim is None else (dim, keepdim)
-    if not policy.op_policy or input.dtype not in _HALF:
-        return stock(input, *args, dtype=dtype)
-    dtype = dtype or torch.float32
-    if not _takes(input, dtype):
-        return stock(input, *args, dtype=dtype)
-    if input.is_contiguous() and _reduce.SUM.takes_triton(backend, input):
-        return _apply(_Sum, _reduce.sum, input, _dims(dim), keepdim, dtype, backend)
-    return stock.run(_Sum.apply, input, _dims(dim), keepdim, dtype, "eager")
-
-
-RULES: dict[str, Callable[..., Tensor]] = {
-    "softmax.int": _softmax_rule,
-    "log_softmax.int": _log_softmax_rule,
-    "sum": _sum_rule,
-    "sum.dim_IntList": _sum_rule,
-}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.adamw import AdamLists, AdamRule, adamw
 from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.masters import PreciseValues
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["Adam", "AdamW"]
@@ -217,16 +217,14 @@ class _Fp32State:
             found_inf = overflow if found_inf is None else torch.maximum(found_inf, overflow)
         steps.take(tensors, params, grad_scale, found_inf)
         tensors.release("grads")
-        self._precise.written(
-            [p for p, target in zip(params, targets, strict=True) if p is not target]
-        )
+        halves = [p for p, target in zip(params, targets, strict=True) if p is not target]
+        self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
         return loss
 
     @property
-    def _precise(self) -> PreciseValues:
-        return self.__dict__.setdefault(
-            "_precise_values", PreciseValues()
-        )  # copies and pickles come without it
+    def _fp32_values(self) -> Fp32Values:
+        # copies and pickles come without it
+        return self.__dict__.setdefault("_own_fp32_values", Fp32Values())
 
     @property
     def _steps(self) -> tuple[AdamSteps, TensorLists]:
@@ -239,7 +237,7 @@ class _Fp32State:
             "master_param", param.detach()
         )  # half itself if it has been through a torch optimizer
         state["master_param"] = master.float()
-        return self._precise.adopt(param, state["master_param"])
+        return self._fp32_values.adopt(param, state["master_param"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but FP32 state of half parameters stays FP32; takes a state of apex's

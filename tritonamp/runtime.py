@@ -13,22 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp import functional
+from tritonamp import class_swap
 from tritonamp.amp_state import AmpState, parse_state
-from tritonamp.casts import dispatch, enabled_module, user_functions
-from tritonamp.casts.enabled_module import EnabledModule, EnabledOptimizer, Fp32Module, Precision
+from tritonamp.casts import dispatch, user_functions
+from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import cast_model, flatten_rnns, fp32_modules, set_data
-from tritonamp.checks import check_models, check_optimizers, check_scaler
+from tritonamp.checks import check_models, check_optimizers, check_scaler, check_sharding
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import SkipLog, StepRecord
 from tritonamp.diagnosis.response import Response
-from tritonamp.distributed.fsdp import check_sharding, local
+from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _launch
 from tritonamp.policy import Policy, resolve
 from tritonamp.scaler import GradScaler
-from tritonamp.step.masters import MasterWeights, PreciseValues
+from tritonamp.step.enabled_optimizer import EnabledOptimizer
+from tritonamp.step.masters import MasterWeights
 from tritonamp.step.state_loading import settle_state
 from tritonamp.step.stepper import Stepper
 
@@ -131,27 +133,28 @@ class Amp:
         self.scaler = scaler
         self._models, self._optimizers = models, optimizers
         self._backend, self._scalers = backend, {0: scaler}
-        self._precise = PreciseValues()
-        self._precision = Precision(policy, backend.requested, device.type, self._precise)
-        self._ranks = self._precision.ranks = Ranks([*models, *given], self._precise, self)
+        self._fp32_values = Fp32Values()
+        self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
+        self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
+        self._context.ranks = self._ranks
         for model in models:
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
                 for half, original in cast_model(model, policy).items():
-                    self._precise.adopt(half, original)
-            _install_model(model, self._precision)
+                    self._fp32_values.adopt(half, original)
+            _install_model(model, self._context)
         if policy.cast_model:
             self._ranks.rebuild()
         self._weights = {
-            o: MasterWeights(o, self._precise, policy.master_weights) for o in optimizers
+            o: MasterWeights(o, self._fp32_values, policy.master_weights) for o in optimizers
         }
         self._log = SkipLog(
             functools.partial(_names, models), functools.partial(_tensors, models), policy.dtype,
             speaks=policy.on_nonfinite == "skip",
         )  # fmt: skip
-        self._healing = Healing(models, policy, self._precision)
+        self._healing = Healing(models, policy, self._context)
         self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         if optimizers:  # else no decision would ever let go of the batches
-            self._precision.forwards = self._forwards
+            self._context.observer = self._forwards
         self._response = Response(models, policy, self._log, self._healing.heal)
         self._stepper = Stepper(
             policy,
@@ -165,11 +168,11 @@ class Amp:
             around_step,
         )
         for optimizer in optimizers:
-            enabled_module.install(optimizer, EnabledOptimizer, _stepper=self._stepper)
-        dispatch.acquire(functional.RULES)
+            class_swap.install(optimizer, EnabledOptimizer, self._stepper)
+        dispatch.acquire()
         user_functions.acquire()
         # at disable(), or when the last enabled model is gone without it
-        self._release = weakref.finalize(self._precision, _release)
+        self._release = weakref.finalize(self._context, _release)
         self._release.atexit = False
         self._enabled = True
 
@@ -283,7 +286,7 @@ class Amp:
     def autocast(self) -> Iterator[None]:
         """The op policy around code of your own: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
-        with self._precision.context():
+        with self._context.context():
             yield
 
     def master_params(self) -> Iterator[Tensor]:
@@ -419,17 +422,6 @@ class Amp:
         self._log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._response.load_state(state.faults)
 
-    def steps_state(self) -> Any:
-        """All that steps have moved beside parameters; for ranks to take over from one another."""
-        return self.state_dict(), [optimizer.state_dict() for optimizer in self._optimizers]
-
-    def load_steps_state(self, states: Any) -> None:
-        """The reverse."""
-        state, of_optimizers = states
-        self.load_state_dict(state)
-        for optimizer, of_optimizer in zip(self._optimizers, of_optimizers, strict=True):
-            optimizer.load_state_dict(of_optimizer)
-
     def disable(self) -> None:
         """Puts model, optimizer and torch back as they were, with the trained values in FP32.
 
@@ -441,12 +433,12 @@ class Amp:
             weights.refresh()
             if self.policy.scales_loss and not weights.unscaled:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
-            enabled_module.uninstall(optimizer, "_stepper")
+            class_swap.uninstall(optimizer)
             weights.give_back()
             settle_state(optimizer)
-        self._ranks.part()
-        for half in self._precise:
-            set_data(half, self._precise.get(half).detach().to(half.device))
+        self._ranks.detach()
+        for half in self._fp32_values:
+            set_data(half, self._fp32_values.get(half).detach().to(half.device))
         for model in self._models:
             flatten_rnns(model)
             _uninstall_model(model)
@@ -467,6 +459,28 @@ class Amp:
             raise RuntimeError(
                 f"amp.{caller}(): this model was disabled; call tritonamp.enable again"
             )
+
+
+class _MovedBySteps:
+    """All that steps move beside parameters, for ranks to take over from one another."""
+
+    def __init__(self, amp: Amp) -> None:
+        self._amp = weakref.ref(amp)  # which holds the ranks, which hold this
+
+    def state_dict(self) -> Any:
+        amp = self._amp()
+        if amp is None:
+            return None
+        return amp.state_dict(), [optimizer.state_dict() for optimizer in amp._optimizers]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        amp = self._amp()
+        if amp is None or state_dict is None:
+            return
+        state, of_optimizers = state_dict
+        amp.load_state_dict(state)
+        for optimizer, of_optimizer in zip(amp._optimizers, of_optimizers, strict=True):
+            optimizer.load_state_dict(of_optimizer)
 
 
 def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
@@ -500,7 +514,7 @@ def _tensors(models: list[nn.Module]) -> dict[Tensor, str]:
         for prefix, m in zip(prefixes, models, strict=True)
         for n, b in m.named_buffers()
     }
-    return {local(t): name for t, name in {**_names(models), **buffers}.items()}
+    return {to_local(t): name for t, name in {**_names(models), **buffers}.items()}
 
 
 def _release() -> None:
@@ -508,13 +522,13 @@ def _release() -> None:
     user_functions.release()
 
 
-def _install_model(model: nn.Module, precision: Precision) -> None:
-    for inner in fp32_modules(model, precision.policy):
-        enabled_module.install(inner, Fp32Module, _tritonamp=precision)
-    enabled_module.install(model, EnabledModule, _tritonamp=precision)
+def _install_model(model: nn.Module, context: EnabledContext) -> None:
+    for inner in fp32_modules(model, context.policy):
+        class_swap.install(inner, Fp32Module, context)
+    class_swap.install(model, EnabledModule, context)
 
 
 def _uninstall_model(model: nn.Module) -> None:
     for module in model.modules():
-        if enabled_module.is_installed(module):
-            enabled_module.uninstall(module, "_tritonamp")
+        if class_swap.is_installed(module):
+            class_swap.uninstall(module)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import tritonamp
-from tritonamp.casts.model import cast_tree, from_half, to_half
+from tritonamp.casts.tree import cast_tree, from_half, to_half
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

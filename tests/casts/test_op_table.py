@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp import functional
-from tritonamp.casts import dispatch, op_table
+from tritonamp.casts import active, dispatch, op_table
+from tritonamp.casts.fused_ops import FUSED
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = (FP16, BF16)
@@ -40,9 +40,9 @@ def listed(key: str) -> list[str]:
 
 
 CUDA_LIST, CPU_LIST = listed("AutocastCUDA"), listed("AutocastCPU")
-TABLE = op_table.op_table("cpu", functional.RULES)
+TABLE = op_table.op_table("cpu", FUSED)
 # where we differ from torch on CUDA
-OURS = [op for op in op_table.op_table("cuda", functional.RULES) if not _named(op)]
+OURS = [op for op in op_table.op_table("cuda", FUSED) if not _named(op)]
 
 # on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d,
 # lstm, lstm_cell, ...
@@ -293,11 +293,11 @@ def amps(stock: Any) -> Iterator[dict[torch.dtype, tritonamp.Amp]]:
 @contextlib.contextmanager
 def following(amp: tritonamp.Amp) -> Iterator[None]:
     """The rules of ``amp`` alone, for fake CUDA tensors."""
-    dispatch.enter(dispatch.forward_id(amp.policy, "auto"))
+    active.enter(active.number_of(amp.policy, "auto"))
     try:
         yield
     finally:
-        dispatch.leave()
+        active.leave()
 
 
 # registration: before all tests that keep the op table registered
@@ -502,7 +502,7 @@ def test_half_is_computed_in_fp32_and_rounded_once(
             e.to(f.dtype) if isinstance(f, Tensor) else e for e, f in zip(plain, found, strict=True)
         ]
         assert same(found, expected)
-        if op in functional.RULES:
+        if op in FUSED:
             continue  # their gradients have tests of their own
         pairs = [
             (f, e)
@@ -703,11 +703,11 @@ def test_an_exception_leaves_no_rule_behind(fault: str) -> None:
     amp = tritonamp.enable(model)
     with pytest.raises((KeyError, RuntimeError)):
         model(R(2, 4))
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
     assert not torch.is_autocast_enabled("cpu")
     with pytest.raises((KeyError, RuntimeError)), amp.autocast():
         model(R(2, 4))
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
     with torch.autocast("cpu", dtype=BF16):
         assert R(2, 4).half().softmax(-1).dtype is FP16  # stock: not on torch's CPU list
     amp.disable()
@@ -720,8 +720,8 @@ def test_nested_enabled_models_follow_their_own_policies() -> None:
     dtypes_seen = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        dtypes_seen.append([dispatch.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]
-        dtypes_seen.append([dispatch.active_policy().dtype, (output @ output.t()).dtype])  # type: ignore[union-attr]
+        dtypes_seen.append([active.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]
+        dtypes_seen.append([active.active_policy().dtype, (output @ output.t()).dtype])  # type: ignore[union-attr]
 
     outer[0].register_forward_hook(hook)
     outer(R(2, 4))
@@ -747,7 +747,7 @@ def test_an_enabled_forward_leaves_other_threads_alone() -> None:
 
     def stock() -> None:
         assert inside.wait(30)
-        seen.append(dispatch.active_policy())
+        seen.append(active.active_policy())
         with torch.autocast("cpu", dtype=BF16):
             y = F.linear(x, model.weight)
             seen.extend([y.dtype, y.softmax(-1).dtype, y.sum().dtype, y.exp().dtype])
@@ -830,12 +830,12 @@ def test_compiled_equals_eager(level: str) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):  # the call that compiles, and one that runs what was compiled
         output = compiled(x)
-        assert dispatch.active_policy() is None
+        assert active.active_policy() is None
         assert torch.equal(output, expected)
         assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected_grad)
     with torch.no_grad():
         assert torch.equal(compiled(x), expected)
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
     assert not torch.is_autocast_enabled("cpu")
     amp.disable()
 
@@ -873,13 +873,13 @@ def test_the_rules_reach_all_parts_of_a_broken_graph(how: str) -> None:
     assert seen == [FP32]
     with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
     assert torch.equal(model(x), expected)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert torch.equal(compiled(x), expected)
-        assert dispatch.active_policy() is None
+        assert active.active_policy() is None
         with torch.autocast("cpu", dtype=BF16):
             assert x.half().exp().dtype is FP16
     assert {*seen} == {FP32}
@@ -911,7 +911,7 @@ def test_checkpoints_recompute_with_the_same_rules(kind: str, level: str) -> Non
         grads[each] = [x.grad, *(p.grad.clone() for p in model.parameters())]
         amp.disable()
     assert same(grads[kind], grads["plain"])
-    assert dispatch.active_policy() is None
+    assert active.active_policy() is None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -288,17 +288,17 @@ import logging
 import torch, tritonamp
 from functorch.compile import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tritonamp.casts import dispatch
+from tritonamp.casts import active
 
 logging.disable(logging.CRITICAL)  # without a GPU Triton cannot tell which arguments a kernel writes
 amp = tritonamp.enable(torch.nn.Linear(1, 1))
-number = dispatch.forward_id(amp.policy, "triton")
+number = active.number_of(amp.policy, "triton")
 
 def function(x):
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        dispatch.enter(number, False)
+        active.enter(number, False)
         y = torch.softmax(x, -1).sum(1), torch.log_softmax(x, 1)
-        dispatch.leave()
+        active.leave()
     return y
 
 def show(graph, inputs):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.casts import dispatch
+from tritonamp.casts import active
 from tritonamp.kernels import _launch
 from tritonamp.optim import AdamSteps
 from tritonamp.testing import compile_failure
@@ -544,7 +544,7 @@ def test_ctrl_c_while_autocast_is_entered_or_left(
         dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         nesting = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
-        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, dispatch.active()]
+        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, active.active()]
 
     real = torch.autocast
 

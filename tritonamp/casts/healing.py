@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from tritonamp.casts import enabled_module
-from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, Precision
+from tritonamp import class_swap
+from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.model import flatten_rnns, set_data
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -19,8 +19,8 @@ class Healing:
         policy: the policy with them in ``fp32_modules``.
     """
 
-    def __init__(self, models: list[nn.Module], policy: Policy, precision: Precision) -> None:
-        self._models, self._policy, self._precision = models, policy, precision
+    def __init__(self, models: list[nn.Module], policy: Policy, context: EnabledContext) -> None:
+        self._models, self._policy, self._context = models, policy, context
         self.names: list[str] = []
         self.policy = policy
 
@@ -30,16 +30,16 @@ class Healing:
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
         """
-        module, precise = self._find(name), self._precision.precise
+        module, values = self._find(name), self._context.fp32_values
         self._name([*self.names, *[name] * (name not in self.names)])
         for tensor in _tensors(module):
-            if tensor.dtype in HALF_DTYPES and tensor in precise:
-                set_data(tensor, precise.get(tensor).detach().to(tensor.device, copy=True))
+            if tensor.dtype in HALF_DTYPES and tensor in values:
+                set_data(tensor, values.get(tensor).detach().to(tensor.device, copy=True))
         flatten_rnns(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = True
-        elif not enabled_module.is_installed(module):
-            enabled_module.install(module, Fp32Module, _tritonamp=self._precision)
+        elif not class_swap.is_installed(module):
+            class_swap.install(module, Fp32Module, self._context)
 
     def unheal(self, name: str) -> None:
         """The reverse.
@@ -49,15 +49,15 @@ class Healing:
         """
         if name not in self.names:
             raise ValueError(f"got {name!r}, healed are {self.names}")
-        module, precise = self._find(name), self._precision.precise
+        module, values = self._find(name), self._context.fp32_values
         for tensor in _tensors(module):
-            if tensor in precise:
-                set_data(tensor, precise.get(tensor).detach().to(tensor.device, self._policy.dtype))
+            if tensor in values:
+                set_data(tensor, values.get(tensor).detach().to(tensor.device, self._policy.dtype))
         flatten_rnns(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = False
-        elif enabled_module.is_installed(module):
-            enabled_module.uninstall(module, "_tritonamp")
+        elif class_swap.is_installed(module):
+            class_swap.uninstall(module)
         self._name([other for other in self.names if other != name])
 
     def load(self, names: Sequence[str]) -> None:

@@ -7,19 +7,12 @@ overflows, of the GPU.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tritonamp.policy import Policy
-
-
-class Forward(NamedTuple):
-    """What the ops of an enabled forward follow."""
-
-    policy: Policy
-    backend: str
+from tritonamp.casts.active import ActivePolicy
 
 
 class Stock(Protocol):
@@ -31,7 +24,7 @@ class Stock(Protocol):
 
 
 Rule = Callable[..., Any]
-"""``rule(stock, forward, *args, **kwargs)`` is what the op returns for these arguments."""
+"""``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments."""
 
 HALF = """
     _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -99,42 +92,42 @@ def _to_fp32(value: Any) -> Any:
     return _cast(value, lambda t: t.float())
 
 
-def _half_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
     found = set(_dtypes(args))
-    if not found or (not forward.policy.op_policy and found != {half}):
+    if not found or (not active.policy.op_policy and found != {half}):
         return stock(*args, **kwargs)
     rounded = _cast(args, lambda t: t.to(half).float())
     return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
 
 
-def _fp32_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not forward.policy.op_policy or kwargs.get("dtype") is not None:
+def _fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    if not active.policy.op_policy or kwargs.get("dtype") is not None:
         return stock(*args, **kwargs)
     return stock(*_to_fp32(args), **kwargs)
 
 
-def _promote_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     found = set(_dtypes(args))
-    if not forward.policy.op_policy or len(found) < 2:
+    if not active.policy.op_policy or len(found) < 2:
         return stock(*args, **kwargs)
     widest = functools.reduce(torch.promote_types, found)
     return stock(*_cast(args, lambda t: t.to(widest)), **kwargs)
 
 
-def _storage_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not forward.policy.op_policy:
+def _storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    if not active.policy.op_policy:
         return stock(*args, **kwargs)
-    return _storage_on_cpu_rule(stock, forward, *args, **kwargs)
+    return _storage_on_cpu_rule(stock, active, *args, **kwargs)
 
 
-def _storage_on_cpu_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     result = stock(*_to_fp32(args), **kwargs)
     return _cast(result, lambda t: t.to(args[0].dtype))
 
 
-def _banned_rule(stock: Stock, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not forward.policy.op_policy:
+def _banned_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    if not active.policy.op_policy:
         return stock(*args, **kwargs)
     raise RuntimeError(
         "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its gradient leaves the half "

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritonamp.casts import dispatch
-from tritonamp.casts.model import Cast, cast_tree, from_half, to_half
+from tritonamp.casts.active import under_op_policy
+from tritonamp.casts.tree import Cast, cast_tree, from_half, to_half
 from tritonamp.policy import HALF_DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,7 +21,7 @@ _DEVICE_TYPES = ("cuda", "cpu")
 def _half_dtype() -> torch.dtype | None:
     """The half dtype of the op policy that we are under, or None outside."""
     for device_type in _DEVICE_TYPES:
-        if torch.is_autocast_enabled(device_type) and dispatch.under_op_policy():
+        if torch.is_autocast_enabled(device_type) and under_op_policy():
             return torch.get_autocast_dtype(device_type)
     return None
 

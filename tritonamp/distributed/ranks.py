@@ -7,18 +7,18 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tritonamp.casts import enabled_module
-from tritonamp.casts.enabled_module import EnabledWrapper
+from tritonamp import class_swap
+from tritonamp.distributed.ddp import EnabledDDP, rebuild_buckets
 from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.readback import Mailbox
-from tritonamp.step.masters import PreciseValues
 
 logger = logging.getLogger("tritonamp")
 
@@ -48,6 +48,16 @@ class _Row(NamedTuple):
     taken: float
 
 
+class Resumable(Protocol):
+    """What ranks take over from one another: all that steps have moved beside parameters."""
+
+    def state_dict(self) -> Any:
+        """Return it as plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take it over."""
+
+
 class Ranks:
     """The ranks that reduce gradients together with this one; until a DDP or FSDP2 model shows
     itself there are none.
@@ -57,15 +67,18 @@ class Ranks:
 
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
-        precise: the FP32 values behind their half parameters.
-        amp: whose ``steps_state`` and ``load_steps_state`` are all that a step moves beside
-            parameters.
+        fp32_values: behind their half parameters.
+        steps: what steps have moved; None: nothing is taken over.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], precise: PreciseValues, amp: Any = None
+        self,
+        models: Sequence[nn.Module],
+        fp32_values: Fp32Values,
+        steps: Resumable | None = None,
     ) -> None:
-        self._precise, self._amp = precise, None if amp is None else weakref.ref(amp)
+        self._fp32_values = fp32_values
+        self._steps = steps
         self._group: Any = None
         self.members: Sequence[int] = ()
         self._sharding = find_sharding(models)
@@ -82,10 +95,10 @@ class Ranks:
         self._warned = False
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
-                self._meet(module)
+                self._attach(module)
 
     @torch.compiler.assume_constant_result  # torch.compile runs it when it traces
-    def look(self) -> None:
+    def on_forward(self) -> None:
         """In a forward: takes note of the DDP that it runs in.
 
         Raises:
@@ -95,7 +108,7 @@ class Ranks:
             self._look_at_models()
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper not in self._wrappers:
-            self._meet(wrapper)
+            self._attach(wrapper)
             self._to_align.add(wrapper)
 
     def _look_at_models(self) -> None:
@@ -110,20 +123,20 @@ class Ranks:
                     "the model's: call fully_shard first, then build the optimizer, then tritonamp.enable"
                 )
 
-    def _meet(self, wrapper: DistributedDataParallel) -> None:
+    def _attach(self, wrapper: DistributedDataParallel) -> None:
         self._join(wrapper.process_group)
         self._wrappers.add(wrapper)
-        if not enabled_module.is_installed(wrapper):
-            enabled_module.install(wrapper, EnabledWrapper, _tritonamp_ranks=self)
+        if not class_swap.is_installed(wrapper):
+            class_swap.install(wrapper, EnabledDDP, self)
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """The models are disabled."""
         for wrapper in self._wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
-                enabled_module.uninstall(wrapper, "_tritonamp_ranks")
+                class_swap.uninstall(wrapper)
 
     def __reduce__(self) -> Any:
-        return Ranks, ((), PreciseValues())  # copies decide alone
+        return Ranks, ((), Fp32Values())  # copies decide alone
 
     def _join(self, group: Any) -> None:
         if self._group is not None and self._group != group:
@@ -151,7 +164,7 @@ class Ranks:
         """
         for wrapper in self._wrappers:
             if dist.is_initialized():  # else it has come to its end
-                _rebuild(wrapper)
+                rebuild_buckets(wrapper)
 
     # what is agreed on
 
@@ -216,8 +229,8 @@ class Ranks:
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
         """DDP gave all ranks the parameters of one; that one's FP32 values must follow."""
         for name, half in wrapper.module.named_parameters():
-            if half in self._precise and name not in wrapper.parameters_to_ignore:
-                value = self._precise.get(half).detach()
+            if half in self._fp32_values and name not in wrapper.parameters_to_ignore:
+                value = self._fp32_values.get(half).detach()
                 there = value.to(half.device)  # main memory may be beyond the group's reach
                 dist.broadcast(there, group=self._group, group_src=source)
                 value.copy_(there)
@@ -236,11 +249,10 @@ class Ranks:
         self._left[wrapper] = wrapper._join_config
         source = wrapper._authoritative_rank
         self._align(wrapper, source)
-        amp: Any = None if self._amp is None else self._amp()
-        states = [None if amp is None else amp.steps_state()]
+        states = [None if self._steps is None else self._steps.state_dict()]
         dist.broadcast_object_list(states, group=self._group, group_src=source)
-        if amp is not None and dist.get_rank(self._group) != source:
-            amp.load_steps_state(states[0])
+        if self._steps is not None and dist.get_rank(self._group) != source:
+            self._steps.load_state_dict(states[0])
 
     # whether it still is
 
@@ -299,18 +311,3 @@ class Ranks:
     def _named(self, ranks: Sequence[int]) -> str:
         numbers = [str(dist.get_global_rank(self._group, rank)) for rank in ranks]
         return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-
-
-def _rebuild(wrapper: DistributedDataParallel) -> None:
-    """What ``DistributedDataParallel.__setstate__`` does, and the communication hooks."""
-    c10d: Any = dist
-    params, sparse = wrapper._build_params_for_reducer()
-    names = wrapper._build_debug_param_to_name_mapping(params)
-    wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
-    wrapper._has_rebuilt_buckets = wrapper._static_graph_delay_allreduce_enqueued = False
-    if wrapper.static_graph:
-        wrapper.reducer._set_static_graph()
-        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
-    for hook, state in wrapper._comm_hooks:
-        wrapper.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
-        c10d._register_comm_hook(wrapper.reducer, state, hook)

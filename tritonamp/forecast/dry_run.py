@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from tritonamp.casts.model import cast_tree, from_half
+from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Note, Place, Record, Recorder, record_of
 from tritonamp.forecast.unrounded import Unrounded, magnitudes, values_of

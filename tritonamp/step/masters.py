@@ -2,18 +2,19 @@
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels.cast import cast, fp32_value
+from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
 
-_version, _grad = operator.attrgetter("_version"), operator.attrgetter("grad")
+_grad = operator.attrgetter("grad")
 _is_sparse = operator.attrgetter("is_sparse")
 
 
@@ -22,129 +23,6 @@ def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
     param.grad = None
     param.grad_dtype = param.dtype if grad is None else grad.dtype
     param.grad = grad
-
-
-class PreciseValues:
-    """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
-
-    A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its
-    FP32 value where the two no longer agree. Writes through ``.data`` escape, unless they give the
-    tensor other memory.
-
-    Attributes:
-        moves: how often a half tensor was found in other memory.
-    """
-
-    def __init__(self) -> None:
-        self._places: dict[Tensor, int] = {}  # of a half tensor in the lists below
-        self._halves: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._pointers: list[int] = []  # to the half tensors when both sides agreed
-        self._versions: list[int] = []  # of the half tensors then
-        self._value_versions: list[int] = []  # of the values when they were last rounded
-        self.moves = 0
-
-    def __contains__(self, half: Tensor) -> bool:
-        return half in self._places
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._halves)
-
-    def get(self, half: Tensor) -> Tensor:
-        """The FP32 value, brought up to date in place."""
-        i = self._places[half]
-        known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
-        if not known:
-            self._update(i)
-        elif not isinstance(half, torch.nn.Parameter):  # batch_norm writes to buffers unseen
-            self._update(i)
-            self._value_versions[i] = self._values[
-                i
-            ]._version  # it is the half one that was written to
-        return self._values[i]
-
-    def refresh(self) -> None:
-        """Brings all FP32 values up to date in place."""
-        pointers, versions = (
-            list(map(Tensor.data_ptr, self._halves)),
-            list(map(_version, self._halves)),
-        )
-        if pointers != self._pointers or versions != self._versions:
-            for half in self._halves:
-                self.get(half)
-
-    def _update(self, i: int) -> None:
-        half, value = self._halves[i], self._values[i]
-        with torch.no_grad():
-            value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
-        self.moves += self._pointers[i] != half.data_ptr()
-        self._pointers[i], self._versions[i] = half.data_ptr(), half._version
-
-    def push(self) -> None:
-        """Rounds FP32 values that somebody wrote to into their half tensors."""
-        if list(map(_version, self._values)) != self._value_versions:
-            for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
-                if value._version != self._value_versions[i]:
-                    with torch.no_grad():
-                        half.copy_(self.get(half))
-                    self.written([half])
-
-    def master(self, half: Tensor) -> Tensor:
-        """The FP32 value as a leaf on the device of ``half`` that an optimizer can step on."""
-        value = self.get(half)
-        if not isinstance(value, torch.nn.Parameter):
-            data = value.detach().to(half.device, copy=True)
-            value = torch.nn.Parameter(data, requires_grad=half.requires_grad)
-            i = self._places[half]
-            self._values[i], self._value_versions[i] = value, value._version
-        return value
-
-    def adopt(self, half: Tensor, value: Tensor) -> Tensor:
-        """From now on ``value`` is the FP32 value of ``half``; returns it, brought up to date in
-        place.
-        """
-        i = self._places.setdefault(half, len(self._halves))
-        if i == len(self._halves):
-            self._halves.append(half)
-            self._values.append(value)
-            for numbers in (self._pointers, self._versions, self._value_versions):
-                numbers.append(-1)
-        if self._values[i] is not value or self._versions[i] < 0:
-            self._values[i] = value
-            self._update(i)
-            self._value_versions[i] = value._version
-        return self.get(half)
-
-    def load(self, half: Tensor, value: Tensor) -> None:
-        """Takes a value from a checkpoint, before it is rounded into ``half``."""
-        target = self._values[self._places[half]]
-        if target.shape == value.shape:
-            with torch.no_grad():
-                target.copy_(value)
-
-    def written(self, halves: Sequence[Tensor]) -> None:
-        """``halves`` hold the rounded FP32 values now; the others have not changed since
-        ``refresh``.
-        """
-        self.written_at([self._places[half] for half in halves])
-
-    def places(self, halves: Sequence[Tensor]) -> list[int]:
-        """For ``written_at``."""
-        return [self._places[half] for half in halves]
-
-    def written_at(self, places: Sequence[int]) -> None:
-        """``written``, for many."""
-        if len(places) == len(self._halves):
-            self._versions, self._value_versions = (
-                list(map(_version, self._halves)),
-                list(map(_version, self._values)),
-            )
-            return
-        for i in places:
-            self._versions[i], self._value_versions[i] = (
-                self._halves[i]._version,
-                self._values[i]._version,
-            )
 
 
 class MasterWeights:
@@ -162,11 +40,11 @@ class MasterWeights:
             of them.
     """
 
-    def __init__(self, optimizer: Optimizer, precise: PreciseValues, master_weights: bool) -> None:
+    def __init__(self, optimizer: Optimizer, fp32_values: Fp32Values, master_weights: bool) -> None:
         self.optimizer = optimizer
         self.scaled_by: Any = None
         self.unscaled = self.sparse = False
-        self._precise = precise
+        self._fp32_values = fp32_values
         self._master_weights = master_weights
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._masters: list[Tensor] = []  # the same, as lists
@@ -191,8 +69,8 @@ class MasterWeights:
             if param in self._sources:
                 continue
             master = (
-                self._precise.master(param)
-                if self._master_weights and param in self._precise
+                self._fp32_values.master(param)
+                if self._master_weights and param in self._fp32_values
                 else param
             )
             self._sources[master] = param
@@ -207,7 +85,7 @@ class MasterWeights:
             master for master in self._masters if master in self._sources
         ]  # of groups still to come: none
         self._params = [self._sources[master] for master in self._masters]
-        self._halves, self._moves = self._precise.places(list(self.copies().values())), -1
+        self._halves, self._moves = self._fp32_values.indices(list(self.copies().values())), -1
 
     def give_back(self) -> None:
         """The reverse of ``adopt`` for all groups."""
@@ -228,14 +106,14 @@ class MasterWeights:
             value = self.optimizer.state.get(master, {}).pop("master_param", None)
             if value is None:
                 continue
-            held = self._precise.get(param) if param in self._precise else param
+            held = self._fp32_values.get(param) if param in self._fp32_values else param
             value = value.to(held.device, torch.float32)
             agrees = [value.to(half) == held for half in HALF_DTYPES]
             with torch.no_grad():
                 held.copy_(torch.where(torch.stack(agrees).any(0), value, held))
                 if held is not param:
                     param.copy_(held)
-                    self._precise.written([param])
+                    self._fp32_values.mark_rounded(self._fp32_values.indices([param]))
 
     def parameters(self) -> list[Tensor]:
         """The parameters of the model, in the order of ``lists``."""
@@ -309,15 +187,15 @@ class MasterWeights:
             for group in self.optimizer.param_groups:  # somebody has changed the groups by hand
                 self.adopt(group)
         self._stepping, self._listed = True, False
-        self._precise.refresh()
-        if self._moves != self._precise.moves:
+        self._fp32_values.refresh()
+        if self._moves != self._fp32_values.moves:
             for master, param in self.copies().items():
                 if master.device != param.device:
                     raise RuntimeError(
                         f"a parameter of the model is on {param.device}, its FP32 master on {master.device}: "
                         "move the model to its device before tritonamp.enable"
                     )
-            self._moves = self._precise.moves
+            self._moves = self._fp32_values.moves
 
     def forget_lists(self) -> None:
         """Gradients may change from now on, and are not held on to."""
@@ -422,7 +300,7 @@ class MasterWeights:
 
     def written(self) -> None:
         """The half parameters hold the rounded masters now."""
-        self._precise.written_at(self._halves)
+        self._fp32_values.mark_rounded(self._halves)
 
 
 def _unscaled(grad: Tensor | None, master: Tensor, grad_scale: Tensor) -> Tensor | None:

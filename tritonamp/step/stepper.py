@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp.casts.enabled_module import base_class, base_step
+from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import NonFiniteError, SkipLog
-from tritonamp.distributed.fsdp import whole
+from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.optim import Adam, AdamSteps, refuse_sparse
 from tritonamp.policy import Policy
@@ -175,7 +175,7 @@ class Stepper:
                 self.unscale_(o)
             grads = [g.float() for g in self._weights[o].gradients()]
             norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-            norm = whole(norm)
+            norm = full_tensor(norm)
             bad = [d.found_inf for d in self._decisions_of(o) if d.made]
             norms.append(_or_zero(norm, bad))  # what is skipped does not count
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -275,7 +275,7 @@ class Stepper:
             w.unscale_(grad_scale)
         before = _versions(optimizer)
         try:
-            base_step(optimizer)
+            base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
         except BaseException:
             if _versions(optimizer) != before:  # the part that it has done stays, as in torch
                 w.write_back(self._backend)

@@ -21,14 +21,10 @@ from tritonamp.diagnosis.replay.verdicts import Place
 _OURS = Path(__file__).parents[2]
 _TORCH = Path(torch.__file__).parent
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
-_RULE = (
-    str(_OURS / "casts" / "dispatch.py"),
-    "implementation",
-)  # the frame in which a rule of the op table runs
-_EDGE = (
-    str(_OURS / "casts" / "enabled_module.py"),
-    "_forward",
-)  # the frame in which an enabled model's inputs and outputs are cast
+# the frame in which a rule of the op table runs
+_RULE = (str(_OURS / "casts" / "dispatch.py"), "implementation")
+# the frame in which an enabled model's inputs and outputs are cast
+_EDGE = (str(_OURS / "casts" / "enabled_module.py"), "enabled_forward")
 _DEMO = _OURS / "demo"  # stands for a user
 _REPLAY = Path(__file__).parent / "search.py"
 _KERNELS = Path(kernels.__file__).parent

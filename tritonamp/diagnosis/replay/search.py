@@ -315,7 +315,7 @@ class _Backward:
 def _precise(models: list[nn.Module]) -> list[Any]:
     """The FP32 values behind the half tensors of enabled models."""
     enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
-    return [m._tritonamp.precise for m in enabled]
+    return [m._tritonamp.fp32_values for m in enabled]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

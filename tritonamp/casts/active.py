@@ -1,0 +1,199 @@
+"""Which policy the ops of a thread follow: set by enabled forwards, asked by the op table."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch._guards import TracingContext
+
+from tritonamp.policy import Policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARKS = 128  # changes between kinds of enabled forwards that a backward can look back on
+
+
+class ActivePolicy(NamedTuple):
+    """What the ops of an enabled forward follow."""
+
+    policy: Policy
+    backend: str
+
+
+class _Kind(NamedTuple):
+    """Enabled forwards of one policy and backend, and the setting of autocast's cache in them."""
+
+    active: ActivePolicy
+    cache: bool
+
+
+class _Thread(threading.local):
+    """The enabled forwards that this thread is in, and the trace that each is part of.
+
+    Attributes:
+        stack: innermost last.
+        in_rule: this thread is inside a rule's stock op; no rule applies there.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[_Kind, TracingContext | None]] = []
+        self.in_rule = False
+
+    def live(self) -> list[tuple[_Kind, TracingContext | None]]:
+        """Return the stack, without what traces that were given up half-way have left on it."""
+        if self.stack and self.stack[-1][1] is not None:
+            trace = TracingContext.try_get()
+            while self.stack and self.stack[-1][1] not in (None, trace):
+                self.stack.pop()
+        return self.stack
+
+
+class _Known:
+    """What is known in the whole process: it only grows, and never decides anything by itself.
+
+    Attributes:
+        policies: those that ``enter`` knows by number.
+        marks: what kind of forward autograd's nodes come from, beginning with the node of that
+            sequence number. They count the nodes of one thread: two that train under different
+            policies must not checkpoint at once.
+        inlined: functions that torch.compile traces as a part of their caller.
+    """
+
+    def __init__(self) -> None:
+        self.policies: list[ActivePolicy] = []
+        self.marks: deque[tuple[int, _Kind]] = deque(maxlen=MARKS)
+        self.inlined: list[Callable[..., Any]] = []
+
+    def mark(self, kind: _Kind) -> None:
+        """Note that from here on forwards are of this kind."""
+        if not self.marks or self.marks[-1][1] != kind:
+            # private: numbers of autograd's nodes, which torch's own profiler pairs by
+            self.marks.append((torch._C._autograd._get_sequence_nr(), kind))
+
+    def origin(self, node: Any) -> _Kind | None:
+        """Return the kind of forward that a node of autograd was made in.
+
+        Of a node that a backward's thread has made: the latest.
+        """
+        marks = list(self.marks)  # another thread may add to it
+        if not marks:
+            return None
+        number = -1 if node is None else node._sequence_nr()
+        made = [mark for mark in marks if mark[0] <= number]
+        return max(reversed(made), key=lambda mark: mark[0], default=marks[-1])[1]
+
+
+thread = _Thread()
+known = _Known()
+
+
+def number_of(policy: Policy, backend: str) -> int:
+    """Return a small number for ``enter``: a traced graph can carry a number, not a Policy."""
+    active = ActivePolicy(policy, backend)
+    if active not in known.policies:
+        known.policies.append(active)
+    return known.policies.index(active)
+
+
+def inlined_by_dynamo(function: F) -> F:
+    """Have torch.compile trace ``function`` as a part of its caller, or else run it as it is.
+
+    Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter``
+    would lack it.
+    """
+    known.inlined.append(function)
+    return function
+
+
+@inlined_by_dynamo
+def enter(number: int, cache: bool = True) -> None:
+    """Have ops of this thread that run under autocast follow that policy, until ``leave``.
+
+    ``cache`` is the setting of autocast's cache in that forward.
+
+    Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the
+    rules chose.
+    """
+    kind = _Kind(known.policies[number], cache)
+    known.mark(kind)
+    thread.live().append((kind, TracingContext.try_get()))
+
+
+@inlined_by_dynamo
+def leave() -> None:
+    """End the innermost ``enter``."""
+    stack = thread.live()
+    if stack:
+        stack.pop()
+    if stack:
+        known.mark(stack[-1][0])
+
+
+def active() -> ActivePolicy | None:
+    """Return what ops of this thread follow now, or None outside enabled forwards."""
+    stack = thread.live()
+    if stack:
+        return stack[-1][0].active
+    if torch._C._current_graph_task_id() != -1:
+        # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
+        # torch.utils.checkpoint restores autocast but cannot know of ``enter``. The cache setting
+        # tells torch's own from ours
+        kind = known.origin(torch._C._current_autograd_node())
+        if kind is not None and torch.is_autocast_cache_enabled() == kind.cache:
+            return kind.active
+    return None
+
+
+def active_policy() -> Policy | None:
+    """Return the policy that ops of this thread follow now, or None outside enabled forwards."""
+    found = active()
+    return None if found is None else found.policy
+
+
+def under_op_policy() -> bool:
+    """Tell whether functions of the user's own are cast now.
+
+    To torch.compile a constant, read while it traces.
+    """
+    policy = active_policy()
+    return policy is not None and policy.op_policy
+
+
+class ThreadState(NamedTuple):
+    """What a forward changes in its thread while it runs: ``enter``'s stack, torch's autocast."""
+
+    depth: int
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+    nesting: int
+
+    @classmethod
+    @inlined_by_dynamo
+    def now(cls, device_type: str) -> "ThreadState":
+        """Record it."""
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        return cls(
+            len(thread.stack),
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+            nesting,
+        )
+
+    @inlined_by_dynamo
+    def restore(self) -> None:
+        """Put it back after a Ctrl-C, which may have come while it was being changed."""
+        del thread.stack[self.depth :]
+        torch.set_autocast_enabled(self.device_type, self.enabled)
+        torch.set_autocast_dtype(self.device_type, self.dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        for _ in range(ThreadState.now(self.device_type).nesting - self.nesting):
+            torch.autocast_decrement_nesting()
+        if self.nesting == 0:
+            torch.clear_autocast_cache()

@@ -1,0 +1,80 @@
+"""Rules of the op table for ops that have a kernel of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.casts.active import ActivePolicy
+from tritonamp.casts.op_table import Rule, Stock
+from tritonamp.functional import LogSoftmax, Softmax, Sum, as_dims, is_ours
+from tritonamp.kernels import reduce as _reduce
+from tritonamp.kernels import softmax as _softmax
+from tritonamp.policy import HALF_DTYPES
+
+
+def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
+    """``function`` of autograd; where there is no gradient to compute the bare operation, which
+    costs the host less.
+    """
+    if input.requires_grad and torch.is_grad_enabled():
+        return function.apply(input, *args)
+    return operation(input, *args)
+
+
+def _softmax_rule(
+    stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    policy, backend = active
+    if not policy.op_policy or input.dtype not in HALF_DTYPES:
+        return stock(input, dim, dtype)
+    dtype = dtype or policy.softmax_dtype or input.dtype
+    if not is_ours(input, dtype):
+        return stock(input, dim, None if dtype is input.dtype else dtype)
+    if _softmax.SOFTMAX.takes_triton(backend, input):
+        return _apply(Softmax, _softmax.softmax, input, dim, dtype, backend)
+    return stock.run(Softmax.apply, input, dim, dtype, "eager")
+
+
+def _log_softmax_rule(
+    stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    policy, backend = active
+    if not policy.op_policy or input.dtype not in HALF_DTYPES:
+        return stock(input, dim, dtype)
+    dtype = dtype or torch.float32
+    if not is_ours(input, dtype):
+        return stock(input, dim, dtype)
+    if _softmax.LOG_SOFTMAX.takes_triton(backend, input):
+        return _apply(LogSoftmax, _softmax.log_softmax, input, dim, dtype, backend)
+    return stock.run(LogSoftmax.apply, input, dim, dtype, "eager")
+
+
+def _sum_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    policy, backend = active
+    args = () if dim is None else (dim, keepdim)
+    if not policy.op_policy or input.dtype not in HALF_DTYPES:
+        return stock(input, *args, dtype=dtype)
+    dtype = dtype or torch.float32
+    if not is_ours(input, dtype):
+        return stock(input, *args, dtype=dtype)
+    if input.is_contiguous() and _reduce.SUM.takes_triton(backend, input):
+        return _apply(Sum, _reduce.sum, input, as_dims(dim), keepdim, dtype, backend)
+    return stock.run(Sum.apply, input, as_dims(dim), keepdim, dtype, "eager")
+
+
+FUSED: dict[str, Rule] = {
+    "softmax.int": _softmax_rule,
+    "log_softmax.int": _log_softmax_rule,
+    "sum": _sum_rule,
+    "sum.dim_IntList": _sum_rule,
+}

@@ -1,0 +1,102 @@
+"""Casts of nested inputs and outputs."""
+
+import copy
+import dataclasses
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from tritonamp.policy import HALF_DTYPES
+
+
+class Cast(NamedTuple):
+    """Tensors whose dtype is among ``sources`` become ``target``; all others pass."""
+
+    sources: tuple[torch.dtype, ...]
+    target: torch.dtype
+
+
+def to_half(dtype: torch.dtype) -> Cast:
+    """FP32 and the other half format become ``dtype``; FP64, integers and complex pass."""
+    return Cast((torch.float32, *HALF_DTYPES), dtype)
+
+
+def from_half(dtype: torch.dtype) -> Cast:
+    """Half tensors become ``dtype``; everything else passes."""
+    return Cast(HALF_DTYPES, dtype)
+
+
+def cast_tree(value: Any, cast: Cast) -> Any:
+    """``value`` with ``cast`` applied to every tensor inside it; the same object where nothing
+    changed.
+
+    Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and
+    calls ``obj.to(dtype)`` on other objects that have it.
+    """
+    return _cast(value, cast)[0]
+
+
+def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
+    """The cast value, and whether anything changed (asked by ``is``, torch.compile could not
+    follow).
+    """
+    if isinstance(value, Tensor):
+        return (value.to(cast.target), True) if value.dtype in cast.sources else (value, False)
+    if value is None:  # torch.compile cannot ask None whether it is a dataclass
+        return value, False
+    if isinstance(value, PackedSequence):
+        data, changed = _cast(value.data, cast)
+        return (value._replace(data=data), True) if changed else (value, False)
+    if isinstance(value, (list, tuple)):
+        items = [_cast(item, cast) for item in value]
+        if not any(changed for _, changed in items):
+            return value, False
+        new = [item for item, _ in items]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return (type(value)(*new) if named else type(value)(new)), True
+    if isinstance(value, MutableMapping):
+        return _with(
+            value, {key: _cast(item, cast) for key, item in value.items()}, operator.setitem
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        # object's own, because a dataclass may be frozen
+        return _with(
+            value, {name: _cast(getattr(value, name), cast) for name in names}, object.__setattr__
+        )
+    if hasattr(value, "to") and not isinstance(value, (nn.Module, type)):
+        return _with_to(value, cast)
+    return value, False
+
+
+def _with(
+    value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., None]
+) -> tuple[Any, bool]:
+    """A copy of ``value`` with those of ``items`` put in that changed."""
+    if not any(changed for _, changed in items.values()):
+        return value, False
+    new = {key: item for key, (item, _) in items.items()}
+    if type(value) is dict:
+        return new, True
+    if type(value) is OrderedDict:  # torch.compile cannot follow a copy of these two
+        return OrderedDict(new), True
+    if type(value) is defaultdict:
+        return defaultdict(value.default_factory, new), True
+    result = copy.copy(value)
+    for key, (item, changed) in items.items():
+        if changed:
+            put(result, key, item)
+    return result, True
+
+
+def _with_to(value: Any, cast: Cast) -> tuple[Any, bool]:
+    try:
+        new = value.to(cast.target)
+        return new, new is not value
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return value, False  # its ``to`` is about something else

@@ -1,0 +1,46 @@
+"""DistributedDataParallel around an enabled model."""
+
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tritonamp.class_swap import Swapped
+
+
+class CatchesUp(Protocol):
+    """The ranks of an enabled model, as its DDP knows them."""
+
+    def catch_up(self, wrapper: DistributedDataParallel) -> None:
+        """Take over what the steps of the others have moved, at the end of ``join``."""
+
+
+class EnabledDDP(Swapped):
+    """A DDP around an enabled model: ``join`` makes FP32 values and loss scales equal, too."""
+
+    _belongings = "_tritonamp_ranks"
+    _set_aside = ("_sync_final_model", "_tritonamp_sync")
+    _tritonamp_ranks: CatchesUp
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)  # type: ignore[misc]
+        self._tritonamp_ranks.catch_up(self)  # type: ignore[arg-type]
+
+
+def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
+    """Have DDP make its buckets and hooks anew, as its ``__setstate__`` does.
+
+    Parameters have another dtype now, and it would miss their gradients. The names of torch's are
+    private, and the same from torch 2.11 to 2.15; communication hooks are registered again.
+    """
+    c10d: Any = dist
+    params, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(params)
+    wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
+    wrapper._has_rebuilt_buckets = wrapper._static_graph_delay_allreduce_enqueued = False
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
+    for hook, state in wrapper._comm_hooks:
+        wrapper.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        c10d._register_comm_hook(wrapper.reducer, state, hook)

@@ -1,0 +1,124 @@
+"""The FP32 values behind half tensors."""
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels.cast import fp32_value
+
+_version = operator.attrgetter("_version")
+
+
+class Fp32Values:
+    """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
+
+    A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its
+    FP32 value where the two no longer agree. Writes are noticed by ``Tensor._version`` (private,
+    but as old as autograd) and by the tensor's address: those through ``.data`` escape unless they
+    give the tensor other memory.
+
+    Attributes:
+        moves: how often a half tensor was found in other memory.
+    """
+
+    def __init__(self) -> None:
+        self._index: dict[Tensor, int] = {}  # of a half tensor in the lists below
+        self._halves: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._pointers: list[int] = []  # to the half tensors when both sides agreed
+        self._versions: list[int] = []  # of the half tensors then
+        self._value_versions: list[int] = []  # of the values when they were last rounded
+        self.moves = 0
+
+    def __contains__(self, half: Tensor) -> bool:
+        return half in self._index
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._halves)
+
+    def get(self, half: Tensor) -> Tensor:
+        """Return the FP32 value, brought up to date in place."""
+        i = self._index[half]
+        known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
+        if not known:
+            self._update(i)
+        elif not isinstance(half, torch.nn.Parameter):  # batch_norm writes to buffers unseen
+            self._update(i)
+            self._value_versions[i] = self._values[i]._version  # the half one was written to
+        return self._values[i]
+
+    def refresh(self) -> None:
+        """Bring all FP32 values up to date in place."""
+        pointers = list(map(Tensor.data_ptr, self._halves))
+        versions = list(map(_version, self._halves))
+        if pointers != self._pointers or versions != self._versions:
+            for half in self._halves:
+                self.get(half)
+
+    def _update(self, i: int) -> None:
+        half, value = self._halves[i], self._values[i]
+        with torch.no_grad():
+            value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
+        self.moves += self._pointers[i] != half.data_ptr()
+        self._pointers[i] = half.data_ptr()
+        self._versions[i] = half._version
+
+    def push(self) -> None:
+        """Round FP32 values that somebody wrote to into their half tensors."""
+        if list(map(_version, self._values)) != self._value_versions:
+            for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
+                if value._version != self._value_versions[i]:
+                    with torch.no_grad():
+                        half.copy_(self.get(half))
+                    self.mark_rounded([i])
+
+    def master(self, half: Tensor) -> Tensor:
+        """Return the FP32 value as a leaf on the half tensor's device, for an optimizer."""
+        value = self.get(half)
+        if not isinstance(value, torch.nn.Parameter):
+            data = value.detach().to(half.device, copy=True)
+            value = torch.nn.Parameter(data, requires_grad=half.requires_grad)
+            i = self._index[half]
+            self._values[i] = value
+            self._value_versions[i] = value._version
+        return value
+
+    def adopt(self, half: Tensor, value: Tensor) -> Tensor:
+        """Make ``value`` the FP32 value of ``half``; return it, brought up to date in place."""
+        i = self._index.setdefault(half, len(self._halves))
+        if i == len(self._halves):
+            self._halves.append(half)
+            self._values.append(value)
+            for numbers in (self._pointers, self._versions, self._value_versions):
+                numbers.append(-1)
+        if self._values[i] is not value or self._versions[i] < 0:
+            self._values[i] = value
+            self._update(i)
+            self._value_versions[i] = value._version
+        return self.get(half)
+
+    def load(self, half: Tensor, value: Tensor) -> None:
+        """Take a value from a checkpoint, before it is rounded into ``half``."""
+        target = self._values[self._index[half]]
+        if target.shape == value.shape:
+            with torch.no_grad():
+                target.copy_(value)
+
+    def indices(self, halves: Sequence[Tensor]) -> list[int]:
+        """Return what ``mark_rounded`` knows these half tensors by; it never changes."""
+        return [self._index[half] for half in halves]
+
+    def mark_rounded(self, indices: Sequence[int]) -> None:
+        """Note that these half tensors hold the rounded FP32 values now.
+
+        The others must not have changed since ``refresh``.
+        """
+        if len(indices) == len(self._halves):
+            self._versions = list(map(_version, self._halves))
+            self._value_versions = list(map(_version, self._values))
+            return
+        for i in indices:
+            self._versions[i] = self._halves[i]._version
+            self._value_versions[i] = self._values[i]._version

@@ -1,0 +1,84 @@
+"""The class that ``enable`` gives to an optimizer."""
+
+from typing import Any
+
+from tritonamp.class_swap import Swapped
+from tritonamp.scaler import is_watched
+from tritonamp.step.interrupts import Uninterrupted
+from tritonamp.step.stepper import Stepper
+
+
+class EnabledOptimizer(Swapped):
+    """An optimizer that steps on unscaled gradients and FP32 masters, or skips.
+
+    A ``step`` that an LR scheduler wrapped on the instance is set aside: this one does what the
+    wrapper does. A copy is a plain optimizer.
+    """
+
+    _belongings = "_stepper"
+    _set_aside = ("step", "_tritonamp_step")
+    _kept_by_copies = False
+    _stepper: Stepper  # of the Amp that enabled it
+    _stepped = False  # by a GradScaler, which is about to call ``step`` for whoever watches
+    _step_supports_amp_scaling = True  # so that torch's GradScaler shows itself, see ``step``
+
+    def step(self, closure: Any = None) -> None:
+        """Step or skip: unscale, check, clip, update, half copies.
+
+        Raises:
+            RuntimeError: a closure was passed, or there was no ``amp.backward(loss)``.
+        """
+        if self._stepped:
+            return
+        if closure is not None:
+            raise RuntimeError(
+                "optimizer.step(closure): a skipped step cannot run the closure again. Compute the "
+                "loss first, call amp.backward(loss), then optimizer.step() without arguments"
+            )
+        if "found_inf" in vars(self):  # torch's GradScaler tells optimizers that skip on the device
+            self._stepper.check_scaler(None)
+        self._opt_called = True  # what an LR scheduler looks for
+        with Uninterrupted(), self._stepper.around_step(self):
+            self._stepper.step(self)  # type: ignore[arg-type]
+
+    step.hooked = True  # type: ignore[attr-defined]  # the hooks fire in the base class's step
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nor need a scheduler wrap it
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of masters and half parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._stepper.zeroed(_unwrapped(self), set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model; the group then holds their masters."""
+        self._stepper.check_group(_unwrapped(self), param_group)
+        super().add_param_group(param_group)  # type: ignore[misc]
+        group = self.param_groups[-1]  # type: ignore[attr-defined]
+        self._stepper.adopt(_unwrapped(self), group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
+        self._stepper.load_state(self, super().load_state_dict, state_dict)  # type: ignore
+
+    def _amp_unscale_(self, scaler: Any) -> None:
+        """Unscale; ``GradScaler.unscale_`` calls it."""
+        self._stepper.check_scaler(scaler)
+        self._stepper.unscale_(self)  # type: ignore[arg-type]
+
+    def _amp_step(self, scaler: Any) -> None:
+        """Step or skip; ``GradScaler.step`` calls it, and ``update`` follows."""
+        self._stepper.check_scaler(scaler)
+        self._opt_called = True
+        with Uninterrupted():
+            found_inf = self._stepper.step(self, by_scaler=True)  # type: ignore[arg-type]
+        if is_watched(self) and (found_inf is None or not bool(found_inf)):
+            self._stepped = True
+            try:
+                self.step()  # for whoever watches
+            finally:
+                self._stepped = False
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Unwrap Lightning's LightningOptimizer, whose class pretends to be the optimizer's."""
+    return optimizer if "_stepper" in vars(optimizer) else optimizer.optimizer
