@@ -20,7 +20,8 @@ import steps
 import torch
 
 import tritonamp
-from tritonamp.kernels import _launch, adamw, cast, decide, grad_stats, reduce, softmax
+from tritonamp.kernels import adamw, cast, decide, grad_stats, reduce, softmax
+from tritonamp.kernels import device as hardware
 
 LAUNCHING = adamw, cast, decide, grad_stats, reduce, softmax
 
@@ -50,7 +51,7 @@ def stub_launches() -> Iterator[list[int]]:
         compiled.setdefault(tuple(key), pointers & 15 or max(sizes) >= 1 << 31)
 
     patches = [mock.patch.object(module, "launch", launch) for module in LAUNCHING]
-    patches.append(mock.patch.dict(_launch._answers, {torch.device("cpu"): True}))
+    patches.append(mock.patch.dict(hardware._answers, {torch.device("cpu"): True}))
     for patch in patches:
         patch.start()
     try:

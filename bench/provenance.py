@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tritonamp
-from tritonamp.kernels._launch import triton_version
+from tritonamp.kernels.device import triton_version
 
 ROOT = Path(__file__).resolve().parents[1]
 

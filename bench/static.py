@@ -3,7 +3,7 @@ Needs no GPU.
 
     python bench/static.py --op softmax --arch 80 90
 
-A kernel joins by ``shipped()`` in its module, see ``tritonamp.kernels._launch.Shipped``. One line
+A kernel joins by ``shipped()`` in its module, see ``tritonamp.kernels._shipped.Shipped``. One line
 for each build; failed gates on stderr, exit status 1. Numbers are of the code as it stands: the
 body of a loop counts once.
 """

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tritonamp.kernels._launch import tl, triton
+from tritonamp.kernels.device import tl, triton
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.kernels import _launch
-from tritonamp.kernels._launch import Forms, tl, triton
+from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._upload import Upload
+from tritonamp.kernels.device import INTERPRETED, runs_triton, tl, triton
 
 DTYPES = {
     torch.float16: "float16",
@@ -144,21 +144,19 @@ class TensorLists:
         """That memory on all devices."""
         return [tensor for (kept_name, _), tensor in self._kept.items() if kept_name == name]
 
-    def take_triton(
-        self, backend: str, operation: Forms, names: Iterable[str] | None = None
+    def uses_triton(
+        self, backend: str, operation: Implementations, names: Iterable[str] | None = None
     ) -> bool:
-        """Whether ``operation`` on these lists runs its kernel. Kernels do not take float64, nor
-        wrapper subclasses.
+        """Tell whether ``operation`` on these lists runs its kernel. Kernels do not take float64,
+        nor wrapper subclasses.
 
         Args:
             names: the lists that it works on; None: all.
         """
         if not self._n or torch.compiler.is_compiling():
             return False
-        device = next(iter(self._lists.values()))[
-            0
-        ].device  # the others are looked at once, in _build
-        if not operation.runs_triton(backend, device):
+        first = next(iter(self._lists.values()))[0]  # _build looks at the others, once
+        if not operation.uses_triton(backend, first):
             return False
         self._follow(names)
         return self._suit_kernels
@@ -251,8 +249,8 @@ class TensorLists:
         places: dict[torch.device, list[int]] = {}
         for i, tensor in enumerate(next(iter(self._lists.values()))):
             places.setdefault(tensor.device, []).append(i)
-        runs = _launch.INTERPRETED or all(map(_launch.runs_triton, places))
-        self._suit_kernels = runs and one_device and all(map(_takes, tensors))
+        runs = INTERPRETED or all(map(runs_triton, places))
+        self._suit_kernels = runs and one_device and all(map(_suits_kernels, tensors))
         self._parts, before = [], 0
         if self._suit_kernels:
             for device, here in places.items():
@@ -438,10 +436,10 @@ def _stored(dtype: torch.dtype) -> torch.dtype:
     """What kernels work on for ``dtype``: Triton's interpreter truncates to bfloat16 and loses its
     subnormals.
     """
-    return torch.float32 if _launch.INTERPRETED and dtype is torch.bfloat16 else dtype
+    return torch.float32 if INTERPRETED and dtype is torch.bfloat16 else dtype
 
 
-def _takes(tensor: Tensor) -> bool:
+def _suits_kernels(tensor: Tensor) -> bool:
     return tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tritonamp.kernels._adam_lists import AdamLists as AdamLists
 from tritonamp.kernels._adam_lists import AdamRule as AdamRule
-from tritonamp.kernels._launch import Forms, Shipped, launch, prepare, tl, triton
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import launch, prepare
 from tritonamp.kernels._multi_tensor import (
     NUM_WARPS,
     chunk_bounds,
@@ -21,6 +22,8 @@ from tritonamp.kernels._multi_tensor import (
     note_overflow,
     shipped_lists,
 )
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
 
 RATES = 9  # numbers that adam_rates_kernel leaves for each tensor
 _VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
@@ -361,12 +364,12 @@ def adamw(
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
     """
-    takes_triton = lists.tensors.take_triton(backend, ADAMW)
-    takes_triton = takes_triton and lists.steps.take_triton(backend, ADAMW)
-    ADAMW.run(backend, takes_triton, lists, grad_scale, found_inf)
+    uses_triton = lists.tensors.uses_triton(backend, ADAMW)
+    uses_triton = uses_triton and lists.steps.uses_triton(backend, ADAMW)
+    ADAMW.run(backend, uses_triton, lists, grad_scale, found_inf)
 
 
-ADAMW = Forms(adamw_triton, adamw_torch)
+ADAMW = Implementations(adamw_triton, adamw_torch)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import (
     NUM_WARPS,
     TensorLists,
@@ -14,6 +15,8 @@ from tritonamp.kernels._multi_tensor import (
     note_overflow,
     shipped_lists,
 )
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
 
 
 @triton.jit
@@ -85,10 +88,10 @@ def cast(lists: TensorLists, backend: str = "auto") -> None:
         lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half;
             the parameter itself where there is no copy.
     """
-    CAST.run(backend, lists.take_triton(backend, CAST), lists)
+    CAST.run(backend, lists.uses_triton(backend, CAST), lists)
 
 
-CAST = Forms(cast_triton, cast_torch)
+CAST = Implementations(cast_triton, cast_torch)
 
 
 def shipped() -> Iterator[Shipped]:

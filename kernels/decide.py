@@ -8,7 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import launch
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
 
 OUTCOMES = CLEAN, OVERFLOW, FAULT = 0, 1, 2
 RECORD = 8  # numbers in front of a record's magnitudes
@@ -281,7 +284,7 @@ def decide(
         record,
         verdict,
     )
-    DECIDE.run(backend, DECIDE.runs_triton(backend, used_scale.device), *args)
+    DECIDE.run(backend, DECIDE.uses_triton(backend, used_scale), *args)
 
 
 def _numbers(rule: ScaleRule) -> tuple[float, ...]:
@@ -354,12 +357,12 @@ def update_scale(
     Args:
         found_inf, loss_nonfinite, largest: 0-d float32; the last is the largest unscaled gradient.
     """
-    takes_triton = UPDATE_SCALE.runs_triton(backend, state.scale.device)
-    UPDATE_SCALE.run(backend, takes_triton, state, found_inf, loss_nonfinite, largest, rule)
+    uses_triton = UPDATE_SCALE.uses_triton(backend, state.scale)
+    UPDATE_SCALE.run(backend, uses_triton, state, found_inf, loss_nonfinite, largest, rule)
 
 
-DECIDE = Forms(decide_triton, decide_torch)
-UPDATE_SCALE = Forms(update_scale_triton, update_scale_torch)
+DECIDE = Implementations(decide_triton, decide_torch)
+UPDATE_SCALE = Implementations(update_scale_triton, update_scale_torch)
 
 
 def shipped() -> Iterator[Shipped]:

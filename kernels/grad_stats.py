@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._launch import Forms, Shipped, launch, tl, triton
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import (
     TensorLists,
     chunk_bounds,
     element_pointer,
     shipped_lists,
 )
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
 
 _WARPS = 4
 _VECTORS = 4  # of 16 bytes that a thread waits for
@@ -136,11 +139,11 @@ def grad_stats(
         next call for the same lists may overwrite them.
     """
     return GRAD_STATS.run(
-        backend, lists.take_triton(backend, GRAD_STATS, ("grads",)), lists, device
+        backend, lists.uses_triton(backend, GRAD_STATS, ("grads",)), lists, device
     )
 
 
-GRAD_STATS = Forms(grad_stats_triton, grad_stats_torch)
+GRAD_STATS = Implementations(grad_stats_triton, grad_stats_torch)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
+from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import cached_by_shape, column_offsets, in_range, line_offsets, tiling
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
 LONGEST = 8192  # line that is one tile
@@ -110,7 +113,7 @@ def sum(
     return SUM(backend, x, dim, keepdim, dtype)
 
 
-SUM = Operation(sum_triton, sum_torch)
+SUM = TraceableOp(sum_triton, sum_torch)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._launch import Operation, Shipped, launch, tl, triton
+from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import (
     MAX_VECTOR,
     Tiling,
@@ -20,6 +21,8 @@ from tritonamp.kernels._lines import (
     power_of_two,
     tiling,
 )
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
 MAX_REGISTERS = (
@@ -415,10 +418,10 @@ def log_softmax_backward(
     return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
 
-SOFTMAX = Operation(softmax_triton, softmax_torch)
-LOG_SOFTMAX = Operation(log_softmax_triton, log_softmax_torch)
-SOFTMAX_BACKWARD = Operation(softmax_backward_triton, softmax_backward_torch)
-LOG_SOFTMAX_BACKWARD = Operation(log_softmax_backward_triton, log_softmax_backward_torch)
+SOFTMAX = TraceableOp(softmax_triton, softmax_torch)
+LOG_SOFTMAX = TraceableOp(log_softmax_triton, log_softmax_torch)
+SOFTMAX_BACKWARD = TraceableOp(softmax_backward_triton, softmax_backward_torch)
+LOG_SOFTMAX_BACKWARD = TraceableOp(log_softmax_backward_triton, log_softmax_backward_torch)
 
 
 def shipped() -> Iterator[Shipped]:

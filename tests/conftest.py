@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tritonamp.casts import dispatch
-from tritonamp.kernels import _launch
+from tritonamp.kernels.device import INTERPRETED, triton_version
 
-if _launch.INTERPRETED and _launch.triton_version() < "3.7":
+if INTERPRETED and triton_version() < "3.7":
     # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
     # no index of
     from triton.runtime import interpreter

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations
+from tritonamp.kernels import device as hardware
 
 pytest.importorskip("matplotlib")
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_names_are_unique_and_every_kernel_has_a_row(bench: SimpleNamespace) -> 
     assert len({case.name for case in cases}) == len(cases)
     measured = {case.group for case in cases if "tritonamp" in case.peers}
     assert bench.matrix.KERNELS.keys() <= measured
-    assert set.union(*bench.matrix.KERNELS.values()) == _launch.TRITON_OPS
+    assert set.union(*bench.matrix.KERNELS.values()) == _implementations.TRITON_OPS
     assert {case.name for case in cases} == {case.name for case in bench.matrix.all_cases(toy=True)}
 
 
@@ -186,7 +187,7 @@ def test_run_writes_nothing_without_a_gpu(
 def test_host_cost_runs(bench: SimpleNamespace) -> None:
     found = bench.host.measure(repeats=1)
     assert 0 < found["launches of that step"] <= 8
-    assert _launch._answers.get(CPU) is not True
+    assert hardware._answers.get(CPU) is not True
 
 
 # Report

@@ -16,7 +16,7 @@ import pytest
 
 import tritonamp
 import tritonamp.kernels
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
@@ -43,7 +43,7 @@ SIDEWAYS = {  # arrows that are still there
 PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
-OP_FILES = [path for path in KERNEL_FILES if not path.name.startswith("_")]
+OP_FILES = [p for p in KERNEL_FILES if not p.name.startswith("_") and p.name != "device.py"]
 
 HOST_READS = {"item", "tolist", "cpu", "synchronize"}
 
@@ -165,7 +165,8 @@ def test_rooms_know_earlier_tiers_only(path: Path) -> None:
 def test_entry_points_use_public_names(path: Path) -> None:
     """The commands and the drop-in show that the public names are enough."""
     neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {room(module_name(path))}
-    allowed = ["tritonamp.kernels._launch", *(f"tritonamp.{name}" for name in neighbours)]
+    kernels = ["tritonamp.kernels.device", "tritonamp.kernels._implementations"]
+    allowed = [*kernels, *(f"tritonamp.{name}" for name in neighbours)]
     wrong = [
         name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)
     ]
@@ -244,7 +245,7 @@ def test_the_list_of_kernels_is_what_there_is() -> None:
     }
     assert {
         name.removesuffix("_triton") for name in names if name.endswith("_triton")
-    } == _launch.TRITON_OPS
+    } == _implementations.TRITON_OPS
 
 
 @each_op_file

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tritonamp
-from tritonamp.kernels import _launch
+from tritonamp.kernels import device as hardware
 
 
 def net() -> nn.Module:
@@ -168,7 +168,7 @@ def test_enabled_twice() -> None:
 def test_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(hardware, "INTERPRETED", False)
     with pytest.raises(
         tritonamp.UnsupportedDeviceError,
         match="backend='triton' cannot run: cpu is not an NVIDIA GPU",
@@ -177,7 +177,7 @@ def test_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(hardware, "capability", lambda device: (7, 5))
     with pytest.raises(
         tritonamp.UnsupportedDeviceError,
         match=r"needs compute capability 8.0, cpu has 7.5.*float16",

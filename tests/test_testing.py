@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.kernels import _launch
+from tritonamp.kernels import device as hardware
 from tritonamp.kernels.softmax import softmax
 from tritonamp.testing import CAUSES, KINDS, Fault, FaultInjector, InjectedError, compile_failure
 
@@ -195,7 +196,7 @@ def test_misuse(run: Run, call: Callable[[nn.Module], Any], message: str) -> Non
 
 def test_compile_failure_changes_nothing_outside(device: torch.device) -> None:
     x = torch.randn(4, 8, device=device)
-    if not _launch.INTERPRETED and _launch.why_not_triton(device) is not None:
+    if not hardware.INTERPRETED and hardware.why_not_triton(device) is not None:
         pytest.skip("kernels run neither on this device nor in the interpreter")
     expected = softmax(x, 1, torch.float32, "triton")
     with compile_failure(), pytest.raises(_launch.KernelError, match="cannot be compiled"):

@@ -17,7 +17,7 @@ from tritonamp.checkpoint import save_sharded as save_sharded
 from tritonamp.diagnosis.log import NonFiniteError as NonFiniteError
 from tritonamp.forecast import Forecast as Forecast
 from tritonamp.forecast import check as check
-from tritonamp.kernels._launch import UnsupportedDeviceError as UnsupportedDeviceError
+from tritonamp.kernels.device import UnsupportedDeviceError as UnsupportedDeviceError
 from tritonamp.policy import O0 as O0
 from tritonamp.policy import O1 as O1
 from tritonamp.policy import O2 as O2

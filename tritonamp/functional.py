@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
-from tritonamp.kernels._launch import MIN_NUMEL
+from tritonamp.kernels._implementations import MIN_NUMEL
 
 __all__ = ["log_softmax", "softmax", "sum"]
 

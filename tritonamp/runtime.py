@@ -26,7 +26,8 @@ from tritonamp.diagnosis.response import Response
 from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations
+from tritonamp.kernels.device import Backend, check_dtype, choose_backend
 from tritonamp.policy import Policy, resolve
 from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
@@ -84,8 +85,8 @@ def enable(
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     check_sharding(models, resolved, optimizers)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
-    _launch.check_dtype(resolved.dtype, device)
-    chosen = _launch.choose_backend(backend, device)
+    check_dtype(resolved.dtype, device)
+    chosen = choose_backend(backend, device)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
@@ -124,7 +125,7 @@ class Amp:
         models: list[nn.Module],
         optimizers: list[Optimizer],
         policy: Policy,
-        backend: _launch.Backend,
+        backend: Backend,
         scaler: GradScaler,
         device: torch.device,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -320,7 +321,7 @@ class Amp:
             "growth_tracker": self.scaler._get_growth_tracker(),
             "backend": self._backend.name,
             "backend_reason": self._backend.reason,
-            "kernel_failures": dict(_launch.failures),
+            "kernel_failures": dict(_implementations.failures),
             "overflowed_parameters": [
                 names[p] for w in self._weights.values() for p in w.overflowed()
             ],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data",),
@@ -285,4 +285,4 @@ def compile_failure() -> contextlib.AbstractContextManager[None]:
     block; ``amp.stats()["kernel_failures"]`` lists them. ``backend="triton"`` raises. Where kernels
     do not run (no NVIDIA GPU) nothing changes.
     """
-    return _launch.broken_compiler()
+    return _implementations.compile_failure()

@@ -6,7 +6,8 @@ import torch
 import tritonamp
 from tritonamp.__main__ import main
 from tritonamp.commands import doctor
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations
+from tritonamp.kernels import device as hardware
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def _rows(report, first_word):
     [
         ("python", platform.python_version()),
         ("torch", torch.__version__),
-        ("triton", _launch.triton_version() or "cannot be imported"),
+        ("triton", hardware.triton_version() or "cannot be imported"),
         ("CUDA", torch.version.cuda or "none"),
     ],
 )
@@ -48,9 +49,9 @@ def test_cpu_is_eager_because_it_is_no_gpu():
 
 
 def test_operation_without_a_kernel_is_eager_where_triton_runs(monkeypatch):
-    backend = _launch.Backend("triton", "it can", "auto")
-    monkeypatch.setattr(_launch, "choose_backend", lambda requested, device: backend)
-    monkeypatch.setattr(_launch, "TRITON_OPS", frozenset({"softmax"}))
+    backend = hardware.Backend("triton", "it can", "auto")
+    monkeypatch.setattr(hardware, "choose_backend", lambda requested, device: backend)
+    monkeypatch.setattr(_implementations, "TRITON_OPS", frozenset({"softmax"}))
     device = torch.device("cuda")
     assert doctor._operation("softmax", device) == ("softmax", "triton", "it can")
     assert doctor._operation("adamw", device) == (

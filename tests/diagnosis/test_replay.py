@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import tritonamp
 from tritonamp.diagnosis.replay import find_fault
 from tritonamp.diagnosis.replay.faults import Fault
-from tritonamp.kernels import _launch
+from tritonamp.kernels.device import INTERPRETED
 
 WIDTH, SAMPLES = 16, 6
-BACKENDS = ["eager"] + ["triton"] * (_launch.INTERPRETED or torch.cuda.is_available())
+BACKENDS = ["eager"] + ["triton"] * (INTERPRETED or torch.cuda.is_available())
 HALF = [torch.float16, torch.bfloat16]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _lines, reduce, softmax
-from tritonamp.kernels._launch import INTERPRETED, why_not_triton
+from tritonamp.kernels.device import INTERPRETED, why_not_triton
 
 GUARD = 64  # elements; a multiple of 16 bytes leaves the alignment as it is
 U = 2.0**-24  # half an ulp of 1 in FP32

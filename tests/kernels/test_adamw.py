@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _multi_tensor
-from tritonamp.kernels._launch import INTERPRETED, launch, tl, triton
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.adamw import RATES, AdamLists, AdamRule, _power, adamw
+from tritonamp.kernels.device import INTERPRETED, tl, triton
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"

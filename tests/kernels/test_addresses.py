@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tritonamp.kernels import reduce, softmax
-from tritonamp.kernels._launch import INTERPRETED, launch, tl, triton
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import column_offsets, line_offsets
+from tritonamp.kernels.device import INTERPRETED, tl, triton
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _multi_tensor
-from tritonamp.kernels._launch import INTERPRETED
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
+from tritonamp.kernels.device import INTERPRETED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritonamp.kernels._launch import INTERPRETED, why_not_triton
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.decide import RECORD, Record, ScaleRule, ScaleState, decide, update_scale
+from tritonamp.kernels.device import INTERPRETED, why_not_triton
 from tritonamp.kernels.grad_stats import grad_stats
 
 pytestmark = pytest.mark.filterwarnings(

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _launch, _multi_tensor
-from tritonamp.kernels._launch import launch, tl, triton
+from tritonamp.kernels import _multi_tensor
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels.device import INTERPRETED, tl, triton
 from tritonamp.kernels.grad_stats import _float_bits, _magnitude, grad_stats
 
 pytestmark = pytest.mark.filterwarnings(
@@ -151,7 +152,7 @@ def test_magnitudes_as_integers(triton_device: torch.device, dtype: torch.dtype)
     """Each half: they order like |x|, inf above all numbers and NaN above inf, and become the same
     FP32 number.
     """
-    if dtype is torch.bfloat16 and _launch.INTERPRETED:
+    if dtype is torch.bfloat16 and INTERPRETED:
         pytest.skip("Triton's interpreter has no bfloat16")
     x = (wide_patterns() if dtype is torch.float32 else half_patterns(dtype)).to(triton_device)
     x = torch.cat([x, x.new_zeros((1 << 16 if dtype is not torch.float32 else 1 << 12) - len(x))])

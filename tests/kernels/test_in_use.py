@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
-from tritonamp.kernels import _launch, reduce, softmax
+from tritonamp.kernels import _implementations, _launch, reduce, softmax
+from tritonamp.kernels import device as hardware
 
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::RuntimeWarning"
     ),  # the interpreter computes with inf and NaN in NumPy
     pytest.mark.skipif(
-        not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
+        not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
     ),
 ]
 FP16, FP32 = torch.float16, torch.float32
@@ -165,16 +166,17 @@ def test_other_input_is_torchs(x: Tensor, dtype: torch.dtype, launched: list[str
 def test_size_and_device_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = softmax.SOFTMAX
     large, small = (
-        torch.empty(n, device="meta") for n in (_launch.MIN_NUMEL, _launch.MIN_NUMEL - 1)
+        torch.empty(n, device="meta")
+        for n in (_implementations.MIN_NUMEL, _implementations.MIN_NUMEL - 1)
     )
-    assert not operation.takes_triton("auto", large)  # not a GPU
-    monkeypatch.setitem(_launch._answers, torch.device("meta"), True)
-    assert operation.takes_triton("auto", large)
-    assert not operation.takes_triton("auto", small)
-    assert not operation.takes_triton("eager", large)
-    monkeypatch.setitem(_launch.failures, "softmax", "no compiler")
-    assert not operation.takes_triton("auto", large)
-    assert operation.takes_triton("triton", small)
+    assert not operation.uses_triton("auto", large)  # not a GPU
+    monkeypatch.setitem(hardware._answers, torch.device("meta"), True)
+    assert operation.uses_triton("auto", large)
+    assert not operation.uses_triton("auto", small)
+    assert not operation.uses_triton("eager", large)
+    monkeypatch.setitem(_implementations.failures, "softmax", "no compiler")
+    assert not operation.uses_triton("auto", large)
+    assert operation.uses_triton("triton", small)
 
 
 # autograd
@@ -262,8 +264,8 @@ def test_auto_goes_on_in_eager_torch_with_one_warning(
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(softmax, "launch", _broken)
-    monkeypatch.setattr(_launch, "failures", {})
-    monkeypatch.setitem(_launch._answers, x.device, True)
+    monkeypatch.setattr(_implementations, "failures", {})
+    monkeypatch.setitem(hardware._answers, x.device, True)
     text = "softmax runs in eager torch from now on: softmax_kernel cannot be compiled: FileNotFoundError: no C comp"
     with pytest.warns(RuntimeWarning, match=text):
         y = softmax.softmax(x, 1, FP16)

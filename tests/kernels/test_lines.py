@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tritonamp.kernels import _lines, reduce, softmax
-from tritonamp.kernels._launch import launch, tl, triton
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two
+from tritonamp.kernels.device import tl, triton
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"

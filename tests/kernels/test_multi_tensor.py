@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tritonamp.kernels import _launch, _multi_tensor
-from tritonamp.kernels._launch import Forms, launch, tl, triton
+from tritonamp.kernels import _multi_tensor
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import (
     MAX_CHUNK,
     MIN_CHUNK,
@@ -26,6 +27,7 @@ from tritonamp.kernels._multi_tensor import (
     chunk_bounds,
     element_pointer,
 )
+from tritonamp.kernels.device import INTERPRETED, tl, triton
 
 pytestmark = pytest.mark.usefixtures("triton_device")
 
@@ -44,7 +46,7 @@ SHAPES = [
     (2, 4099),
     (12289,),
 ]
-ADD = Forms(lambda: None, lambda: None)
+ADD = Implementations(lambda: None, lambda: None)
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -83,7 +85,7 @@ def add(lists: TensorLists) -> list[Table]:
 
 
 def takes(lists: TensorLists) -> bool:
-    return lists.take_triton("triton", ADD)
+    return lists.uses_triton("triton", ADD)
 
 
 def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = WIDE) -> Tensor:
@@ -141,7 +143,7 @@ def test_each_element_once(
         assert t.first.tolist() == [sum(chunks[:row]) for row in range(len(chunks))]
         assert t.rows.tolist() == [row for row, many in enumerate(chunks) for _ in range(many)]
         assert (t.chunk, t.chunks) == (MIN_CHUNK, sum(chunks))
-    in_copies = dtype is BF16 and _launch.INTERPRETED  # in FP32, and aligned
+    in_copies = dtype is BF16 and INTERPRETED  # in FP32, and aligned
     one_element = {1, 2}  # these are read alone in any case
     expected = {True} if place is not unaligned or in_copies else {True, False}
     assert {t.aligned for t in tables} == expected
@@ -194,7 +196,7 @@ def test_tables_by_dtypes_and_alignment(triton_device: torch.device) -> None:
     assert [t.aligned for t in tables] == [True, True, False]
     assert [(t.before, t.chunks) for t in tables] == [(0, 4), (4, 1), (5, 1)]
     assert all(torch.equal(b, 2 * a.float()) for a, b in zip(x, y, strict=True))
-    if _launch.INTERPRETED:
+    if INTERPRETED:
         assert tables[0].type("x") == tl.float16 and tables[0].type("y") == tl.float32
 
 
@@ -231,8 +233,8 @@ def test_devices_have_tables_of_their_own() -> None:
     """The meta device stands for another GPU."""
     x = [torch.zeros(4097, device=device) for device in ("cpu", "meta", "cpu", "meta")]
     lists = TensorLists(x=x, y=[torch.zeros_like(a) for a in x])
-    assert takes(lists) or not _launch.INTERPRETED
-    if _launch.INTERPRETED:
+    assert takes(lists) or not INTERPRETED
+    if INTERPRETED:
         assert [(t.device.type, t.before, t.chunks) for t in lists.tables] == [
             ("cpu", 0, 4),
             ("meta", 4, 4),
@@ -425,8 +427,8 @@ def test_nothing_is_for_the_twin(triton_device: torch.device) -> None:
 
 def test_the_backend_is_asked(triton_device: torch.device) -> None:
     lists = TensorLists(x=[torch.zeros(3, device=triton_device)])
-    assert not lists.take_triton("eager", ADD)
-    assert lists.take_triton("auto", ADD) == (triton_device.type == "cuda")
+    assert not lists.uses_triton("eager", ADD)
+    assert lists.uses_triton("auto", ADD) == (triton_device.type == "cuda")
 
 
 # Numbers, and lists that change
@@ -553,7 +555,7 @@ def test_several_tables_are_sent_together(
 
 
 def test_each_device_costs_one_upload(counts: SimpleNamespace) -> None:
-    if not _launch.INTERPRETED:
+    if not INTERPRETED:
         pytest.skip("the meta device stands for another GPU")
     lists = TensorLists(x=[torch.zeros(3), torch.zeros(3, device="meta")])
     takes(lists)

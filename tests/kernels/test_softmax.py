@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import U, assert_within, backward_and_error, softmax_and_error, ulp
-from tritonamp.kernels._launch import INTERPRETED
+from tritonamp.kernels.device import INTERPRETED
 from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
 
 pytestmark = pytest.mark.filterwarnings(

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.kernels import _launch
+from tritonamp.kernels.device import INTERPRETED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
 )  # the interpreter computes with inf and NaN in NumPy
-BACKENDS = ["eager"] + ["triton"] * (_launch.INTERPRETED or torch.cuda.is_available())
+BACKENDS = ["eager"] + ["triton"] * (INTERPRETED or torch.cuda.is_available())
 
 
 def rate_to_float(optimizer: Optimizer) -> None:

@@ -12,14 +12,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tritonamp
-from tritonamp.kernels import _launch, _multi_tensor, adamw, cast, decide, grad_stats
+from tritonamp.kernels import (
+    _implementations,
+    _launch,
+    _multi_tensor,
+    adamw,
+    cast,
+    decide,
+    grad_stats,
+)
+from tritonamp.kernels import device as hardware
 
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::RuntimeWarning"
     ),  # the interpreter computes with inf and NaN in NumPy
     pytest.mark.skipif(
-        not (_launch.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
+        not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
     ),
 ]
 MODULES = adamw, cast, decide, grad_stats
@@ -347,11 +356,11 @@ def test_a_kernel_that_does_not_compile_gives_way(
     def fails(*args: Any) -> None:
         raise _launch.KernelError("adamw_kernel cannot be compiled: no")
 
-    monkeypatch.setattr(_launch, "failures", {})
-    monkeypatch.setattr(_launch, "runs_triton", lambda device: True)
+    monkeypatch.setattr(_implementations, "failures", {})
+    monkeypatch.setitem(hardware._answers, device, True)
     runs = [Run(device, "eager"), Run(device, "auto")]
     (x,) = batches(1, device)
-    monkeypatch.setattr(adamw.ADAMW, "triton_form", fails)
+    monkeypatch.setattr(adamw.ADAMW, "triton_function", fails)
     runs[0].step(x)
     with pytest.warns(
         RuntimeWarning,

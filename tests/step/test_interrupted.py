@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 from tritonamp.casts import active
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations, _launch
+from tritonamp.kernels import device as hardware
 from tritonamp.optim import AdamSteps
 from tritonamp.testing import compile_failure
 
@@ -420,7 +421,7 @@ def test_one_warning_where_kernels_do_not_compile(
 ) -> None:
     run, eager = start(level), start(level, backend="eager")
     if device.type == "cpu":
-        monkeypatch.setitem(_launch._answers, torch.device("cpu"), True)  # as on a GPU
+        monkeypatch.setitem(hardware._answers, torch.device("cpu"), True)  # as on a GPU
     with compile_failure():
         with pytest.warns(
             RuntimeWarning, match="runs in eager torch from now on: .* cannot be compiled"
@@ -451,8 +452,8 @@ def test_a_step_of_which_one_kernel_does_not_compile_is_taken_once(
             raise _launch.KernelError(f"{broken} cannot be compiled: on purpose")
 
     runs = [start("O2"), start("O2", backend="eager")]
-    monkeypatch.setitem(_launch._answers, device, True)
-    monkeypatch.setattr(_launch, "failures", {})
+    monkeypatch.setitem(hardware._answers, device, True)
+    monkeypatch.setattr(_implementations, "failures", {})
     monkeypatch.setattr(_launch, "_compiled", {})
     monkeypatch.setattr(_launch, "_check_compiler", check)
     with pytest.warns(

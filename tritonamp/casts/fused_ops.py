@@ -32,7 +32,7 @@ def _softmax_rule(
     dtype = dtype or policy.softmax_dtype or input.dtype
     if not is_ours(input, dtype):
         return stock(input, dim, None if dtype is input.dtype else dtype)
-    if _softmax.SOFTMAX.takes_triton(backend, input):
+    if _softmax.SOFTMAX.uses_triton(backend, input):
         return _apply(Softmax, _softmax.softmax, input, dim, dtype, backend)
     return stock.run(Softmax.apply, input, dim, dtype, "eager")
 
@@ -46,7 +46,7 @@ def _log_softmax_rule(
     dtype = dtype or torch.float32
     if not is_ours(input, dtype):
         return stock(input, dim, dtype)
-    if _softmax.LOG_SOFTMAX.takes_triton(backend, input):
+    if _softmax.LOG_SOFTMAX.uses_triton(backend, input):
         return _apply(LogSoftmax, _softmax.log_softmax, input, dim, dtype, backend)
     return stock.run(LogSoftmax.apply, input, dim, dtype, "eager")
 
@@ -67,7 +67,7 @@ def _sum_rule(
     dtype = dtype or torch.float32
     if not is_ours(input, dtype):
         return stock(input, *args, dtype=dtype)
-    if input.is_contiguous() and _reduce.SUM.takes_triton(backend, input):
+    if input.is_contiguous() and _reduce.SUM.uses_triton(backend, input):
         return _apply(Sum, _reduce.sum, input, as_dims(dim), keepdim, dtype, backend)
     return stock.run(Sum.apply, input, as_dims(dim), keepdim, dtype, "eager")
 

@@ -7,7 +7,8 @@ from torch import nn
 
 import tritonamp
 from tritonamp.commands.table import table
-from tritonamp.kernels import _launch
+from tritonamp.kernels import _implementations
+from tritonamp.kernels import device as hardware
 
 OPERATIONS = ("softmax", "log_softmax", "sum", "grad_stats", "adamw", "cast")
 TRIALS = [("O0", torch.float16)] + [
@@ -43,7 +44,7 @@ def _versions() -> list[tuple[str, str]]:
         ),
         ("tritonamp", tritonamp.__version__),
         ("torch", torch.__version__),
-        ("triton", _launch.triton_version() or "cannot be imported"),
+        ("triton", hardware.triton_version() or "cannot be imported"),
         ("CUDA", _cuda()),
         ("GPUs", str(gpus) if gpus else "none that torch can use"),
     ]
@@ -74,7 +75,7 @@ def _describe(device: torch.device) -> str:
         )
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
-    capability = _launch.capability(device)
+    capability = hardware.capability(device)
     shown = (
         "no compute capability"
         if capability is None
@@ -84,8 +85,8 @@ def _describe(device: torch.device) -> str:
 
 
 def _operation(name: str, device: torch.device) -> tuple[str, str, str]:
-    backend = _launch.choose_backend("auto", device)
-    if backend.name == "triton" and name not in _launch.TRITON_OPS:
+    backend = hardware.choose_backend("auto", device)
+    if backend.name == "triton" and name not in _implementations.TRITON_OPS:
         return name, "eager", "no Triton kernel in this version"
     return name, backend.name, backend.reason
 

@@ -17,7 +17,7 @@ from tritonamp.forecast.advice import Finding, look, parameters, short
 from tritonamp.forecast.dry_run import dry_run
 from tritonamp.forecast.predictions import BATCH, MIN_SCALE, Outlook, outlook, predictions
 from tritonamp.forecast.recording import Record
-from tritonamp.kernels import _launch
+from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
 from tritonamp.policy import HALF_DTYPES, O0, O3, Policy, resolve
 
 ROUNDS = 6  # of trying which modules have to stay FP32
@@ -169,10 +169,10 @@ def _wider(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy) -> Policy
     """``policy`` in bfloat16, where the device has it and that is enough, or O0."""
     wider = resolve(policy, torch.bfloat16, loss_scale=1.0)
     try:
-        _launch.check_dtype(
+        check_dtype(
             torch.bfloat16, next((p.device for p in model.parameters()), torch.device("cpu"))
         )
-    except _launch.UnsupportedDeviceError:
+    except UnsupportedDeviceError:
         return O0
     findings = [
         *predictions(dry_run(model, batch, loss_fn, wider), wider),

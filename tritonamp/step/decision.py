@@ -97,9 +97,7 @@ class Decision:
             mine = Evidence(amax, square_sum, flag, earlier)
             amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])
             flag.copy_(agreed)  # a scaler that the user drives has the same flag
-        if (
-            undoable or not DECIDE.runs_triton(self._backend, self.scale.device)
-        ) and not ranks.several:
+        if (undoable or not DECIDE.uses_triton(self._backend, self.scale)) and not ranks.several:
             self._before = [
                 (tensor, tensor.clone()) for tensor in (*self.scaler.scale_state, record.numbers)
             ]

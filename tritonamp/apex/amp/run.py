@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
-from tritonamp.kernels import _launch
+from tritonamp.kernels.device import check_dtype, choose_backend
 
 
 class Run:
@@ -34,8 +34,8 @@ class Run:
             *(p for group in groups for p in group["params"]),
         ]
         device = self._device = params[0].device if params else torch.device("cpu")
-        _launch.check_dtype(policy.dtype, device)
-        backend = _launch.choose_backend("auto", device)
+        check_dtype(policy.dtype, device)
+        backend = choose_backend("auto", device)
         self.scalers = [LossScaler(policy.loss_scale, *bounds, device) for _ in range(num_losses)]
         scaler = self.scalers[0].scaler
         self._amp = tritonamp.Amp(

@@ -1,0 +1,109 @@
+"""An operation's two implementations, and which of them runs."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tritonamp.kernels._launch import KernelError, broken_compiler, is_traced
+from tritonamp.kernels.device import runs_triton
+
+TRITON_OPS = frozenset(
+    {"softmax", "softmax_backward", "log_softmax", "log_softmax_backward", "sum"}
+    | {"grad_stats", "decide", "update_scale", "adamw", "cast"}
+)
+"""Names of the operations that have a Triton kernel in this version."""
+MIN_NUMEL = 1 << 16
+"""Below this ATen's launch costs less than what a kernel saves in bytes."""
+
+
+class Implementations:
+    """An operation's kernel and its eager twin, and how they stand in for one another."""
+
+    def __init__(
+        self, triton_function: Callable[..., Any], torch_function: Callable[..., Any]
+    ) -> None:
+        self.name = torch_function.__name__.removesuffix("_torch")
+        self.triton_function, self.torch_function = triton_function, torch_function
+
+    def uses_triton(self, backend: str, x: Tensor) -> bool:
+        """Tell whether ``backend`` ("auto", "triton" or "eager") means the kernel where ``x`` is."""
+        return backend == "triton" or (
+            backend == "auto" and runs_triton(x.device) and self.name not in failures
+        )
+
+    def run(self, backend: str, uses_triton: bool, *args: Any) -> Any:
+        """Run the kernel, or its eager twin.
+
+        Raises:
+            KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager
+                torch from then on.
+        """
+        if not uses_triton:
+            return self.torch_function(*args)
+        try:
+            return self.triton_function(*args)
+        except KernelError as error:
+            if backend == "triton":
+                raise
+            failures[self.name] = str(error)
+            warnings.warn(
+                f"{self.name} runs in eager torch from now on: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self.torch_function(*args)
+
+
+class TraceableOp(Implementations):
+    """An operation on a tensor that tracers can follow."""
+
+    def __init__(
+        self, triton_function: Callable[..., Tensor], torch_function: Callable[..., Tensor]
+    ) -> None:
+        super().__init__(triton_function, torch_function)
+        self.traceable = torch.library.triton_op(
+            f"tritonamp::{self.name}", triton_function, mutates_args=()
+        )
+
+    def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
+        """Run the operation on ``x`` and ``args``; under "auto" the kernel where ``x`` is large
+        enough to gain by it.
+
+        Raises:
+            KernelError: see ``run``.
+        """
+        uses_triton = self.uses_triton(backend, x)
+        if uses_triton and (torch.compiler.is_compiling() or is_traced(x)):
+            return self.traceable(x, *args)
+        return self.run(backend, uses_triton, x, *args)
+
+    def uses_triton(self, backend: str, x: Tensor) -> bool:
+        """Tell whether a call on ``x`` runs the kernel."""
+        if backend != "auto":
+            return backend == "triton"
+        if x.numel() < MIN_NUMEL or not super().uses_triton(backend, x):
+            return False
+        # DTensor and its like shard eager operations
+        return type(x) is Tensor or not is_traceable_wrapper_subclass(x)
+
+
+failures: dict[str, str] = {}
+"""Operations whose kernel could not be compiled here, and why: "auto" runs them in eager torch."""
+
+
+@contextlib.contextmanager
+def compile_failure() -> Iterator[None]:
+    """Make every compilation fail inside of the block; afterwards all is as it was."""
+    earlier = dict(failures)
+    failures.clear()
+    try:
+        with broken_compiler():
+            yield
+    finally:
+        failures.clear()
+        failures.update(earlier)

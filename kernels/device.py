@@ -1,0 +1,141 @@
+"""Every question about the hardware, and about Triton, is answered in this file and nowhere else."""
+
+import contextlib
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _NoTriton:
+    """Stands for ``triton`` and ``triton.language`` where they cannot be imported: kernels are
+    defined, never run.
+    """
+
+    constexpr = None
+    __version__ = None
+
+    def jit(self, function: Any = None, **options: Any) -> Any:
+        return function if function is not None else lambda function: function
+
+
+triton: Any = _NoTriton()
+tl: Any = triton
+with contextlib.suppress(ImportError):
+    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
+
+BACKENDS = ("auto", "triton", "eager")
+MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
+MIN_BF16_CAPABILITY = (8, 0)
+
+
+class UnsupportedDeviceError(RuntimeError):
+    """An explicit request that this device, or this installation, cannot carry out."""
+
+
+class Backend(NamedTuple):
+    """What runs the operations, and why.
+
+    Attributes:
+        name: "triton" or "eager".
+        reason: one sentence for people.
+        requested: "auto", "triton" or "eager".
+    """
+
+    name: str
+    reason: str
+    requested: str
+
+
+def triton_version() -> str | None:
+    """The installed Triton's version, or None where it cannot be imported."""
+    return triton.__version__
+
+
+@triton.jit
+def _probe() -> None:
+    pass
+
+
+INTERPRETED = triton_version() is not None and not isinstance(_probe, triton.runtime.JITFunction)
+"""Whether kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 was set when they
+were imported.
+"""
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA device; None for everything else (initialises CUDA for a CUDA
+    device).
+    """
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """None where Triton kernels can run on ``device``, else the reason why they cannot."""
+    found = capability(device)
+    if found is None:
+        return f"{device} is not an NVIDIA GPU"
+    if found < MIN_CAPABILITY:
+        return f"{device} has compute capability {found[0]}.{found[1]}, Tensor Cores start at 7.0"
+    if triton_version() is None:
+        return "Triton cannot be imported"
+    return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether "auto" means Triton there."""
+    answer = _answers.get(device)
+    if answer is None:
+        answer = _answers[device] = why_not_triton(device) is None
+    return answer
+
+
+_answers: dict[torch.device, bool] = {}
+
+
+def choose_backend(requested: str, device: torch.device) -> Backend:
+    """The backend for ``device``.
+
+    Args:
+        requested: "auto" (Triton where it can run, else eager torch), "triton" or "eager".
+        device: where the model's parameters live.
+
+    Raises:
+        ValueError: unknown name.
+        UnsupportedDeviceError: "triton" where it cannot run.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(
+            f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}"
+        )
+    if requested == "eager":
+        return Backend("eager", "asked for", requested)
+    if requested == "triton" and INTERPRETED:
+        return Backend(
+            "triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter", requested
+        )
+    obstacle = why_not_triton(device)
+    if obstacle is None:
+        return Backend(
+            "triton", f"{device} has Tensor Cores and Triton {triton_version()} imports", requested
+        )
+    if requested == "triton":
+        raise UnsupportedDeviceError(
+            f"backend='triton' cannot run: {obstacle}. "
+            "Use backend='auto' or backend='eager' for the same semantics in eager torch"
+        )
+    return Backend("eager", obstacle, requested)
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UnsupportedDeviceError for bfloat16 on an NVIDIA GPU that has no bfloat16 Tensor
+    Cores.
+    """
+    found = capability(device)
+    if dtype is torch.bfloat16 and found is not None and found < MIN_BF16_CAPABILITY:
+        raise UnsupportedDeviceError(
+            f"dtype=torch.bfloat16 needs compute capability 8.0, {device} has {found[0]}.{found[1]}: "
+            "use dtype=torch.float16, which brings dynamic loss scaling with it"
+        )
