@@ -14,7 +14,7 @@ from tritonamp.kernels.device import runs_triton
 
 TRITON_OPS = frozenset(
     {"softmax", "softmax_backward", "log_softmax", "log_softmax_backward", "sum"}
-    | {"grad_stats", "decide", "update_scale", "adamw", "cast"}
+    | {"grad_stats", "decide", "update_scale", "adamw", "cast", "sgd"}
 )
 """Names of the operations that have a Triton kernel in this version."""
 MIN_NUMEL = 1 << 16

@@ -29,7 +29,6 @@ PROGRAMS = (
     4096  # aimed at: several times what a GPU holds, so that the last ones do not leave it idle
 )
 NUM_WARPS = 8
-REPEATS = {"copies": "params", "max_exp_avg_sqs": "exp_avg_sqs"}
 
 _dtype = operator.attrgetter("dtype")
 
@@ -75,15 +74,19 @@ class TensorLists:
 
     A list may change from step to step: pointers are sent to the device only when they changed,
     without waiting. A tensor that does not lie in memory like the first list's tensor, without
-    gaps, is worked on in a copy. A list of ``REPEATS`` that holds the very tensor of the other list
-    at some place holds nothing there. In the place of sharded tensors there are this rank's parts.
+    gaps, is worked on in a copy. A list of ``may_repeat`` that holds the very tensor of "params" at
+    some place holds nothing there. In the place of sharded tensors there are this rank's parts.
 
     Attributes:
-        numbers: of the tensors, ascending, in what kernels write for each tensor. ``size``: of
-            that.
+        numbers: of the tensors, ascending, in what kernels write for each tensor.
+        size: of that.
+        may_repeat: names of lists that may hold the tensors of "params" again.
     """
 
-    def __init__(self, **lists: Sequence[Tensor]) -> None:
+    def __init__(
+        self, *, may_repeat: Iterable[str] = ("copies",), **lists: Sequence[Tensor]
+    ) -> None:
+        self.may_repeat = frozenset(may_repeat)
         self._n = self.size = 0
         self.numbers: Sequence[int] = ()
         self._lists: dict[str, Sequence[Tensor]] = {}
@@ -225,14 +228,11 @@ class TensorLists:
 
     def _repeated(self) -> dict[str, list[bool]]:
         """Where the lists that may repeat others do, by name."""
-        pairs = {
-            name: (self._lists[name], self._lists[of])
-            for name, of in REPEATS.items()
-            if self._lists.get(name)
-        }
+        params = self._lists.get("params", ())
+        found = {name: self._lists[name] for name in self.may_repeat if self._lists.get(name)}
         return {
-            name: [True] if a is b else list(map(operator.is_, a, b))
-            for name, (a, b) in pairs.items()
+            name: [True] if tensors is params else list(map(operator.is_, tensors, params))
+            for name, tensors in found.items()
         }
 
     def _build(self) -> None:
@@ -254,21 +254,25 @@ class TensorLists:
         self._parts, before = [], 0
         if self._suit_kernels:
             for device, here in places.items():
-                self._parts.append(_Part(device, self._lists, self.numbers, here, before))
+                self._parts.append(
+                    _Part(device, self._lists, self.may_repeat, self.numbers, here, before)
+                )
                 before += sum(table.chunks for table in self._parts[-1].tables)
             self._suit_kernels = before > 0
 
 
-def shipped_lists(aligned: bool, **dtypes: torch.dtype | str) -> TensorLists:
+def shipped_lists(
+    aligned: bool, may_repeat: Iterable[str] = ("copies",), **dtypes: torch.dtype | str
+) -> TensorLists:
     """Lists of one small tensor each, for ``shipped``; a name instead of a dtype repeats that list."""
-    lists = TensorLists()
+    lists = TensorLists(may_repeat=may_repeat)
     for name, dtype in dtypes.items():
         if isinstance(dtype, str):
             lists.set(name, lists[dtype])
         else:
             lists.set(name, [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]])
     lists._to_check.clear()
-    lists._parts = [_Part(torch.device("cpu"), lists._lists, [0], [0], 0)]
+    lists._parts = [_Part(torch.device("cpu"), lists._lists, lists.may_repeat, [0], [0], 0)]
     lists._repeats = lists._repeated()
     return lists
 
@@ -290,6 +294,7 @@ class _Part:
         self,
         device: torch.device,
         lists: dict[str, Sequence[Tensor]],
+        may_repeat: frozenset[str],
         numbers: Sequence[int],
         places: list[int],
         before: int,
@@ -300,7 +305,7 @@ class _Part:
             given = [tensors[i] for tensors in lists.values()]
             if given[0].numel():
                 repeats = [
-                    name in REPEATS and tensors[i] is lists[REPEATS[name]][i]
+                    name in may_repeat and tensors[i] is lists["params"][i]
                     for name, tensors in lists.items()
                 ]
                 used = self._laid_out(list(lists), i, given, repeats)

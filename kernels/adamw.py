@@ -5,16 +5,13 @@ Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), K
 """
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_lists import AdamLists as AdamLists
-from tritonamp.kernels._adam_lists import AdamRule as AdamRule
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch, prepare
 from tritonamp.kernels._multi_tensor import (
     NUM_WARPS,
     chunk_bounds,
@@ -23,8 +20,32 @@ from tritonamp.kernels._multi_tensor import (
     shipped_lists,
 )
 from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
 from tritonamp.kernels.device import tl, triton
 
+
+class AdamRule(NamedTuple):
+    """Hyperparameters of one group, named as in ``torch.optim.AdamW``.
+
+    ``decoupled_weight_decay`` is True for AdamW, False for Adam's L2 term.
+    """
+
+    lr: float | Tensor
+    beta1: float | Tensor
+    beta2: float | Tensor
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    amsgrad: bool
+    maximize: bool
+
+    def numbers(self) -> Sequence[float | Tensor]:
+        """Return what adam_rates_kernel reads."""
+        signs = float(self.decoupled_weight_decay), -1.0 if self.maximize else 1.0
+        return *self[:5], *signs
+
+
+OPTIONAL = ("max_exp_avg_sqs",)  # state that a group may lack
 RATES = 9  # numbers that adam_rates_kernel leaves for each tensor
 _VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
 
@@ -190,114 +211,57 @@ def adamw_kernel(
             _count(lost_ptr + 2 * number, lost.to(tl.int32), moves.to(tl.int32))
 
 
-def adamw_triton(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     tensors = lists.tensors
-    with lists.steps.launches(("steps",)) as step_tables, tensors.launches(_WRITTEN) as tables:
+    with (
+        lists.steps.launches(("steps",)) as step_tables,
+        tensors.launches(_WRITTEN) as tables,
+    ):
         calls: list[tuple[Any, ...]] = []
         for on in step_tables:
             rules, groups = lists.numbers(on.device)
-            rates, scale, skip = _on(lists, on.device, grad_scale, found_inf)
-            arrays = (
-                on.pointers["steps"],
-                on.number,
-                groups,
-                rules,
-                scale,
-                skip,
-                rates,
-                _lost(lists, on.device),
-            )
+            scale, skip = lists.scalars(on.device, grad_scale, found_inf)
+            rates, lost = _rates(lists, on.device), _lost(lists, on.device)
+            counts = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, lost
             rows = len(on.number)
-            calls.append(
-                (
-                    adam_rates_kernel,
-                    (-(-rows // 32), 1, 1),
-                    arrays,
-                    (rows,),
-                    (lists.track_lost, RATES, 32),
-                    1,
-                )
-            )
+            grid = (-(-rows // 32), 1, 1)
+            constants = lists.track_lost, RATES, 32
+            calls.append((adam_rates_kernel, grid, counts, (rows,), constants, 1))
         for t in tables:
-            rates, _, skip = _on(lists, t.device, grad_scale, found_inf)
-            overflow = tensors.kept("overflow", (tensors.size,), torch.int32, t.device)
-            types = (
-                t.type("params"),
-                t.type("grads"),
-                t.type("copies"),
-                t.type("max_exp_avg_sqs") is not None,
-            )
+            _, skip = lists.scalars(t.device, grad_scale, found_inf)
+            amsgrad = t.type("max_exp_avg_sqs") is not None
+            types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
             vec = _VEC if t.aligned else 1
             lost = lists.track_lost and (types[2] or types[0]) != tl.float32
             operands = (
                 *(t.pointers[name] for name in _LISTS),
-                *(
-                    t.numel,
-                    t.first,
-                    t.number,
-                    t.rows,
-                    rates,
-                    skip,
-                    overflow,
-                    _lost(lists, t.device),
-                ),
+                *(t.numel, t.first, t.number, t.rows),
+                *(_rates(lists, t.device), skip, lists.overflow(t.device), _lost(lists, t.device)),
             )
             constants = (*types, lost, RATES, vec, 32 * NUM_WARPS * vec)
             calls.append(
                 (adamw_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS)
             )
-        kinds = [
-            (kernel, arrays[0].device, constants) for kernel, _, arrays, _, constants, _ in calls
-        ]
-        if kinds != lists.prepared:  # all of them run, or, where one cannot be compiled, none
-            for call in calls:
-                prepare(*call)
-            lists.prepared = kinds
-        for call in calls:
-            launch(*call)
+        lists.launch_all(calls)
 
 
 _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
 _WRITTEN = "params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
 
 
-def _lost(lists: AdamLists, device: torch.device) -> Tensor:
-    return lists.tensors.kept(
-        "lost", (lists.tensors.size if lists.track_lost else 1, 2), torch.int64, device
-    )
+def _lost(lists: UpdateLists, device: torch.device) -> Tensor:
+    size = lists.tensors.size if lists.track_lost else 1
+    return lists.tensors.kept("lost", (size, 2), torch.int64, device)
 
 
-def _on(
-    lists: AdamLists, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rates, factor and flag on ``device``."""
-    rates = lists.tensors.kept("rates", (lists.tensors.size, RATES), torch.float32, device)
-    if grad_scale is None:
-        grad_scale = lists.steps.kept("one", (), torch.float32, device).fill_(1.0)
-    if found_inf is None:
-        found_inf = lists.steps.kept("zero", (), torch.float32, device)
-    return rates, grad_scale.to(device, non_blocking=True), found_inf.to(device, non_blocking=True)
+def _rates(lists: UpdateLists, device: torch.device) -> Tensor:
+    return lists.tensors.kept("rates", (lists.tensors.size, RATES), torch.float32, device)
 
 
-def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    tensors = lists.tensors
-    skip = None if found_inf is None else found_inf != 0
-
-    results: list[tuple[Tensor, Tensor]] = []
-
-    def store(target: Tensor, value: Tensor) -> None:
-        value = value.to(target.dtype)
-        results.append(
-            (target, value if skip is None else torch.where(skip.to(target.device), target, value))
-        )
-
-    rows = zip(
-        *(map(_real, tensors[name]) for name in _LISTS),
-        lists.steps["steps"],
-        tensors.numbers,
-        strict=True,
-    )
-    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, steps, number in rows:
+def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    updates = EagerUpdate(found_inf)
+    rows = zip(lists.rows(_LISTS), lists.steps["steps"], strict=True)
+    for (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, number), steps in rows:
         rule = lists.rules[lists.groups[number]]
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
         compute = torch.promote_types(param.dtype, torch.float32)
@@ -309,11 +273,10 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
             grad = -grad
         # weight decay
         if weight_decay != 0:
-            p, grad = (
-                (p * (1 - lr * weight_decay), grad)
-                if decoupled_weight_decay
-                else (p, grad + weight_decay * p)
-            )
+            if decoupled_weight_decay:
+                p = p * (1 - lr * weight_decay)
+            else:
+                grad = grad + weight_decay * p
         # moments
         m = m.lerp(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
         v = v * beta2 + (1 - beta2) * grad * grad
@@ -328,31 +291,22 @@ def adamw_torch(lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor |
         moves = (update != 0) | (p != param)
         p = p + update
 
-        store(exp_avg, m)
-        store(exp_avg_sq, v)
+        updates.store(exp_avg, m)
+        updates.store(exp_avg_sq, v)
         if amsgrad:
-            store(max_exp_avg_sq, v_max)
-        store(steps, step)
+            updates.store(max_exp_avg_sq, v_max)
+        updates.store(steps, step)
         if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
-            lost = moves & (p.to(copy.dtype) == copy)
-            store(_lost(lists, param.device)[number], torch.stack([lost.sum(), moves.sum()]))
-        store(param, p)
+            lost = (moves & (p.to(copy.dtype) == copy)).sum()
+            updates.store(_lost(lists, param.device)[number], torch.stack([lost, moves.sum()]))
+        updates.store(param, p)
         if copy is not param:
-            rounded = p.to(copy.dtype)
-            store(copy, rounded)
-            overflow = tensors.kept("overflow", (tensors.size,), torch.int32, param.device)
-            beyond = (rounded.isinf() & p.isfinite()).any()
-            store(overflow[number], overflow[number] | beyond)
-    for target, result in results:  # all of them, or none: nothing here takes memory
-        target.copy_(result)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            updates.store_copy(copy, p, lists.overflow(param.device)[number])
+    updates.carry_out()
 
 
 def adamw(
-    lists: AdamLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
     """Updates parameters, moments, step counts and half copies in place; arithmetic in FP32 (FP64
     for FP64 params).
@@ -388,14 +342,15 @@ def shipped() -> Iterator[Shipped]:
     ):
         if lost and (grad is not half or amsgrad or not aligned):
             continue
-        lists = AdamLists(lost)
+        lists = UpdateLists(lost, OPTIONAL)
         lists.tensors = shipped_lists(
             aligned,
+            ("copies", *OPTIONAL),
             params=param,
             grads=grad,
             exp_avgs=wide,
             exp_avg_sqs=wide,
-            max_exp_avg_sqs=wide if amsgrad else "exp_avg_sqs",
+            max_exp_avg_sqs=wide if amsgrad else "params",
             copies=copy or "params",
         )
         lists.steps = shipped_lists(True, steps=wide)

@@ -38,7 +38,7 @@ TIERS = [
 ]
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms.split()}
 SIDEWAYS = {  # arrows that are still there
-    ("demo", "commands"), ("commands", "demo"), ("diagnosis", "casts"), ("step", "optim"),
+    ("demo", "commands"), ("commands", "demo"), ("diagnosis", "casts"),
 }  # fmt: skip
 PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

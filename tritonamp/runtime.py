@@ -32,6 +32,7 @@ from tritonamp.policy import Policy, resolve
 from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.masters import MasterWeights
+from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.state_loading import settle_state
 from tritonamp.step.stepper import Stepper
 
@@ -157,11 +158,15 @@ class Amp:
         if optimizers:  # else no decision would ever let go of the batches
             self._context.observer = self._forwards
         self._response = Response(models, policy, self._log, self._healing.heal)
+        self._pending = PendingDecisions(
+            policy, backend.requested, scaler, self._weights, self._ranks
+        )
         self._stepper = Stepper(
             policy,
             backend.requested,
             scaler,
             self._weights,
+            self._pending,
             self._log,
             self._forwards,
             self._ranks,
@@ -220,7 +225,7 @@ class Amp:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
-        with self._stepper.open(scaler, loss, feeds) as scaled:
+        with self._pending.open(scaler, loss, feeds) as scaled:
             yield scaled
 
     def _feeds(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
@@ -252,8 +257,8 @@ class Amp:
         """
         self._check_enabled("unscale_")
         if optimizer is None:
-            pending = self._pending("unscale_")
-            scaled = [o for o in pending if not self._weights[o].unscaled]
+            pending = self._fed_optimizers("unscale_")
+            scaled = [o for o in pending if not self._weights[o].has_true_gradients]
         else:
             scaled = pending = self._feeds(optimizer)
         found = [
@@ -275,10 +280,10 @@ class Amp:
             RuntimeError: before any backward.
         """
         self._check_enabled("clip_grad_norm_")
-        return self._stepper.clip_grad_norm_(self._pending("clip_grad_norm_"), max_norm)
+        return self._stepper.clip_grad_norm_(self._fed_optimizers("clip_grad_norm_"), max_norm)
 
-    def _pending(self, caller: str) -> list[Optimizer]:
-        pending = self._stepper.pending()
+    def _fed_optimizers(self, caller: str) -> list[Optimizer]:
+        pending = self._pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
             raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
         return pending or self._optimizers
@@ -432,7 +437,7 @@ class Amp:
         self._check_enabled("disable")
         for optimizer, weights in self._weights.items():
             weights.refresh()
-            if self.policy.scales_loss and not weights.unscaled:
+            if self.policy.scales_loss and not weights.has_true_gradients:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
             class_swap.uninstall(optimizer)
             weights.give_back()

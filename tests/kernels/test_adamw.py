@@ -13,7 +13,8 @@ from torch import Tensor
 from tritonamp.kernels import _multi_tensor
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels.adamw import RATES, AdamLists, AdamRule, _power, adamw
+from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.kernels.adamw import OPTIONAL, RATES, AdamRule, _power, adamw
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
 pytestmark = pytest.mark.filterwarnings(
@@ -108,11 +109,11 @@ class Tensors:
         vars(other).update(changes)
         return other
 
-    def adam_lists(self) -> AdamLists:
-        lists = AdamLists()
+    def adam_lists(self) -> UpdateLists:
+        lists = UpdateLists(optional=OPTIONAL)
         maxima = [
-            v_max if self.rules[g].amsgrad else v
-            for g, v, v_max in zip(self.groups, self.exp_avg_sqs, self.max_exp_avg_sqs, strict=True)
+            v_max if self.rules[g].amsgrad else p
+            for g, p, v_max in zip(self.groups, self.params, self.max_exp_avg_sqs, strict=True)
         ]
         copies = [
             p if copy is None else copy for p, copy in zip(self.params, self.copies, strict=True)
@@ -135,7 +136,7 @@ class Tensors:
         return self
 
 
-def overflow(lists: AdamLists, device: torch.device) -> list[int]:
+def overflow(lists: UpdateLists, device: torch.device) -> list[int]:
     return lists.tensors.kept("overflow", (lists.tensors.size,), torch.int32, device).tolist()
 
 
@@ -341,7 +342,7 @@ def test_amsgrad_may_be_switched(device: torch.device, backend: str) -> None:
         rules = [RULE._replace(amsgrad=amsgrad)]
         lists.rules = expected.rules = rules
         lists.tensors.set(
-            "max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.exp_avg_sqs
+            "max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.params
         )
         adamw(lists, None, None, backend)
         assert same_bits(tensors, expected.step()), amsgrad
@@ -732,9 +733,12 @@ def test_half_values_that_stay_are_counted(
         grad = torch.ones_like(copy)
         grad[:3] = 0.0
         zeros = [torch.zeros(5003, device=device) for _ in range(2)]
-        lists = AdamLists(track_lost=True)
-        moments = {"exp_avgs": zeros[:1], "exp_avg_sqs": zeros[1:], "max_exp_avg_sqs": zeros[1:]}
-        lists.tensors = TensorLists(params=[param], grads=[grad], **moments, copies=[copy])
+        lists = UpdateLists(True, OPTIONAL)
+        moments = {"exp_avgs": zeros[:1], "exp_avg_sqs": zeros[1:], "max_exp_avg_sqs": [param]}
+        repeat = {"may_repeat": lists.tensors.may_repeat}
+        lists.tensors = TensorLists(
+            **repeat, params=[param], grads=[grad], **moments, copies=[copy]
+        )
         lists.steps = TensorLists(steps=[torch.zeros((), device=device)])
         lists.rules, lists.groups = [AdamRule(lr, 0.9, 0.999, 1e-12, 0.0, True, False, False)], [0]
         for _ in range(2):  # of the last step only

@@ -16,6 +16,7 @@ from tritonamp.kernels import (
     _implementations,
     _launch,
     _multi_tensor,
+    _update_lists,
     adamw,
     cast,
     decide,
@@ -31,7 +32,7 @@ pytestmark = [
         not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
     ),
 ]
-MODULES = adamw, cast, decide, grad_stats
+MODULES = _update_lists, cast, decide, grad_stats  # that launch kernels in a step
 HALVES = [torch.float16, torch.bfloat16]
 each_half = pytest.mark.parametrize("half", HALVES, ids=str)
 

@@ -22,7 +22,7 @@ import tritonamp
 from tritonamp.casts import active
 from tritonamp.kernels import _implementations, _launch
 from tritonamp.kernels import device as hardware
-from tritonamp.optim import AdamSteps
+from tritonamp.step.fused import FusedStep
 from tritonamp.testing import compile_failure
 
 OPTIMIZERS = {
@@ -256,7 +256,7 @@ def test_a_step_that_failed_twice_counts_once(
     )
     run.amp.backward(run.loss(0))
     with monkeypatch.context() as patch:
-        patch.setattr(AdamSteps, "take", raises(torch.OutOfMemoryError))
+        patch.setattr(FusedStep, "step", raises(torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             run.optimizer.step()
     failing(run.optimizer)

@@ -1,36 +1,71 @@
-"""One decision per loss: the gradients it scaled are good, and every optimizer it feeds steps, or
-none does.
-"""
+"""One decision per loss: every optimizer that it feeds steps on its gradients, or none does."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.log import SkipLog
 from tritonamp.distributed.ranks import Evidence, Ranks
-from tritonamp.kernels.decide import CLEAN, DECIDE, decide
+from tritonamp.kernels.decide import CLEAN, DECIDE, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.scaler import GradScaler
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
+
+Stats = tuple[Tensor, Tensor]
+"""Results of grad_stats: magnitudes by parameter, sums of squares."""
+
+
+class Phase(Enum):
+    """Where a decision is.
+
+    ::
+
+        OPEN     --decide--> DECIDED --answer--> ANSWERED
+        DECIDED  --the step raised: undo--> REOPENED --decide--> DECIDED
+        any      --the last optimizer that waited has stepped, or was cleared--> over
+    """
+
+    OPEN = "further micro-batches may join it"
+    REOPENED = "a step failed after it: to be decided again, on the same gradients"
+    DECIDED = "found_inf, norm and grad_scale are there"
+    ANSWERED = "decided, and the policy has said what is to be done about a skip"
+
+
+class Undo:
+    """Tensors as they were before a decision moved them."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._before = [(tensor, tensor.clone()) for tensor in tensors]
+
+    def __bool__(self) -> bool:
+        return len(self._before) > 0
+
+    def __call__(self) -> None:
+        """Put them back, once."""
+        for tensor, value in self._before:
+            tensor.copy_(value)
+        self._before.clear()
 
 
 class Decision:
-    """From a loss being scaled to the step (or skip) of the optimizers it feeds; micro-batches
-    share one.
+    """From a loss being scaled to the step, or skip, of the optimizers it feeds.
+
+    Micro-batches share one. See ``Phase`` for its life, ``GradientState`` for the gradients'.
 
     Attributes:
-        scaler: whose scale the loss carries; moved once when the decision is made, unless the user
-            calls ``update``.
+        scaler: whose scale the loss carries.
         scale: 0-d, the scale that the backward used.
         loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
-        feeds: the optimizers that have not stepped yet.
+        waiting: the optimizers that have not stepped yet.
+        moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
+        phase: where it is.
         blocks: how many ``with scale_loss`` blocks we are inside of.
-        zeroed: those of them whose gradients the user has cleared since.
-        unmade: it was made for a step that then failed.
-        reported: the policy's answer to it was given.
-        made: whether found_inf, norm and grad_scale, the results of ``decide`` (0-d), are there.
+        zeroed: those that wait though the user has cleared their gradients.
+        found_inf: 0-d, not 0 where the optimizers skip; valid once decided, as the next two.
+        norm: 0-d, of the unscaled gradients.
+        grad_scale: 0-d, what turns a scaled gradient into the one to step with.
     """
 
     def __init__(
@@ -38,134 +73,123 @@ class Decision:
         scaler: GradScaler,
         scale: Tensor,
         loss_nonfinite: Tensor,
-        feeds: Iterable[MasterWeights],
-        automatic: bool,
+        waiting: Iterable[MasterWeights],
+        moves_scale: bool,
         backend: str,
     ) -> None:
-        self.scaler, self.scale, self.loss_nonfinite = scaler, scale, loss_nonfinite
-        self.feeds, self.automatic = list(feeds), automatic
-        self.zeroed: set[MasterWeights] = set()
+        self.scaler = scaler
+        self.scale = scale
+        self.loss_nonfinite = loss_nonfinite
+        self.waiting = list(waiting)
+        self.moves_scale = moves_scale
+        self.phase = Phase.OPEN
         self.blocks = 0
-        self.made = self.unmade = self.reported = False
+        self.zeroed: set[MasterWeights] = set()
         self._verdict = scale.new_zeros(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
-        self._judged: dict[
-            MasterWeights, tuple[Tensor, Tensor]
-        ] = {}  # statistics of what was unscaled since
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._judged: dict[MasterWeights, Stats] = {}  # of gradients that were unscaled since
+        self._undo = Undo()
         self._backend = backend
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether found_inf, norm and grad_scale are there."""
+        return self.phase in (Phase.DECIDED, Phase.ANSWERED)
+
     def unscale_early(self, weights: MasterWeights) -> None:
-        """Unscales one optimizer's gradients because another loss is about to add its own to them."""
-        if self.made:
+        """Unscale one optimizer's gradients because another loss is about to add its own."""
+        if self.is_decided:
             weights.unscale_(self.grad_scale)
             return
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
-        stats = self._stats_of(weights)
+        stats = self._stats_of(weights, None)
         decide(*stats, flag, flag, self.scale, None, None, rule, None, verdict, self._backend)
-        self._remember([weights], [stats])
+        self._keep([weights], [stats])
         earlier = self._found_earlier
-        self._found_earlier = verdict[0] if earlier is None else torch.maximum(earlier, verdict[0])
+        found = verdict[0]
+        self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
         weights.unscale_(verdict[2])
 
-    def make(
+    def decide(
         self,
-        log: SkipLog,
-        batches: Sequence[Any],
+        record: Record,
         ranks: Ranks,
         max_norm: float | None = None,
         undoable: bool = False,
+        known: Mapping[MasterWeights, Gradients] | None = None,
     ) -> None:
-        """Judges the gradients of all optimizers that the loss feeds, and moves the scale.
+        """Judge the gradients of all optimizers that wait, and move the scale.
 
         Args:
-            log: hears of it, and that ``batches`` led to it.
+            record: where the outcome is noted.
             ranks: take part in it.
-            undoable: ``unmake`` may follow. In eager torch it always may; kernels are not followed
-                by copies for it.
+            max_norm: clip all of them together to this 2-norm.
+            undoable: ``undo`` may follow. In eager torch it always may; kernels are not followed by
+                copies for it.
+            known: gradients of some of them, if they were asked for already.
         """
-        stats = [self._stats_of(weights) for weights in self.feeds]
+        stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         amax, square_sum = self._joined(stats)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
-        record = log.record(
-            [weights.parameters() for weights in self.feeds], self.scale.device, ranks.members
-        )
         if ranks.several:
             mine = Evidence(amax, square_sum, flag, earlier)
-            amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, record.numbers[CLEAN])
+            taken = record.numbers[CLEAN]
+            amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, taken)
             flag.copy_(agreed)  # a scaler that the user drives has the same flag
-        if (undoable or not DECIDE.uses_triton(self._backend, self.scale)) and not ranks.several:
-            self._before = [
-                (tensor, tensor.clone()) for tensor in (*self.scaler.scale_state, record.numbers)
-            ]
-            self._remember(self.feeds, stats)
-        moves_in_two = (
-            self.automatic and self.scaler.backoff_on_fault
-        )  # the record hears of a fault
-        state = self.scaler.scale_state if self.automatic and not moves_in_two else None
+        elif undoable or not DECIDE.uses_triton(self._backend, self.scale):
+            self._undo = Undo([*self.scaler.scale_state, record.numbers])
+            self._keep(self.waiting, stats)
+        # with backoff_on_fault the scale hears of a fault as of an overflow, the record as a fault
+        apart = self.moves_scale and self.scaler.backoff_on_fault
+        state = self.scaler.scale_state if self.moves_scale and not apart else None
+        evidence = amax, square_sum, flag, earlier
         rule = self.scaler.rule
-        decide(
-            amax,
-            square_sum,
-            flag,
-            earlier,
-            self.scale,
-            max_norm,
-            state,
-            rule,
-            record,
-            self._verdict,
-            self._backend,
-        )
-        if moves_in_two:
+        decide(*evidence, self.scale, max_norm, state, rule, record, self._verdict, self._backend)
+        if apart:
             self.scaler.note(amax)
             self.scaler.move(self.found_inf, flag)
-        log.decided(rule, batches)
-        self.made = True
-        if not self.automatic:
-            for weights in self.feeds:
+        if not self.moves_scale:
+            for weights in self.waiting:
                 self.scaler.record(weights.optimizer, self.found_inf, amax)
+        self.phase = Phase.DECIDED
 
-    def unmake(self, log: SkipLog) -> None:
-        """What ``make`` moved goes back, where it noted how things were. ``make`` may follow again."""
-        before, self._before = self._before, []
-        for tensor, value in before:
-            tensor.copy_(value)
-        if self.made and before:
-            log.take_back()
-            self.made, self.unmade = False, True
+    def undo(self) -> bool:
+        """Put scale and record back as they were before ``decide``, which may follow again.
 
-    def _remember(
-        self, feeds: Iterable[MasterWeights], stats: Iterable[tuple[Tensor, Tensor]]
-    ) -> None:
-        """The kernels write the next ones to the same memory."""
-        for weights, (amax, square_sum) in zip(feeds, stats, strict=True):
+        Returns:
+            whether it was decided, and is not any more.
+        """
+        moved = self.is_decided and bool(self._undo)
+        self._undo()  # also of a ``decide`` that failed half-way
+        if moved:
+            self.phase = Phase.REOPENED
+        return moved
+
+    def _keep(self, waiting: Iterable[MasterWeights], stats: Iterable[Stats]) -> None:
+        """Keep statistics: the kernels write the next ones to the same memory."""
+        for weights, (amax, square_sum) in zip(waiting, stats, strict=True):
             self._judged[weights] = amax.clone(), square_sum.clone()
 
-    def _joined(self, stats: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _joined(self, stats: Sequence[Stats]) -> Stats:
         if len(stats) == 1:
             return stats[0]
         empty = torch.zeros(0, device=self.scale.device)
-        return torch.cat([empty, *(amax for amax, _ in stats)]), torch.cat(
-            [empty, *(squares for _, squares in stats)]
-        )
+        amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
+        return torch.cat([empty, *amax]), torch.cat([empty, *square_sum])
 
-    def _stats_of(self, weights: MasterWeights) -> tuple[Tensor, Tensor]:
-        """Of the gradients that carry or carried this decision's scale: magnitudes by parameter,
-        sums of squares.
-        """
+    def _stats_of(self, weights: MasterWeights, gradients: Gradients | None) -> Stats:
+        """Return statistics of the gradients that carry, or carried, this decision's scale."""
         device = self.scale.device
-        if weights.scaled_by is not self:
-            none = (
-                torch.zeros(len(weights.parameters()), device=device),
-                torch.zeros(0, device=device),
-            )
-            return self._judged.get(weights, none)
-        amax, square_sum = grad_stats(weights.lists(), device, self._backend)
-        if not weights.sparse:
+        if weights.decision is not self:
+            nothing = torch.zeros(len(weights.parameters()), device=device)
+            return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
+        if gradients is None:
+            gradients = weights.gradients()
+        amax, square_sum = grad_stats(gradients.lists, device, self._backend)
+        if not gradients.any_sparse:
             return amax, square_sum
-        of_sparse = grad_stats(weights.sparse_lists(), device, self._backend)
-        return torch.maximum(amax, of_sparse[0]), torch.cat([square_sum, of_sparse[1]])
+        sparse = grad_stats(weights.sparse_gradients(), device, self._backend)
+        return torch.maximum(amax, sparse[0]), torch.cat([square_sum, sparse[1]])

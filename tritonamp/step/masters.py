@@ -1,4 +1,4 @@
-"""FP32 values of half parameters, and the gradients that lead from one to the other."""
+"""The FP32 masters that an optimizer steps on, and the gradients that lead there."""
 
 import itertools
 import operator
@@ -13,16 +13,10 @@ from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.step.gradients import Gradients, GradientState, Scale
 
 _grad = operator.attrgetter("grad")
 _is_sparse = operator.attrgetter("is_sparse")
-
-
-def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
-    """Makes ``grad``, of any floating dtype, the gradient of ``param``."""
-    param.grad = None
-    param.grad_dtype = param.dtype if grad is None else grad.dtype
-    param.grad = grad
 
 
 class MasterWeights:
@@ -32,63 +26,50 @@ class MasterWeights:
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
-        scaled_by: what scaled the gradients that the model's parameters hold now; None: they are
-            true gradients, or there are none.
-        unscaled: the true FP32 gradients are in ``.grad`` of the masters now.
-        sparse: ``lists`` found sparse gradients; it leaves them to ``sparse_lists``.
-        listed: the masters whose gradients are in ``lists``; there "params" holds this rank's part
-            of them.
+        state: of the gradients.
+        decision: what SCALED gradients are scaled by; None in the other states.
     """
 
     def __init__(self, optimizer: Optimizer, fp32_values: Fp32Values, master_weights: bool) -> None:
         self.optimizer = optimizer
-        self.scaled_by: Any = None
-        self.unscaled = self.sparse = False
+        self.state = GradientState.CLEAR
+        self.decision: Scale | None = None
         self._fp32_values = fp32_values
         self._master_weights = master_weights
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._masters: list[Tensor] = []  # the same, as lists
         self._params: list[Tensor] = []
-        self._halves: list[int] = []  # places of the half parameters among the precise values
-        self._moves = -1  # of the precise values, when devices were checked
-        self._lists, self._all = TensorLists(), TensorLists()
-        self._stepping = self._listed = (
-            False  # in a step nobody changes gradients: lists need to be set only once
-        )
-        self._earlier: dict[
-            Tensor, Tensor
-        ] = {}  # true gradients set aside while a backward writes scaled ones
+        self._halves: list[int] = []  # what the FP32 values know the half parameters by
+        self._moves = -1  # of the FP32 values, when devices were checked
+        self._lists = TensorLists()
+        self._all = TensorLists()
+        self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         for group in optimizer.param_groups:
             self.adopt(group)
 
+    # which tensors there are
+
     def adopt(self, group: dict[str, Any]) -> None:
-        """Puts masters in the place of the half parameters of a group, the optimizer's state with
-        them.
-        """
+        """Put masters in the place of a group's half parameters, the optimizer's state with them."""
         for i, param in enumerate(group["params"]):
             if param in self._sources:
                 continue
-            master = (
-                self._fp32_values.master(param)
-                if self._master_weights and param in self._fp32_values
-                else param
-            )
+            master = param
+            if self._master_weights and param in self._fp32_values:
+                master = self._fp32_values.master(param)
             self._sources[master] = param
             if master is not param:
                 group["params"][i] = master
                 if param in self.optimizer.state:
                     self.optimizer.state[master] = self.optimizer.state.pop(param)
-        self._masters = [
-            master for group in self.optimizer.param_groups for master in group["params"]
-        ]
-        self._masters = [
-            master for master in self._masters if master in self._sources
-        ]  # of groups still to come: none
+        masters = [master for group in self.optimizer.param_groups for master in group["params"]]
+        self._masters = [m for m in masters if m in self._sources]  # not of groups still to come
         self._params = [self._sources[master] for master in self._masters]
-        self._halves, self._moves = self._fp32_values.indices(list(self.copies().values())), -1
+        self._halves = self._fp32_values.indices(list(self.copies().values()))
+        self._moves = -1
 
     def give_back(self) -> None:
-        """The reverse of ``adopt`` for all groups."""
+        """Put the model's parameters, and their state, back into all groups."""
         for group in self.optimizer.param_groups:
             for i, master in enumerate(group["params"]):
                 param = self._sources[master]
@@ -98,9 +79,9 @@ class MasterWeights:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
     def take_masters(self) -> None:
-        """Moves the masters that ``tritonamp.optim`` keeps beside half parameters out of a state
-        that was just loaded, to where they belong here, wherever the parameters are what they round
-        to: load the model first.
+        """Move ``master_param`` of a state of ``tritonamp.optim`` to where masters belong here.
+
+        Wherever the parameters are what they round to: load the model first.
         """
         for master, param in self._sources.items():
             value = self.optimizer.state.get(master, {}).pop("master_param", None)
@@ -116,46 +97,77 @@ class MasterWeights:
                     self._fp32_values.mark_rounded(self._fp32_values.indices([param]))
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of the model, in the order of ``lists``."""
+        """Return the parameters of the model, in the order of the groups."""
         return self._params
 
+    def copies(self) -> dict[Tensor, Tensor]:
+        """Return master to the half parameter that receives its rounded value."""
+        return {master: param for master, param in self._sources.items() if master is not param}
+
+    def refresh(self) -> None:
+        """Bring the masters up to date with half parameters that somebody else wrote to.
+
+        Raises:
+            RuntimeError: the model was moved to another device since ``enable``.
+        """
+        groups = self.optimizer.param_groups
+        if list(map(id, self._masters)) != [id(p) for group in groups for p in group["params"]]:
+            for group in groups:  # somebody has changed the groups by hand
+                self.adopt(group)
+        self._fp32_values.refresh()
+        if self._moves != self._fp32_values.moves:
+            for master, param in self.copies().items():
+                if master.device != param.device:
+                    raise RuntimeError(
+                        f"a parameter of the model is on {param.device}, its FP32 master on "
+                        f"{master.device}: move the model to its device before tritonamp.enable"
+                    )
+            self._moves = self._fp32_values.moves
+
+    # the gradients
+
+    @property
+    def has_true_gradients(self) -> bool:
+        """Whether the state is TRUE."""
+        return self.state is GradientState.TRUE
+
+    def _of_state(self) -> Sequence[Tensor]:
+        """Return the tensors whose ``.grad`` the step will use."""
+        return self._masters if self.has_true_gradients else self._params
+
     def has_gradients(self) -> bool:
-        """Whether any backward since the last step, or the last clearing, has left something."""
-        return bool(self._earlier) or self.with_gradient() > 0
+        """Tell whether any backward since the last step, or the last clearing, left something."""
+        return bool(self._set_aside) or self.with_gradient() > 0
 
     def with_gradient(self) -> int:
-        """How many parameters of the model have one."""
+        """Return how many parameters of the model have a gradient."""
         return sum(grad is not None for grad in map(_grad, self._params))
 
-    def lists(self) -> TensorLists:
-        """Of the parameters that have a dense gradient: "params", the masters; "grads", those that
-        the step will use, scaled ones of the model's parameters or true ones of the masters;
-        "copies", the half parameters (the master again where there is none).
-        """
-        if self._listed:
-            return self._lists
-        params, copies = self._masters, self._params
-        grads = list(map(_grad, params if self.unscaled else copies))
+    def any_sparse(self) -> bool:
+        """Tell whether there are sparse gradients."""
+        return any(grad is not None and grad.is_sparse for grad in map(_grad, self._of_state()))
+
+    def gradients(self) -> Gradients:
+        """Return the gradients as they are now, and what a step on them takes."""
+        params: Sequence[Tensor] = self._masters
+        copies: Sequence[Tensor] = self._params
+        grads = list(map(_grad, self._of_state()))
         numbers: Sequence[int] = range(len(params))
         complete = all(map(operator.is_not, grads, itertools.repeat(None)))
-        self.sparse = any(
+        any_sparse = any(
             map(_is_sparse, grads if complete else [g for g in grads if g is not None])
         )
-        if self.sparse or not complete:
+        if any_sparse or not complete:
             numbers = [i for i, g in enumerate(grads) if g is not None and not g.is_sparse]
-            params, grads, copies = (
-                [tensors[i] for i in numbers] for tensors in (params, grads, copies)
-            )
+            params, grads, copies = ([ts[i] for i in numbers] for ts in (params, grads, copies))
         self._lists.number(numbers, len(self._masters))
-        self.listed: Sequence[Tensor] = params
         self._lists.set("params", params, lasting=True)
         self._lists.set("grads", grads)
         self._lists.set("copies", copies, lasting=True)
-        self._listed = self._stepping
-        return self._lists
+        return Gradients(self._lists, params, any_sparse)
 
-    def sparse_lists(self) -> TensorLists:
-        """The values of sparse scaled gradients, coalesced, as "grads"."""
+    def sparse_gradients(self) -> TensorLists:
+        """Return the values of sparse scaled gradients, coalesced, as "grads"."""
         lists, values = TensorLists(), {}
         for i, param in enumerate(self._params):
             if param.grad is not None and param.grad.is_sparse:
@@ -165,142 +177,121 @@ class MasterWeights:
         lists.set("grads", list(values.values()))
         return lists
 
-    def gradients(self) -> list[Tensor]:
-        """What ``lists`` has under "grads", and sparse ones."""
-        return [
-            g for g in map(_grad, self._masters if self.unscaled else self._params) if g is not None
-        ]
+    def all_gradients(self) -> list[Tensor]:
+        """Return the gradients as they are now, sparse ones, too."""
+        return [g for g in map(_grad, self._of_state()) if g is not None]
 
-    def copies(self) -> dict[Tensor, Tensor]:
-        """Master to the half parameter that receives its rounded value."""
-        return {master: param for master, param in self._sources.items() if master is not param}
-
-    def refresh(self) -> None:
-        """Brings the masters up to date with half parameters that somebody else wrote to.
-
-        Raises:
-            RuntimeError: the model was moved to another device since ``enable``.
-        """
-        if list(map(id, self._masters)) != [
-            id(p) for group in self.optimizer.param_groups for p in group["params"]
-        ]:
-            for group in self.optimizer.param_groups:  # somebody has changed the groups by hand
-                self.adopt(group)
-        self._stepping, self._listed = True, False
-        self._fp32_values.refresh()
-        if self._moves != self._fp32_values.moves:
-            for master, param in self.copies().items():
-                if master.device != param.device:
-                    raise RuntimeError(
-                        f"a parameter of the model is on {param.device}, its FP32 master on {master.device}: "
-                        "move the model to its device before tritonamp.enable"
-                    )
-            self._moves = self._fp32_values.moves
-
-    def forget_lists(self) -> None:
-        """Gradients may change from now on, and are not held on to."""
-        self._stepping = self._listed = False
+    def release(self) -> None:
+        """Let go of the gradients that ``gradients`` returned."""
         self._lists.release("grads")
 
-    def begin(self, cause: Any) -> None:
-        """A backward with another scale is about to add to the gradients: sets the true ones aside."""
-        if self.unscaled:
+    # from state to state
+
+    def begin(self, decision: Scale) -> None:
+        """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
+        if self.has_true_gradients:
             for master, param in self._sources.items():
                 if master.grad is not None:
-                    self._earlier[master] = master.grad
+                    self._set_aside[master] = master.grad
                 master.grad = None
                 _show_gradient(param, None)
-        self.scaled_by, self.unscaled = cause, False
+        self.state = GradientState.SCALED
+        self.decision = decision
 
     def unscale_(self, grad_scale: Tensor) -> None:
-        """Puts the true FP32 gradients, ``grad_scale`` times the scaled ones, into ``.grad`` of the
-        masters.
-        """
+        """Put ``grad_scale`` times the scaled gradients, plus those set aside, into the masters'."""
         with torch.no_grad():
             for master, param in self._sources.items():
-                true, earlier = (
-                    _unscaled(param.grad, master, grad_scale),
-                    self._earlier.pop(master, None),
-                )
-                if true is not None and earlier is not None:
-                    true = true + earlier
-                master.grad = earlier if true is None else true
-        self.scaled_by, self.unscaled = None, True
-        self._listed = False
+                true = _unscaled(param.grad, master, grad_scale)
+                aside = self._set_aside.pop(master, None)
+                if true is not None and aside is not None:
+                    true = true + aside
+                master.grad = aside if true is None else true
+        self.state = GradientState.TRUE
+        self.decision = None
 
     def show_true_gradients(self) -> None:
-        """Makes the true gradients also those of the half parameters: work on either is work on the
-        other.
+        """Make the true gradients also those of the half parameters.
+
+        Work on either is work on the other.
         """
         for master, param in self.copies().items():
             _show_gradient(param, master.grad)
 
+    def take_back(self) -> None:
+        """Undo ``begin``, whose backward has failed: true gradients that were set aside count."""
+        aside = dict(self._set_aside)
+        self.clear()
+        if aside:
+            for master, param in self._sources.items():
+                param.grad = None
+                master.grad = aside.get(master)
+            self.state = GradientState.TRUE
+            self.show_true_gradients()
+
+    def clear(self) -> None:
+        """Forget the gradients: a step has used them, or they are to count no more."""
+        self.state = GradientState.CLEAR
+        self.decision = None
+        self._set_aside.clear()
+        self.release()
+
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clears the gradients of the half parameters, and those set aside."""
-        self._earlier.clear()
-        self.forget_lists()
+        """Clear the gradients of the half parameters, and those set aside.
+
+        The state stays: the backward of a loss that was scaled already may still come.
+        """
+        self._set_aside.clear()
+        self.release()
         for param in self.copies().values():
             had = param.grad is not None
             _show_gradient(param, None)
             if had and not set_to_none:
                 param.grad = torch.zeros_like(param)
 
-    def finish(self) -> None:
-        """The step is over: the gradients belong to the past."""
-        self.scaled_by, self.unscaled = None, False
-        self._earlier.clear()
-        self.forget_lists()
-
-    def take_back(self) -> None:
-        """The backward that ``begin`` announced has failed: the true gradients that were set aside
-        count again.
-        """
-        earlier = dict(self._earlier)
-        self.finish()
-        if earlier:
-            for master, param in self._sources.items():
-                param.grad = None
-                master.grad = earlier.get(master)
-            self.unscaled = True
-            self.show_true_gradients()
+    # after the step
 
     def write_back(self, backend: str) -> None:
-        """Rounds the masters into the half parameters."""
+        """Round the masters into the half parameters."""
         self._all.set("params", self._masters, lasting=True)
         self._all.set("copies", self._params, lasting=True)
         with torch.no_grad():
             cast(self._all, backend)
-        self.written()
+        self.mark_rounded()
+
+    def mark_rounded(self) -> None:
+        """Note that the half parameters hold the rounded masters now."""
+        self._fp32_values.mark_rounded(self._halves)
 
     def overflowed(self) -> list[Tensor]:
-        """Parameters of the model that a finite master was too large for, in any step. Reads the
-        device.
+        """Return the parameters that a finite master was too large for, in any step.
+
+        Reads the device.
         """
-        flags = [
-            flag.tolist()
-            for lists in (self._lists, self._all)
-            for flag in lists.all_kept("overflow")
-        ]
+        kept = [flag for lists in (self._lists, self._all) for flag in lists.all_kept("overflow")]
+        flags = [flag.tolist() for flag in kept]
         return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
 
     def lost_updates(self) -> list[float]:
-        """By group, the share of the last step's updates of half values that changed none. Reads
-        the device.
+        """Return by group the share of the last step's updates that changed no half value.
+
+        Reads the device.
         """
-        counts = sum(
-            (kept.cpu() for kept in self._lists.all_kept("lost")),
-            torch.zeros(1, 2, dtype=torch.int64),
-        )
+        nothing = torch.zeros(1, 2, dtype=torch.int64)
+        counts = sum((kept.cpu() for kept in self._lists.all_kept("lost")), nothing)
         rows = dict(zip(self._masters, counts.tolist(), strict=False))
         shares = []
         for group in self.optimizer.param_groups:
             found = [rows.get(p, [0, 0]) for p in group["params"]]
-            shares.append(sum(lost for lost, _ in found) / max(sum(moves for _, moves in found), 1))
+            shares.append(sum(lost for lost, _ in found) / max(sum(all_ for _, all_ in found), 1))
         return shares
 
-    def written(self) -> None:
-        """The half parameters hold the rounded masters now."""
-        self._fp32_values.mark_rounded(self._halves)
+
+def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
+    """Make ``grad``, of any floating dtype, the gradient of ``param``."""
+    param.grad = None
+    param.grad_dtype = param.dtype if grad is None else grad.dtype
+    param.grad = grad
 
 
 def _unscaled(grad: Tensor | None, master: Tensor, grad_scale: Tensor) -> Tensor | None:

@@ -1,10 +1,10 @@
-"""What happens between a loss and its step: opening decisions, making them, carrying them out."""
+"""What happens between a backward and the new weights: decide, then step or skip."""
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,40 @@ from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import NonFiniteError, SkipLog
 from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.distributed.ranks import Ranks
-from tritonamp.optim import Adam, AdamSteps, refuse_sparse
 from tritonamp.policy import Policy
-from tritonamp.scaler import GradScaler, scale_loss
-from tritonamp.step.decision import Decision
+from tritonamp.scaler import GradScaler
+from tritonamp.step.decision import Decision, Phase
+from tritonamp.step.fused import FusedStep
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
+from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.rules import rule_of
 from tritonamp.step.state_loading import load_state
 
 
+class _Judged(NamedTuple):
+    """The gradients of one optimizer, once decided on.
+
+    Attributes:
+        gradients: those that the step uses.
+        grad_scale: 0-d factor on them; None: they are true ones.
+        found_inf: 0-d, not 0: skip.
+    """
+
+    gradients: Gradients
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
+
 class Stepper:
-    """The pending decisions of one ``Amp``, and the optimizers they feed.
+    """Carries out the decisions of one ``Amp``.
 
     Args:
-        policy: of the Amp. ``backend``: "auto", "triton" or "eager".
+        policy: of the Amp.
+        backend: "auto", "triton" or "eager".
         scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
+        pending: the decisions.
         log: hears of every decision.
         forwards: knows what led to it.
         ranks: take part in every decision.
@@ -44,6 +63,7 @@ class Stepper:
         backend: str,
         scaler: GradScaler,
         weights: dict[Optimizer, MasterWeights],
+        pending: PendingDecisions,
         log: SkipLog,
         forwards: Forwards,
         ranks: Ranks,
@@ -51,141 +71,70 @@ class Stepper:
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.around_step = around_step
-        self._policy, self._backend, self._scaler = policy, backend, scaler
-        self._weights, self._log, self._forwards, self._respond = weights, log, forwards, respond
+        self._policy = policy
+        self._backend = backend
+        self._scaler = scaler
+        self._weights = weights
+        self._pending = pending
+        self._log = log
+        self._forwards = forwards
         self._ranks = ranks
-        self._adam: dict[Optimizer, AdamSteps] = {}
-        self._decisions: list[Decision] = []
-        self._had_backward = False
-
-    # before the backward
-
-    @contextlib.contextmanager
-    def open(
-        self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]
-    ) -> Iterator[Tensor]:
-        """Yields the scaled loss; inside the block its backward runs.
-
-        A loss joins the decision of an earlier one with the same scaler that feeds one of the same
-        optimizers and is not made yet (micro-batches); otherwise it begins its own.
-        """
-        self._had_backward = True
-        weights = [self._weights[o] for o in feeds]
-        self._drop_zeroed(weights)
-        open_ones = (
-            d for d in self._decisions if d.scaler is scaler and not d.made and not d.unmade
-        )
-        decision = next((d for d in open_ones if set(d.feeds) & set(weights)), None)
-        new = decision is None
-        if decision is None:
-            scale = scaler.scale_tensor(loss.device).clone()
-            decision = Decision(scaler, scale, torch.zeros_like(scale), [], True, self._backend)
-            self._decisions.append(decision)
-        for w in weights:
-            if w not in decision.feeds:
-                decision.feeds.append(w)
-            if w.scaled_by is not decision:
-                if w.scaled_by is not None:
-                    w.scaled_by.unscale_early(w)
-                w.begin(decision)
-        scaled, nonfinite = scale_loss(loss, decision.scale)
-        before, decision.loss_nonfinite = (
-            decision.loss_nonfinite,
-            torch.maximum(decision.loss_nonfinite, nonfinite),
-        )
-        decision.blocks += 1
-        try:
-            yield scaled
-        except BaseException:  # the backward failed: this loss never was
-            decision.loss_nonfinite = before
-            if new:
-                for w in weights:
-                    w.take_back()
-                    self._remove(w, [decision])
-            raise
-        finally:
-            decision.blocks -= 1
-
-    def _drop_zeroed(self, weights: list[MasterWeights]) -> None:
-        """Ends decisions whose gradients the user has cleared, by the optimizer or by the model."""
-        for decision in [d for d in self._decisions if d.blocks == 0]:
-            for w in weights:
-                # FSDP2 keeps those of micro-batches without synchronisation to itself
-                cleared = w in decision.zeroed or not (self._ranks.sharded or w.has_gradients())
-                if w in decision.feeds and cleared:
-                    self._leave(w, [decision])
-
-    def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """The user clears the gradients: the model's half ones too. A pending decision ends at the
-        next backward.
-        """
-        w = self._weights[optimizer]
-        w.zero_grad(set_to_none)
-        for decision in [d for d in self._decisions if w in d.feeds]:
-            if decision.automatic:
-                decision.zeroed.add(w)  # its backward may still come
-            else:
-                self._leave(w, [decision])
+        self._respond = respond
+        self._fused: dict[Optimizer, FusedStep | None] = {}
 
     # between backward and step
 
-    def pending(self) -> list[Optimizer]:
-        """The optimizers that a loss since their last step feeds."""
-        by_hand = self._scaler.loss_nonfinite is not None
-        return [
-            o
-            for o, w in self._weights.items()
-            if any(w in d.feeds for d in self._decisions) or (by_hand and w.with_gradient() > 0)
-        ]
-
     def unscale_(self, optimizer: Optimizer) -> Tensor | None:
-        """Puts the true gradients of one optimizer into ``.grad`` of its params.
+        """Put the true gradients of one optimizer into ``.grad`` of its params.
 
         Returns:
             0-d, not 0 where the loss that has just been unscaled, or its gradients, are not finite.
         """
         w = self._weights[optimizer]
         found_inf = None
-        if w.unscaled:
+        if w.has_true_gradients:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since its last step()"
             )
-        for decision in self._decisions_of(optimizer):
-            self._make(decision)
-            if w.scaled_by is decision:
+        for decision in self._pending.of(optimizer):
+            self._decide(decision)
+            if w.decision is decision:
                 w.unscale_(decision.grad_scale)
                 w.show_true_gradients()
                 found_inf = decision.found_inf
         return found_inf
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
-        """Clips the gradients of ``optimizers`` together; returns their norm before."""
-        decisions = list(dict.fromkeys(d for o in optimizers for d in self._decisions_of(o)))
-        all_scaled = all(self._weights[o].scaled_by in decisions for o in optimizers)
-        if len(decisions) == 1 and not decisions[0].made and all_scaled:
-            self._make(
-                decisions[0], max_norm
-            )  # the step multiplies by the clip coefficient, at no extra pass
+        """Clip the gradients of ``optimizers`` together; return their norm before."""
+        decisions = list(dict.fromkeys(d for o in optimizers for d in self._pending.of(o)))
+        all_scaled = all(self._weights[o].decision in decisions for o in optimizers)
+        if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
+            # the step multiplies by the clip coefficient, at no extra pass
+            self._decide(decisions[0], max_norm)
             return decisions[0].norm
         for decision in decisions:
-            self._make(decision)
-        norms = []
-        for o in optimizers:
-            if not self._weights[o].unscaled:
-                self.unscale_(o)
-            grads = [g.float() for g in self._weights[o].gradients()]
-            norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-            norm = full_tensor(norm)
-            bad = [d.found_inf for d in self._decisions_of(o) if d.made]
-            norms.append(_or_zero(norm, bad))  # what is skipped does not count
+            self._decide(decision)
+        norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        nn.utils.clip_grads_with_norm_(
-            [p for o in optimizers for g in o.param_groups for p in g["params"]], max_norm, total
-        )
+        params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        nn.utils.clip_grads_with_norm_(params, max_norm, total)
         return total
 
+    def _true_norm(self, optimizer: Optimizer) -> Tensor:
+        """Unscale the gradients and return their norm; 0 where they will be skipped."""
+        w = self._weights[optimizer]
+        if not w.has_true_gradients:
+            self.unscale_(optimizer)
+        grads = [g.float() for g in w.all_gradients()]
+        norm = full_tensor(nn.utils.get_total_norm(grads) if grads else torch.zeros(()))
+        for decision in self._pending.of(optimizer):
+            if decision.is_decided:
+                skip = decision.found_inf.to(norm.device) != 0
+                norm = torch.where(skip, torch.zeros_like(norm), norm)
+        return norm
+
     def check_scaler(self, scaler: Any) -> None:
-        """Refuses a GradScaler that the backward of an enabled model did not use."""
+        """Refuse a GradScaler that the backward of an enabled model did not use."""
         if scaler is not self._scaler:
             raise RuntimeError(
                 "this optimizer was enabled with another GradScaler: use amp.scaler, or "
@@ -195,9 +144,10 @@ class Stepper:
     # the step
 
     def step(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
-        """Makes the decisions that concern ``optimizer``, then steps or skips.
+        """Make the decisions that ``optimizer`` waits for, then step or skip.
 
         Args:
+            optimizer: an enabled one.
             by_scaler: called by ``GradScaler.step``, so that an ``update`` will follow.
 
         Returns:
@@ -208,106 +158,125 @@ class Stepper:
             NonFiniteError: a skip, under ``on_nonfinite="raise"``.
         """
         w = self._weights[optimizer]
-        decisions = self._decisions_of(optimizer, automatic=not by_scaler)
+        decisions = self._pending.of(optimizer, moves_scale=not by_scaler)
         if not decisions:
-            w.forget_lists()
+            w.release()
             return None
-        made = [d for d in decisions if not d.made]  # by this step, if it comes to it
-        step = self._fused_step if _takes_fused_step(optimizer) else self._own_step
+        undecided = [d for d in decisions if not d.is_decided]
+        fused = self._fused_step_of(optimizer)
         try:
-            step(optimizer, w, decisions)
+            if fused is None:
+                self._step_by_itself(w, decisions)
+            else:
+                # with the user's hooks around it, and torch's profiler
+                step = functools.partial(self._step_in_one_pass, w, decisions, fused)
+                Optimizer.profile_hook_step(step)(optimizer)
         except BaseException:  # as if this call had never been: it can be repeated
-            if w in decisions[0].feeds:
-                w.forget_lists()
-                for decision in reversed(made):
-                    decision.unmake(self._log)
+            if w in decisions[0].waiting:
+                self._undo(w, undecided)
             raise
         if self._policy.on_nonfinite != "skip":
-            for decision in decisions:
-                if not decision.reported:
-                    decision.reported = True
-                    self._answer(decision, by_scaler)
-        return (
-            decisions[0].found_inf
-            if len(decisions) == 1
-            else torch.stack([d.found_inf for d in decisions]).amax()
-        )
+            self._answer(decisions, by_scaler)
+        return _found_inf(decisions)
 
-    def _answer(self, decision: Decision, by_scaler: bool) -> None:
-        try:
-            self._respond(bool(decision.found_inf))
-        except NonFiniteError:
-            if by_scaler:  # whose ``update`` the error keeps from being called
-                decision.scaler.update()
-            raise
+    def _fused_step_of(self, optimizer: Optimizer) -> FusedStep | None:
+        """Return what steps in one pass; None: the optimizer steps by itself."""
+        if optimizer not in self._fused:
+            rule, fused = rule_of(optimizer), None
+            if rule is not None:
+                track_lost = self._policy.track_lost_updates
+                fused = FusedStep(optimizer, rule, self._backend, track_lost)
+            self._fused[optimizer] = fused
+        fused = self._fused[optimizer]
+        if fused is not None and fused.rule.leaves_sparse_to_torch:
+            return None if self._weights[optimizer].any_sparse() else fused
+        return fused
 
-    def _fused_step(
-        self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]
+    def _step_in_one_pass(
+        self,
+        w: MasterWeights,
+        decisions: Sequence[Decision],
+        fused: FusedStep,
+        optimizer: Optimizer,
     ) -> None:
-        steps = self._adam.get(optimizer)
-        if steps is None:
-            steps = self._adam[optimizer] = AdamSteps(
-                optimizer, self._backend, self._policy.track_lost_updates
-            )
+        judged = self._judge(w, decisions)  # also what the user's hooks have left
+        if judged.gradients.any_sparse:
+            fused.rule.refuse_sparse()
+        with torch.no_grad():
+            fused.step(*judged)
+            w.mark_rounded()  # before the user's hooks, which may write to masters
+        self._pending.leave(w, decisions)
 
-        @Optimizer.profile_hook_step
-        def step(optimizer: Optimizer) -> None:
-            grad_scale, found_inf = self._decide(
-                w, decisions
-            )  # also on what the user's hooks have left
-            with torch.no_grad():
-                lists = w.lists()
-                if w.sparse:
-                    refuse_sparse()
-                steps.take(lists, w.listed, grad_scale, found_inf)
-                w.written()  # before the user's hooks, which may write to masters
-            self._leave(w, decisions)
-
-        step(optimizer)
-
-    def _own_step(self, optimizer: Optimizer, w: MasterWeights, decisions: list[Decision]) -> None:
-        """The step of an optimizer that cannot skip on the device: one host read."""
-        grad_scale, found_inf = self._decide(w, decisions, undoable=True)
-        if bool(found_inf):
-            self._leave(w, decisions)
+    def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+        """Let an optimizer step that cannot skip on the device: one host read."""
+        judged = self._judge(w, decisions, undoable=True)
+        if bool(judged.found_inf):
+            self._pending.leave(w, decisions)
             return
-        if grad_scale is not None:
-            w.unscale_(grad_scale)
+        if judged.grad_scale is not None:
+            w.unscale_(judged.grad_scale)
+        optimizer = w.optimizer
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
         except BaseException:
             if _versions(optimizer) != before:  # the part that it has done stays, as in torch
                 w.write_back(self._backend)
-                self._leave(w, decisions)
+                self._pending.leave(w, decisions)
             raise
-        stepped = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        # torch's fused steps, and writes to ``.data``, do not
         torch.autograd.graph.increment_version(
-            stepped
-        )  # torch's fused steps and writes to ``.data`` do not
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        )
         w.write_back(self._backend)
-        self._leave(w, decisions)
+        self._pending.leave(w, decisions)
 
-    def _decide(
-        self, w: MasterWeights, decisions: list[Decision], undoable: bool = False
-    ) -> tuple[Tensor | None, Tensor]:
-        """What to multiply the gradients by (None: they are true ones), and whether to skip."""
+    def _judge(
+        self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
+    ) -> _Judged:
+        """Decide on the gradients of one optimizer, and on all that their losses feed."""
         w.refresh()
+        gradients = w.gradients()
         for decision in decisions:
-            self._make(decision, undoable=undoable)
-        if len(decisions) == 1:
-            found_inf = decisions[0].found_inf
-        else:
-            found_inf = torch.stack([d.found_inf for d in decisions]).amax()
-            if not w.unscaled:
-                assert w.scaled_by is not None
-                w.unscale_(w.scaled_by.grad_scale)
-        return None if w.unscaled else decisions[0].grad_scale, found_inf
+            self._decide(decision, undoable=undoable, known={w: gradients})
+        if len(decisions) > 1 and w.decision is not None:
+            w.unscale_(w.decision.grad_scale)
+            gradients = w.gradients()
+        grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
+        return _Judged(gradients, grad_scale, _found_inf(decisions))
+
+    def _decide(self, decision: Decision, max_norm: float | None = None, **how: Any) -> None:
+        """Make the decision unless it is made, and tell the log."""
+        if decision.is_decided:
+            return
+        params = [w.parameters() for w in decision.waiting]
+        record = self._log.record(params, decision.scale.device, self._ranks.members)
+        decision.decide(record, self._ranks, max_norm, **how)
+        self._log.decided(decision.scaler.rule, self._forwards.take())
+
+    def _undo(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+        w.release()
+        for decision in reversed(decisions):
+            if decision.undo():
+                self._log.take_back()
+
+    def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
+        """Do what the policy wants about a skip, once for each decision."""
+        for decision in decisions:
+            if decision.phase is Phase.ANSWERED:
+                continue
+            decision.phase = Phase.ANSWERED
+            try:
+                self._respond(bool(decision.found_inf))
+            except NonFiniteError:
+                if by_scaler:  # whose ``update`` the error keeps from being called
+                    decision.scaler.update()
+                raise
+
+    # what else the user does to the optimizer
 
     def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Refuses parameters that the optimizer has already (torch sees only their masters)."""
+        """Refuse parameters that the optimizer has already (torch sees only their masters)."""
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         group["params"] = params  # it may have been a generator
@@ -316,8 +285,12 @@ class Stepper:
             raise ValueError("some parameters appear in more than one parameter group")
 
     def adopt(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """A parameter group was added."""
+        """Put masters into a parameter group that was added."""
         self._weights[optimizer].adopt(group)
+
+    def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clear the gradients of half parameters: the user clears the optimizer's."""
+        self._pending.zeroed(optimizer, set_to_none)
 
     def load_state(
         self,
@@ -325,91 +298,17 @@ class Stepper:
         load: Callable[[dict[str, Any]], None],
         state_dict: dict[str, Any],
     ) -> None:
-        """Loads the optimizer's state by ``load``, which is its own ``load_state_dict``."""
-        load_state(optimizer, load, state_dict, adam=_takes_fused_step(optimizer))
+        """Load the optimizer's state by ``load``, which is its own ``load_state_dict``."""
+        load_state(optimizer, load, state_dict, rule_of(optimizer))
         self._weights[optimizer].take_masters()
 
-    def _make(
-        self, decision: Decision, max_norm: float | None = None, undoable: bool = False
-    ) -> None:
-        if not decision.made:
-            decision.make(self._log, self._forwards.take(), self._ranks, max_norm, undoable)
 
-    def _decisions_of(self, optimizer: Optimizer, automatic: bool = False) -> list[Decision]:
-        """The pending decisions that feed ``optimizer``; one is opened for gradients that came
-        another way.
-        """
-        w = self._weights[optimizer]
-        found = [d for d in self._decisions if w in d.feeds]
-        if found or w.unscaled:
-            return found
-        with_grad = w.with_gradient()
-        by_hand = self._scaler.loss_nonfinite
-        if by_hand is None and self._policy.scales_loss and (with_grad or not self._had_backward):
-            raise RuntimeError(_no_backward(with_grad))
-        if by_hand is None and not with_grad:
-            return []  # no loss fed this optimizer: as in torch, there is nothing to do
-        # the user called scaler.scale(loss).backward(), or a plain loss.backward() where there is
-        # no scale
-        device = next((p.device for p in w.parameters()), torch.device("cpu"))
-        scale = self._scaler.scale_tensor(device)
-        flag, feeds = torch.zeros_like(scale) if by_hand is None else by_hand, [w]
-        if by_hand is not None and automatic:  # scaled by hand, but nobody will call update()
-            flag = self._scaler.take_loss_nonfinite()
-            taken = [fed for d in self._decisions for fed in d.feeds]
-            feeds += [
-                o
-                for o in self._weights.values()
-                if o is not w and o not in taken and o.with_gradient()
-            ]
-        decision = Decision(
-            self._scaler, scale.clone(), flag, feeds, automatic or by_hand is None, self._backend
-        )
-        self._decisions.append(decision)
-        for fed in feeds:
-            fed.begin(decision)
-        return [decision]
-
-    def _leave(self, w: MasterWeights, decisions: list[Decision]) -> None:
-        """``w`` is done with ``decisions``; those that feed nobody else are over."""
-        w.finish()
-        self._remove(w, decisions)
-
-    def _remove(self, w: MasterWeights, decisions: list[Decision]) -> None:
-        for decision in decisions:
-            decision.zeroed.discard(w)
-            if w in decision.feeds:
-                decision.feeds.remove(w)
-            if not decision.feeds and decision in self._decisions:
-                self._decisions.remove(decision)
-
-
-def _or_zero(norm: Tensor, found_inf: list[Tensor]) -> Tensor:
-    """``norm``, or 0 where one of the flags is set."""
-    for flag in found_inf:
-        norm = torch.where(flag.to(norm.device) != 0, torch.zeros_like(norm), norm)
-    return norm
+def _found_inf(decisions: Sequence[Decision]) -> Tensor:
+    """Return whether any of them skips, 0-d."""
+    if len(decisions) == 1:
+        return decisions[0].found_inf
+    return torch.stack([d.found_inf for d in decisions]).amax()
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
     return [param._version for group in optimizer.param_groups for param in group["params"]]
-
-
-def _no_backward(with_grad: int) -> str:
-    if with_grad == 0:
-        return "optimizer.step() before any backward: call amp.backward(loss) first"
-    return (
-        f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed this optimizer "
-        "since its last step. This level scales the loss, so gradients of a plain loss.backward() are wrong: call "
-        "amp.backward(loss), or scaled.backward() in `with amp.scale_loss(loss, optimizer) as scaled:`, or "
-        "amp.scaler.scale(loss).backward(); call step() once per backward"
-    )
-
-
-def _takes_fused_step(optimizer: Optimizer) -> bool:
-    """Adam and AdamW themselves, not optimizers derived from them that step in their own way."""
-    step = inspect.unwrap(base_class(type(optimizer)).step)  # type: ignore[attr-defined]
-    return step in (
-        inspect.unwrap(torch.optim.Adam.step),
-        inspect.unwrap(Adam.step),
-    ) and not optimizer.defaults.get("differentiable", False)

@@ -1,0 +1,146 @@
+"""What the steps of one optimizer work on, and its hyperparameters on their way to the device."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._launch import launch, prepare
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._upload import Upload
+
+
+class Hyperparameters(Protocol):
+    """Hyperparameters of one parameter group, as an op's own NamedTuple."""
+
+    def numbers(self) -> Sequence[float | Tensor]:
+        """Return the row that the op's kernel reads; tensors are 0-d."""
+
+
+class UpdateLists:
+    """What the steps of one optimizer work on.
+
+    Attributes:
+        tensors: "params", "grads", "copies" (the parameter again where there is none), and the
+            optimizer's state by the op's names, in FP32 (the parameter again where a group has no
+            such state).
+        steps: "steps", the step counts, 0-d float32, of an optimizer that counts.
+        rules: hyperparameters by group.
+        groups: by number, which group a tensor belongs to.
+        track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
+            whose half value stayed the same although the update was not zero, and all those whose
+            update was not zero; 0 for parameters that have no half value.
+    """
+
+    def __init__(self, track_lost: bool = False, optional: Iterable[str] = ()) -> None:
+        self.track_lost = track_lost
+        self.tensors = TensorLists(may_repeat=("copies", *optional))
+        self.steps = TensorLists()
+        self.rules: Sequence[Hyperparameters] = []
+        self.groups: list[int] = []
+        self._compiled: list[Any] = []  # kinds of the launches whose kernels are known to compile
+        self._sent: dict[torch.device, _Sent] = {}
+
+    def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return hyperparameters, float64 (groups, n), and groups, int32, on the device."""
+        rows = [list(rule.numbers()) for rule in self.rules]
+        sent = self._sent.get(device)
+        if sent is None or sent.groups != self.groups or sent.shape != (len(rows), len(rows[0])):
+            sent = self._sent[device] = _Sent(device, self.groups, len(rows), len(rows[0]))
+        sent.follow(rows)
+        return sent.numbers, sent.places
+
+    def scalars(
+        self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the factor on gradients (None: 1) and the flag (None: 0) on the device."""
+        if grad_scale is None:
+            grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
+        if found_inf is None:
+            found_inf = self.tensors.kept("zero", (), torch.float32, device)
+        return grad_scale.to(device, non_blocking=True), found_inf.to(device, non_blocking=True)
+
+    def overflow(self, device: torch.device) -> Tensor:
+        """Return the flags that ``note_overflow`` sets, by number."""
+        return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
+
+    def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Yield for each tensor those of the lists ``names`` (complex as real), and its number."""
+        lists = (map(_as_real, self.tensors[name]) for name in names)
+        return zip(*lists, self.tensors.numbers, strict=True)
+
+    def launch_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Launch all of them, or, where one cannot be compiled, none."""
+        kinds = [(kernel, arrays[0].device, consts) for kernel, _, arrays, _, consts, _ in calls]
+        if kinds != self._compiled:
+            for call in calls:
+                prepare(*call)
+            self._compiled = kinds
+        for call in calls:
+            launch(*call)
+
+
+class EagerUpdate:
+    """The results of an eager update, written together at its end: all of them, or none.
+
+    Args:
+        found_inf: 0-d; not 0: every target keeps its bits. None: as 0.
+    """
+
+    def __init__(self, found_inf: Tensor | None) -> None:
+        self._skip = None if found_inf is None else found_inf != 0
+        self._results: list[tuple[Tensor, Tensor]] = []
+
+    def store(self, target: Tensor, value: Tensor) -> None:
+        """Have ``target`` receive ``value``, rounded to its dtype."""
+        value = value.to(target.dtype)
+        if self._skip is not None:
+            value = torch.where(self._skip.to(target.device), target, value)
+        self._results.append((target, value))
+
+    def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
+        """Have ``copy`` receive ``value``; set the flag where that is finite and became inf."""
+        rounded = value.to(copy.dtype)
+        self.store(copy, rounded)
+        self.store(overflow, overflow | (rounded.isinf() & value.isfinite()).any())
+
+    def carry_out(self) -> None:
+        """Write the results; nothing here takes memory, so nothing can fail half-way."""
+        for target, result in self._results:
+            target.copy_(result)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class _Sent:
+    """Hyperparameters on a device."""
+
+    def __init__(self, device: torch.device, groups: list[int], n: int, width: int) -> None:
+        self.groups = list(groups)
+        self.shape = n, width
+        self.places = torch.tensor(groups, dtype=torch.int32, device=device)
+        self.numbers = torch.zeros((n, width), dtype=torch.float64, device=device)
+        self._upload = Upload(device)
+        self._values: list[list[Any]] = []
+
+    def follow(self, rows: Sequence[list[Any]]) -> None:
+        """Send numbers that changed; those that are tensors are copied on the device."""
+        tensors = []
+        for g, row in enumerate(rows):
+            for k, value in enumerate(row):
+                if not isinstance(value, Tensor):
+                    continue
+                if value.device.type == "cpu" != self.numbers.device.type:
+                    row[k] = float(value)
+                else:
+                    row[k] = None
+                    tensors.append((g, k, value))
+        if rows != self._values:
+            known = [[value or 0.0 for value in row] for row in rows]
+            self._upload.send(torch.tensor(known, dtype=torch.float64), self.numbers)
+            self._values = list(rows)
+        for g, k, value in tensors:
+            self.numbers[g, k].copy_(value, non_blocking=True)

@@ -1,0 +1,221 @@
+"""One step of SGD with momentum over lists of tensors. 20 B/param with masters and half copies.
+
+Source: Sutskever et al., "On the importance of initialization and momentum in deep learning"
+(2013), in the form and the order of operations of ``torch.optim.SGD``.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._multi_tensor import (
+    NUM_WARPS,
+    chunk_bounds,
+    element_pointer,
+    note_overflow,
+    shipped_lists,
+)
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
+from tritonamp.kernels.device import tl, triton
+
+NO_MOMENTUM_YET = -0.0
+"""An element of a momentum buffer that no step has written to: torch has no buffer then.
+
+A step never leaves a negative zero behind, so that the first one can be told: it takes the gradient
+as it is, without dampening.
+"""
+OPTIONAL = ("momentum_buffers",)  # state that a group may lack
+_NUMBERS = 6  # of a rule
+_VEC = 4  # elements that a thread holds, as in adamw
+
+
+class SGDRule(NamedTuple):
+    """Hyperparameters of one group, named as in ``torch.optim.SGD``."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+    def numbers(self) -> Sequence[float | Tensor]:
+        """Return what sgd_kernel reads."""
+        sign = -1.0 if self.maximize else 1.0
+        return *self[:4], float(self.nesterov), sign
+
+
+@triton.jit
+def _update(
+    offs, mask, params, grads, momentum_buffers, copies, overflow_ptr, factor, rule,
+    MOMENTUM: tl.constexpr, COPY: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    lr, momentum, dampening, weight_decay, nesterov = rule
+    stored = tl.load(params + offs, mask=mask, other=0.0)
+    p = stored.to(tl.float32)
+    # unscale and clip
+    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
+    # weight decay
+    grad = tl.where(weight_decay == 0.0, grad, grad + weight_decay * p)
+    # momentum
+    if MOMENTUM:
+        before = tl.load(momentum_buffers + offs, mask=mask, other=0.0)
+        first = before.to(tl.int32, bitcast=True) == -2147483648  # NO_MOMENTUM_YET
+        buffer = tl.where(first, grad, before * momentum + (1.0 - dampening) * grad)
+        tl.store(momentum_buffers + offs, buffer + 0.0, mask=mask)
+        grad = tl.where(nesterov != 0.0, grad + momentum * buffer, buffer)
+    # update
+    p -= lr * grad
+
+    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
+    if COPY:
+        copy = p.to(copies.dtype.element_ty)
+        tl.store(copies + offs, copy, mask=mask)
+        note_overflow(overflow_ptr, p, copy, mask, VEC)
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def sgd_kernel(
+    params_ptr, grads_ptr, momentum_buffers_ptr, copies_ptr,
+    numel_ptr, first_ptr, number_ptr, rows_ptr,
+    groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, chunk,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENTUM: tl.constexpr,
+    NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk. COPY is the copies' type, or None. MOMENTUM: there is a momentum buffer."""
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    row = tl.load(rows_ptr + tl.program_id(0))
+    number = tl.load(number_ptr + row)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    params = element_pointer(params_ptr, row, PARAM, VEC)
+    grads = element_pointer(grads_ptr, row, GRAD, VEC)
+    momentum_buffers, copies = params, params
+    if MOMENTUM:
+        momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
+    if COPY is not None:
+        copies = element_pointer(copies_ptr, row, COPY, VEC)
+    # once: the compiler cannot know that the stores leave them alone
+    rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
+    rule = (
+        tl.load(rule_ptr).to(tl.float32), tl.load(rule_ptr + 1).to(tl.float32),
+        tl.load(rule_ptr + 2).to(tl.float32), tl.load(rule_ptr + 3).to(tl.float32),
+        tl.load(rule_ptr + 4).to(tl.float32),
+    )  # fmt: skip
+    factor = tl.load(grad_scale_ptr) * tl.load(rule_ptr + 5).to(tl.float32)
+    overflow = overflow_ptr + number
+    j = tl.arange(0, BLOCK)
+    for at in range(begin, whole, BLOCK):
+        _update(
+            at + j, at + j < whole, params, grads, momentum_buffers, copies, overflow, factor, rule,
+            MOMENTUM, COPY is not None, VEC,
+        )  # fmt: skip
+    if whole < end:
+        offs = whole + tl.arange(0, VEC)
+        _update(
+            offs, offs < end, params, grads, momentum_buffers, copies, overflow, factor, rule,
+            MOMENTUM, COPY is not None, VEC,
+        )  # fmt: skip
+
+
+def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    written = "params", "momentum_buffers", "copies"
+    with lists.tensors.launches(written) as tables:
+        calls: list[tuple[Any, ...]] = []
+        for t in tables:
+            rules, groups = lists.numbers(t.device)
+            scalars = lists.scalars(t.device, grad_scale, found_inf)
+            operands = (
+                *(t.pointers[name] for name in _LISTS),
+                *(t.numel, t.first, t.number, t.rows),
+                *(groups, rules, *scalars, lists.overflow(t.device)),
+            )
+            has_momentum = t.type("momentum_buffers") is not None
+            vec = _VEC if t.aligned else 1
+            types = t.type("params"), t.type("grads"), t.type("copies"), has_momentum
+            constants = (*types, _NUMBERS, vec, 32 * NUM_WARPS * vec)
+            calls.append((sgd_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS))
+        lists.launch_all(calls)
+
+
+_LISTS = "params", "grads", "momentum_buffers", "copies"
+
+
+def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    updates = EagerUpdate(found_inf)
+    for param, grad, momentum_buffer, copy, number in lists.rows(_LISTS):
+        rule = lists.rules[lists.groups[number]]
+        lr, momentum, dampening, weight_decay, nesterov, maximize = rule
+        compute = torch.promote_types(param.dtype, torch.float32)
+        p, grad = param.to(compute), grad.to(compute)
+        # unscale and clip
+        if grad_scale is not None:
+            grad = grad * grad_scale.to(grad.device)
+        if maximize:
+            grad = -grad
+        # weight decay
+        if weight_decay != 0:
+            grad = grad.add(p, alpha=weight_decay)
+        # momentum
+        if momentum != 0:
+            first = momentum_buffer.signbit() & (momentum_buffer == 0)  # NO_MOMENTUM_YET
+            buffer = (momentum_buffer * momentum).add(grad, alpha=1 - dampening)
+            buffer = torch.where(first, grad, buffer)
+            updates.store(momentum_buffer, buffer + 0.0)
+            grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
+        # update
+        p = p - lr.to(p) * grad if isinstance(lr, Tensor) else p.add(grad, alpha=-lr)
+
+        updates.store(param, p)
+        if copy is not param:
+            updates.store_copy(copy, p, lists.overflow(param.device)[number])
+    updates.carry_out()
+
+
+def sgd(
+    lists: UpdateLists,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    backend: str = "auto",
+) -> None:
+    """Update parameters, momentum buffers and half copies in place, with arithmetic in FP32.
+
+    Args:
+        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
+            floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for FP64 parameters,
+            which are stepped on in FP64; ``NO_MOMENTUM_YET`` before the first step), copies, and
+            their hyperparameters.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
+        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+    """
+    SGD.run(backend, lists.tensors.uses_triton(backend, SGD), lists, grad_scale, found_inf)
+
+
+SGD = Implementations(sgd_triton, sgd_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
+    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
+    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
+    for (param, grad, copy), momentum, aligned in itertools.product(
+        kinds, (True, False), (True, False)
+    ):
+        lists = UpdateLists(optional=OPTIONAL)
+        lists.tensors = shipped_lists(
+            aligned,
+            ("copies", *OPTIONAL),
+            params=param,
+            grads=grad,
+            momentum_buffers=wide if momentum else "params",
+            copies=copy or "params",
+        )
+        lists.rules, lists.groups = [SGDRule(0.1, 0.9 * momentum, 0.0, 0.0, False, False)], [0]
+        name = f"sgd {param} {grad} {copy}{' momentum' if momentum else ''}"
+        name = f"{name}{'' if aligned else ' unaligned'}".replace("torch.", "")
+        yield Shipped(name, sgd_triton, (lists, None, None), 64, None, 0, 0)

@@ -1,0 +1,192 @@
+"""Optimizers that step in one pass on the device: what each rule says, and what all share."""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
+from tritonamp.step.gradients import Gradients
+
+
+class FusedRule(Protocol):
+    """How one kind of optimizer steps: unscale, clip, update, half copies and skip in one pass.
+
+    Attributes:
+        torch_step: the step function of torch's own optimizer of this kind; None: it has none.
+        kinds: what users call such optimizers.
+        state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
+            parameter's shape, in FP32 (FP64 for FP64 parameters).
+        optional: those of these names that a group may lack.
+        counts_steps: whether the state holds a step count under "step".
+        leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
+        fresh: what state is filled with before the first step.
+        update: the operation of ``tritonamp.kernels``.
+    """
+
+    torch_step: ClassVar[Callable[..., Any] | None]
+    kinds: ClassVar[str]
+    state_keys: ClassVar[Mapping[str, str]]
+    optional: ClassVar[Sequence[str]]
+    counts_steps: ClassVar[bool]
+    leaves_sparse_to_torch: ClassVar[bool]
+    fresh: ClassVar[float]
+    update: Callable[[UpdateLists, Tensor | None, Tensor | None, str], None]
+
+    def has(self, name: str, group: dict[str, Any]) -> bool:
+        """Tell whether the group's parameters have the state of that name."""
+
+    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Hyperparameters:
+        """Return those of one group."""
+
+    def group_problems(self, groups: Any, defaults: dict[str, Any]) -> Iterator[str]:
+        """Yield what is wrong with the parameter groups of a state that is to be loaded."""
+
+    def refuse_sparse(self) -> None:
+        """Raise what torch raises for sparse gradients; return where torch takes them."""
+
+
+class FusedStep:
+    """The steps of one optimizer by a rule; hyperparameters and state stay in torch's format.
+
+    Args:
+        optimizer: whose ``param_groups`` and ``state`` are read and written.
+        rule: of its kind.
+        backend: "auto", "triton" or "eager".
+        track_lost: count the half values that a step did not change.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rule: FusedRule, backend: str, track_lost: bool = False
+    ) -> None:
+        self.rule = rule
+        self._optimizer = optimizer
+        self._backend = backend
+        self._lists = UpdateLists(track_lost, rule.optional)
+        self._keys = {**rule.state_keys, **({"steps": "step"} if rule.counts_steps else {})}
+        self._seen: tuple[Any, ...] = ()  # what the state was brought into shape for
+        self._seen_state: list[list[int]] = []
+        self._order: list[int] = []  # where the parameters' states are among the optimizer's
+        self._lacks: dict[str, list[bool]] = {}  # which parameters have no such state, if any
+
+    def step(
+        self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Step once.
+
+        Args:
+            gradients: with what they lead to; "params" and "copies" are written.
+            grad_scale: 0-d factor on the gradients, or None.
+            found_inf: 0-d, any value other than 0 skips on the device; None: always step.
+        """
+        tensors = gradients.lists
+        if not len(tensors):
+            return
+        lists, groups = self._lists, self._optimizer.param_groups
+        tensors.may_repeat = self._lists.tensors.may_repeat
+        lists.tensors = tensors
+        for name, values in self._state(gradients).items():
+            if name == "steps":
+                lists.steps.number(tensors.numbers, tensors.size)
+                lists.steps.set("steps", values, lasting=True)
+            else:
+                tensors.set(name, values, lasting=True)
+        lists.rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        self.rule.update(lists, grad_scale, found_inf, self._backend)
+        # whoever replaces or removes state gets its memory back
+        tensors.release(*self.rule.state_keys)
+        lists.steps.release("steps")
+
+    def _state(self, gradients: Gradients) -> dict[str, Sequence[Tensor]]:
+        """Return lists of state by the kernel's names; "steps" are the step counts."""
+        groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
+        params = gradients.params
+        optional = [[self.rule.has(name, g) for name in self.rule.optional] for g in groups]
+        members = [list(map(id, group["params"])) for group in groups]
+        seen = members, list(map(id, params)), list(map(id, states)), optional
+        if seen == self._seen:
+            try:
+                found = self._read([states[k] for k in self._order], gradients)
+                if self._ids(found) == self._seen_state:
+                    return found
+            except KeyError:
+                pass
+        # something is new, or somebody else has been at it: bring the state into shape
+        mine = self._bring_into_shape(gradients)
+        index = {id(state): k for k, state in enumerate(self._optimizer.state.values())}
+        self._order = [index[id(state)] for state in mine]
+        self._seen = (*seen[:2], list(map(id, self._optimizer.state.values())), optional)
+        found = self._read(mine, gradients)
+        self._seen_state = self._ids(found)
+        return found
+
+    def _bring_into_shape(self, gradients: Gradients) -> list[dict[str, Any]]:
+        """Make what state is missing; return each parameter's state."""
+        groups, params = self._optimizer.param_groups, gradients.params
+        tensors = gradients.lists
+        group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
+        self._lists.groups = [0] * tensors.size
+        for number, param in zip(tensors.numbers, params, strict=True):
+            self._lists.groups[number] = group_of[param]
+        self._lacks = {}
+        for name in self.rule.optional:
+            lacks = [not self.rule.has(name, groups[group_of[p]]) for p in params]
+            if any(lacks):
+                self._lacks[name] = lacks
+        return [self._shaped(param, groups[group_of[param]]) for param in params]
+
+    def _shaped(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return one parameter's state in torch's format, made or brought to FP32."""
+        state: dict[str, Any] = self._optimizer.state[param]
+        if self.rule.counts_steps:
+            step = state.get("step", 0.0)
+            settled = isinstance(step, Tensor) and step.dtype is torch.float32
+            if not settled or step.device != param.device:
+                step = torch.as_tensor(step, dtype=torch.float32)
+                state["step"] = step.to(param.device)
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        for name, key in self.rule.state_keys.items():
+            if not self.rule.has(name, group):
+                continue
+            if state.get(key) is None:  # torch's SGD keeps None where it has no buffer
+                state[key] = torch.full_like(
+                    param, self.rule.fresh, dtype=dtype, memory_format=torch.preserve_format
+                )
+            elif state[key].dtype != dtype:
+                state[key] = state[key].to(dtype)
+        return state
+
+    def _read(
+        self, states: Sequence[Mapping[str, Tensor]], gradients: Gradients
+    ) -> dict[str, Sequence[Tensor]]:
+        found: dict[str, Sequence[Tensor]] = {}
+        params = gradients.lists["params"]
+        for name, key in self._keys.items():
+            lacks = self._lacks.get(name)
+            if lacks is None:
+                found[name] = list(map(operator.itemgetter(key), states))
+            elif all(lacks):
+                found[name] = params
+            else:
+                rows = zip(states, lacks, params, strict=True)
+                found[name] = [param if lack else state[key] for state, lack, param in rows]
+        return found
+
+    def _ids(self, found: Mapping[str, Sequence[Tensor]]) -> list[list[int]]:
+        """Return who the tensors of the state are; optional state follows from ``_seen`` alone."""
+        return [list(map(id, values)) for name, values in found.items() if name not in self._lacks]
+
+
+def scalar(value: Any) -> Any:
+    """Return ``value``; a tensor of one element without its dimensions."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
+def missing_keys(groups: Sequence[Mapping[str, Any]], needs: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with parameter groups that lack hyperparameters."""
+    missing = sorted(key for key in needs if any(key not in group for group in groups))
+    if missing:
+        yield f"the parameter groups have no {', '.join(missing)}"

@@ -1,0 +1,52 @@
+"""One optimizer's gradients: what state they are in, and what a step on them takes."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tritonamp.kernels._multi_tensor import TensorLists
+
+if TYPE_CHECKING:
+    from tritonamp.step.masters import MasterWeights
+
+
+class GradientState(Enum):
+    """What the gradients of one optimizer's parameters are.
+
+    ::
+
+        CLEAR  --begin(d)--> SCALED by d --unscale_--> TRUE --step, zero_grad--> CLEAR
+        TRUE   --begin(d2)--> SCALED by d2, true ones set aside --unscale_--> TRUE (their sum)
+        SCALED --backward raised--> CLEAR, or TRUE again where true ones were set aside
+    """
+
+    CLEAR = "none that a scaled loss has left"
+    SCALED = "in the model's parameters, times the scale of one decision"
+    TRUE = "in the masters, in FP32, unscaled"
+
+
+class Gradients(NamedTuple):
+    """The dense gradients that one step uses, with what it reads and writes beside them.
+
+    Attributes:
+        lists: "params", the tensors that are stepped on; "grads", scaled ones or true ones;
+            "copies", the half parameters (the stepped-on tensor again where there is none). Of
+            DTensors this rank's parts.
+        params: what ``param_groups`` and ``state`` know the stepped-on tensors as.
+        any_sparse: whether there are sparse gradients, which are left out here.
+    """
+
+    lists: TensorLists
+    params: Sequence[Tensor]
+    any_sparse: bool = False
+
+
+class Scale(Protocol):
+    """What scaled gradients are scaled by: a decision, as their masters know it."""
+
+    grad_scale: Tensor
+
+    def unscale_early(self, weights: "MasterWeights") -> None:
+        """Unscale one optimizer's gradients because another loss is about to add its own."""

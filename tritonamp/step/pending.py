@@ -1,0 +1,188 @@
+"""The decisions that optimizers still wait for: opened by losses, over when all have stepped."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.distributed.ranks import Ranks
+from tritonamp.policy import Policy
+from tritonamp.scaler import GradScaler, scale_loss
+from tritonamp.step.decision import Decision, Phase
+from tritonamp.step.masters import MasterWeights
+
+
+class PendingDecisions:
+    """The decisions of one ``Amp`` that some optimizer waits for.
+
+    Args:
+        policy: of the Amp.
+        backend: "auto", "triton" or "eager".
+        scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
+        weights: optimizer to its master weights.
+        ranks: whether they keep gradients to themselves.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        backend: str,
+        scaler: GradScaler,
+        weights: dict[Optimizer, MasterWeights],
+        ranks: Ranks,
+    ) -> None:
+        self._policy = policy
+        self._backend = backend
+        self._scaler = scaler
+        self._weights = weights
+        self._ranks = ranks
+        self._decisions: list[Decision] = []
+        self._had_backward = False
+
+    @contextlib.contextmanager
+    def open(
+        self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]
+    ) -> Iterator[Tensor]:
+        """Yield the scaled loss; inside the block its backward runs.
+
+        A loss joins the decision of an earlier one with the same scaler that feeds one of the same
+        optimizers and is still open (micro-batches); otherwise it begins its own.
+        """
+        self._had_backward = True
+        weights = [self._weights[o] for o in feeds]
+        self._end_zeroed(weights)
+        candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
+        joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
+        decision = joined
+        if decision is None:
+            scale = scaler.scale_tensor(loss.device).clone()
+            decision = Decision(scaler, scale, torch.zeros_like(scale), [], True, self._backend)
+            self._decisions.append(decision)
+        for w in weights:
+            if w not in decision.waiting:
+                decision.waiting.append(w)
+            if w.decision is not decision:
+                if w.decision is not None:
+                    w.decision.unscale_early(w)
+                w.begin(decision)
+        scaled, nonfinite = scale_loss(loss, decision.scale)
+        before = decision.loss_nonfinite
+        decision.loss_nonfinite = torch.maximum(before, nonfinite)
+        decision.blocks += 1
+        try:
+            yield scaled
+        except BaseException:  # the backward failed: this loss never was
+            decision.loss_nonfinite = before
+            if joined is None:
+                for w in weights:
+                    w.take_back()
+                    self._remove(w, [decision])
+            raise
+        finally:
+            decision.blocks -= 1
+
+    def _end_zeroed(self, weights: list[MasterWeights]) -> None:
+        """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
+        for decision in [d for d in self._decisions if d.blocks == 0]:
+            for w in weights:
+                # FSDP2 keeps those of micro-batches without synchronisation to itself
+                gone = not (self._ranks.sharded or w.has_gradients())
+                if w in decision.waiting and (w in decision.zeroed or gone):
+                    self.leave(w, [decision])
+
+    def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clear the gradients of the model's half parameters: the user clears the optimizer's.
+
+        A pending decision ends at the next backward.
+        """
+        w = self._weights[optimizer]
+        w.zero_grad(set_to_none)
+        for decision in [d for d in self._decisions if w in d.waiting]:
+            if decision.moves_scale:
+                decision.zeroed.add(w)  # its backward may still come
+            else:
+                self.leave(w, [decision])
+
+    def fed_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that a loss since their last step feeds."""
+        by_hand = self._scaler.loss_nonfinite is not None
+        waiting = {w for d in self._decisions for w in d.waiting}
+        return [
+            optimizer
+            for optimizer, w in self._weights.items()
+            if w in waiting or (by_hand and w.with_gradient() > 0)
+        ]
+
+    def of(self, optimizer: Optimizer, moves_scale: bool = False) -> list[Decision]:
+        """Return the decisions that ``optimizer`` waits for.
+
+        One is opened for gradients that came another way: the user called
+        ``scaler.scale(loss).backward()``, or, where there is no scale, a plain ``loss.backward()``.
+
+        Args:
+            optimizer: an enabled one.
+            moves_scale: nobody will call ``scaler.update``.
+
+        Raises:
+            RuntimeError: there is a scale, and no backward of a scaled loss.
+        """
+        w = self._weights[optimizer]
+        found = [d for d in self._decisions if w in d.waiting]
+        if found or w.has_true_gradients:
+            return found
+        with_grad = w.with_gradient()
+        by_hand = self._scaler.loss_nonfinite
+        if by_hand is None and self._policy.scales_loss and (with_grad or not self._had_backward):
+            raise RuntimeError(_no_backward(with_grad))
+        if by_hand is None and not with_grad:
+            return []  # no loss fed this optimizer: as in torch, there is nothing to do
+        device = next((p.device for p in w.parameters()), torch.device("cpu"))
+        scale = self._scaler.scale_tensor(device)
+        waiting = [w]
+        flag = torch.zeros_like(scale) if by_hand is None else by_hand
+        if by_hand is not None and moves_scale:
+            flag = self._scaler.take_loss_nonfinite()
+            waiting += self._others_with_gradients(w)
+        decision = Decision(
+            self._scaler,
+            scale.clone(),
+            flag,
+            waiting,
+            moves_scale or by_hand is None,
+            self._backend,
+        )
+        self._decisions.append(decision)
+        for waits in waiting:
+            waits.begin(decision)
+        return [decision]
+
+    def _others_with_gradients(self, w: MasterWeights) -> list[MasterWeights]:
+        taken = {w, *(waits for d in self._decisions for waits in d.waiting)}
+        return [o for o in self._weights.values() if o not in taken and o.with_gradient()]
+
+    def leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+        """End the wait of ``w``, whose gradients are used; decisions that nobody waits for end."""
+        w.clear()
+        self._remove(w, decisions)
+
+    def _remove(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            decision.zeroed.discard(w)
+            if w in decision.waiting:
+                decision.waiting.remove(w)
+            if not decision.waiting and decision in self._decisions:
+                self._decisions.remove(decision)
+
+
+def _no_backward(with_grad: int) -> str:
+    if with_grad == 0:
+        return "optimizer.step() before any backward: call amp.backward(loss) first"
+    return (
+        f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed "
+        "this optimizer since its last step. This level scales the loss, so gradients of a plain "
+        "loss.backward() are wrong: call amp.backward(loss), or scaled.backward() in `with "
+        "amp.scale_loss(loss, optimizer) as scaled:`, or amp.scaler.scale(loss).backward(); call "
+        "step() once per backward"
+    )

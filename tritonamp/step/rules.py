@@ -1,0 +1,29 @@
+"""Which optimizers step in one pass."""
+
+import inspect
+from typing import Any
+
+from torch.optim import Optimizer
+
+from tritonamp.class_swap import base_class
+from tritonamp.step.adam import ADAM
+from tritonamp.step.fused import FusedRule
+from tritonamp.step.sgd import SGD
+
+TORCHS: tuple[FusedRule, ...] = (ADAM, SGD)
+"""Rules of torch's own optimizers. Optimizers of ``tritonamp.optim`` name theirs."""
+
+
+def rule_of(optimizer: Optimizer) -> FusedRule | None:
+    """Return the rule that ``optimizer`` steps by, or None: by its own step.
+
+    An optimizer that is derived from another and steps in its own way has none, and one that is to
+    be differentiated through steps as torch does.
+    """
+    if optimizer.defaults.get("differentiable", False):
+        return None
+    step: Any = base_class(type(optimizer)).step  # type: ignore[attr-defined]
+    if hasattr(step, "by_fused_rule"):
+        return optimizer.fused_rule  # type: ignore[attr-defined,no-any-return]
+    plain = inspect.unwrap(step)  # torch puts a profiler around it
+    return next((rule for rule in TORCHS if rule.torch_step is plain), None)
