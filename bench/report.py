@@ -2,8 +2,8 @@
 them.
 
     python bench/report.py            # prints
-    python bench/report.py --write    # fills README.md between its "bench:" marks, draws the
-    pictures
+    python bench/report.py --write    # fills bench/README.md between its "bench:" marks, and draws
+                                      # the pictures
 
 Ratios are times: 2.0x means that the peer takes twice as long, 0.5x that it takes half. Those below
 1 are bold.
@@ -23,7 +23,8 @@ import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+README = ROOT / "bench" / "README.md"
+LINK = "results"  # from there
 NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in ten minutes:
 
 ```
@@ -221,11 +222,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="fill README.md and draw the pictures beside the results",
+        help="fill bench/README.md and draw the pictures beside the results",
     )
     args = parser.parse_args(arguments)
     records = load(RESULTS)
-    sections = {"speed": speed(records, "bench/results"), "convergence": training_results(RESULTS)}
+    sections = {"speed": speed(records, LINK), "convergence": training_results(RESULTS)}
     if not args.write:
         print(*(f"{name}\n\n{body}\n" for name, body in sections.items()), sep="\n")
         return 0

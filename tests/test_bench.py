@@ -232,7 +232,8 @@ def test_marks(bench: SimpleNamespace) -> None:
 
 def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     text = bench.report.README.read_text()
-    speed = bench.report.speed(bench.report.load(bench.report.RESULTS), "bench/results")
+    assert bench.report.RESULTS == bench.report.README.parent / bench.report.LINK
+    speed = bench.report.speed(bench.report.load(bench.report.RESULTS), bench.report.LINK)
     trained = bench.report.training_results(bench.report.RESULTS)
     assert text == bench.report.filled(
         bench.report.filled(text, "speed", speed), "convergence", trained
