@@ -64,9 +64,13 @@ def speed(records: dict[str, Record], link: str) -> str:
 def _one(stem: str, record: Record, link: str) -> str:
     rows = record["rows"]
     bandwidths = sorted({row["copy_gb_per_s"] for row in rows})
-    head = f"**{record['device']}**, torch {record['torch']}, Triton {record['triton']}, commit {record['commit']}, "
-    head += f"`{record['command']}`, {record['date']}. A copy moves {_range(bandwidths)} GB/s; every row is in "
-    head += f"[{stem}.json]({link}/{stem}.json). Ratios: how many times longer the peer takes; **bold**: we lose."
+    head = (
+        f"**{record['device']}**, torch {record['torch']}, Triton {record['triton']}, "
+        f"commit {record['commit']}, `{record['command']}`, {record['date']}. "
+        f"A copy moves {_range(bandwidths)} GB/s; "
+        f"every row is in [{stem}.json]({link}/{stem}.json). Ratios: "
+        "how many times longer the peer takes; **bold**: we lose."
+    )
     shown = [f"![{name}]({link}/{file})" for name, file in pictures.names(stem, rows).items()]
     lines = [
         row
@@ -139,10 +143,8 @@ def slower(rows: list[Row]) -> str:
     lines = [head, "", _line("what", "peer", "ratio"), _line("---", "---", "---")]
     lines += [_line(name, peer, _ratio(ratio)) for ratio, name, peer in lost[:SLOWER_SHOWN]]
     if len(lost) > SLOWER_SHOWN:
-        lines += [
-            "",
-            f"and {len(lost) - SLOWER_SHOWN} more, none worse than {_ratio(lost[SLOWER_SHOWN][0])}.",
-        ]
+        worst = _ratio(lost[SLOWER_SHOWN][0])
+        lines += ["", f"and {len(lost) - SLOWER_SHOWN} more, none worse than {worst}."]
     return "\n".join(lines)
 
 
@@ -164,10 +166,14 @@ def training_results(folder: Path) -> str:
     for path in sorted(folder.glob("convergence-*.json")):
         record = json.loads(path.read_text())
         steps = {run["task"]: run["steps"] for run in record["runs"]}
-        about = f"Mean over three seeds (lowest to highest). Training loss: {record['loss']}; test score: accuracy in "
-        about += f"percent (digits), loss (chars). {' and '.join(f'{n} steps of {task}' for task, n in steps.items())} "
-        about += f"in {record['dtype']} on {record['device']}, torch {record['torch']}, commit {record['commit']}, "
-        about += f"`{record['command']}`; every run is in `{path.relative_to(folder.parents[1])}`."
+        told = " and ".join(f"{number} steps of {task}" for task, number in steps.items())
+        about = (
+            f"Mean over three seeds (lowest to highest). Training loss: {record['loss']}; "
+            "test score: accuracy in percent (digits), loss (chars). "
+            f"{told} in {record['dtype']} on {record['device']}, torch {record['torch']}, "
+            f"commit {record['commit']}, `{record['command']}`; "
+            f"every run is in `{path.relative_to(folder.parents[1])}`."
+        )
         parts.append(f"{convergence.table(record['runs'])}\n\n{_wrapped(about)}")
     return "\n\n".join(parts) or NO_CONVERGENCE
 
