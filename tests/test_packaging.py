@@ -53,6 +53,14 @@ def test_version_is_the_same_in_both_places() -> None:
     assert tritonamp.__version__ == PYPROJECT["project"]["version"]
 
 
+def test_metadata_says_what_it_is_and_names_nobody() -> None:
+    project = PYPROJECT["project"]
+    assert not project.keys() & {"authors", "maintainers", "urls"}
+    assert project["keywords"]
+    found = project["classifiers"]
+    assert all(f"Programming Language :: Python :: 3.{minor}" in found for minor in (10, 11))
+
+
 def test_typed_marker_is_installed() -> None:
     assert (importlib.resources.files("tritonamp") / "py.typed").is_file()
 
