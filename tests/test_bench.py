@@ -232,7 +232,7 @@ def test_marks(bench: SimpleNamespace) -> None:
 
 def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     text = bench.report.README.read_text()
-    assert bench.report.RESULTS == bench.report.README.parent / bench.report.LINK
+    assert bench.report.README.parent / bench.report.LINK == bench.report.RESULTS
     speed = bench.report.speed(bench.report.load(bench.report.RESULTS), bench.report.LINK)
     trained = bench.report.training_results(bench.report.RESULTS)
     assert text == bench.report.filled(

@@ -1,0 +1,195 @@
+"""Every Python block of every README runs: the blocks of one README in order, in one namespace.
+
+A block finds the names that its page takes for granted: those of ``_assumed``, and of ``ASSUMED``
+for its README. Where there is no GPU, ``on_this_machine`` lets ``.cuda()`` stay on the CPU, and
+"nccl" be gloo with one process. A block that opens with "```python notest" is left out; how many
+there are is counted.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tritonamp
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = "tritonamp", "kernels", "tests", "bench"
+READMES = [
+    ROOT / "README.md",
+    *sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md")),
+]
+LEFT_OUT = 0  # blocks marked "notest", of all READMEs
+INTEGRATIONS = "tritonamp/integrations/README.md"
+
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)\)")  # to a file, not to another site
+
+
+class Block(NamedTuple):
+    """A fenced Python block; ``line`` is that of its first line in the file, from 1."""
+
+    line: int
+    mark: str
+    code: str
+
+
+def blocks(path: Path) -> list[Block]:
+    text = path.read_text()
+    return [
+        Block(text.count("\n", 0, found.start(2)) + 1, found[1].strip(), found[2])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_readme = pytest.mark.parametrize("path", READMES, ids=shown)
+AWAITED = {"tritonamp/README.md": "Lion", "tritonamp/checkpoint/README.md": "load in place"}
+
+
+class Net(nn.Module):
+    """The model of the examples: eight numbers in, four classes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(self.norm(x))
+
+
+def _assumed() -> dict[str, Any]:
+    """What every README takes for granted: a model that is not enabled yet, its data, its loss."""
+    dataset = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
+    loader = DataLoader(dataset, batch_size=64)
+    x, y = next(iter(loader))
+    model = Net()
+    return {
+        "torch": torch,
+        "nn": nn,
+        "tritonamp": tritonamp,
+        "Net": Net,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=3e-4),
+        "criterion": nn.functional.cross_entropy,
+        "dataset": dataset,
+        "loader": loader,
+        "x": x,
+        "y": y,
+    }
+
+
+def _of_integrations() -> dict[str, Any]:
+    """A LightningModule, and a language model and its data for Hugging Face's Trainer."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported
+    lightning = pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+
+    class LitNet(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=3e-4)
+
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    tokens = torch.randint(0, 17, (16, 8))
+    return {
+        "LitNet": LitNet,
+        "language_model": transformers.GPT2LMHeadModel(config),
+        "texts": [{"input_ids": row, "labels": row} for row in tokens],
+    }
+
+
+ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {INTEGRATIONS: _of_integrations}
+
+
+@pytest.fixture
+def on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files land in ``tmp_path``; without a GPU the CPU takes its place; a group of one process."""
+    monkeypatch.chdir(tmp_path)
+    start, backend = dist.init_process_group, "nccl"
+    if not torch.cuda.is_available():
+        backend = "gloo"
+        monkeypatch.setattr(nn.Module, "cuda", lambda self: self)
+        monkeypatch.setattr(Tensor, "cuda", lambda self: self)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def start_alone(_: str) -> None:
+        monkeypatch.setenv("LOCAL_RANK", "0")  # as torchrun does
+        start(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    monkeypatch.setattr(dist, "init_process_group", start_alone)
+    modules = set(sys.modules)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0] in ("apex", "amp_C"):  # what tritonamp.apex.install() put there
+            del sys.modules[name]
+    if "accelerate" in sys.modules:  # keeps one state for the process
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for shared in (AcceleratorState, GradientState, PartialState):
+            shared._reset_state()
+
+
+@pytest.mark.usefixtures("on_this_machine")
+@pytest.mark.filterwarnings(
+    "ignore:::lightning",  # advice about loaders and loggers
+    "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning 2.6 with torch 2.15
+    "ignore:'pin_memory' argument:UserWarning",  # Trainer's loader, where there is no GPU
+)
+@each_readme
+def test_blocks_run(path: Path, request: pytest.FixtureRequest) -> None:
+    found = [block for block in blocks(path) if not block.mark]
+    if not found:
+        return
+    if shown(path) in AWAITED:
+        request.applymarker(pytest.mark.xfail(reason=AWAITED[shown(path)], strict=False))
+    namespace = {"__name__": "__main__", **_assumed(), **ASSUMED.get(shown(path), dict)()}
+    try:
+        for block in found:
+            # tracebacks, and replays that quote a line, point into the README
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, str(path), "exec"), namespace)
+    finally:
+        namespace.clear()  # a registered function lives on, and with it these, its globals
+
+
+@each_readme
+def test_links_lead_to_files(path: Path) -> None:
+    missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_few_blocks_are_left_out() -> None:
+    marks = [block.mark for path in READMES for block in blocks(path) if block.mark]
+    assert marks == ["notest"] * LEFT_OUT
+
+
+def test_every_package_has_a_readme() -> None:
+    packages = {path.parent for path in (ROOT / "tritonamp").glob("*/__init__.py")}
+    without = packages - {path.parent for path in READMES}
+    assert {shown(path) for path in without} <= {"tritonamp/step"}
