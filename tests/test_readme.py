@@ -55,7 +55,10 @@ def shown(path: Path) -> str:
 
 
 each_readme = pytest.mark.parametrize("path", READMES, ids=shown)
-AWAITED = {"tritonamp/README.md": "Lion", "tritonamp/checkpoint/README.md": "load in place"}
+AWAITED = {
+    "tritonamp/README.md": "optim.Lion, Amp as a context manager",
+    "tritonamp/checkpoint/README.md": "load in place",
+}
 
 
 class Net(nn.Module):
