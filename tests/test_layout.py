@@ -31,7 +31,7 @@ TIERS = [
     "step",
     "amp_state checks optim",
     "runtime",
-    "forecast",
+    "forecast old_pickles",
     "__init__",
     "apex commands demo integrations testing",
     "__main__",

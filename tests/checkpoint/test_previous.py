@@ -1,0 +1,34 @@
+"""Files of the previous commit load, and training goes on from them with the same bits.
+
+tests/fixtures/make_previous.py made them, and says how.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures import make_previous
+
+FOLDER = Path(make_previous.__file__).parent / "previous"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text())
+
+
+def test_every_file_is_tried() -> None:
+    assert list(EXPECTED) == list(make_previous.CONTINUATIONS)
+
+
+@pytest.mark.parametrize("name", make_previous.CONTINUATIONS)
+def test_training_goes_on_with_the_same_bits(name: str) -> None:
+    if "DDP" in name and not torch.__version__.startswith("2.11."):
+        pytest.skip("torch reads pickles of a DDP in the version that wrote them, here 2.11")
+    found = make_previous.numbers(make_previous.CONTINUATIONS[name](FOLDER))
+    assert json.loads(json.dumps(found)) == EXPECTED[name]
+
+
+def test_pickles_need_nothing_imported_before() -> None:
+    """Unpickling imports ``tritonamp.installing``, and with it ``tritonamp``, by itself."""
+    code = f"import torch; torch.load({str(FOLDER / 'model_O2.pt')!r}, weights_only=False)"
+    subprocess.run([sys.executable, "-c", code], check=True)
