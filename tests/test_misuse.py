@@ -99,6 +99,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         "step of this NeedsClosure needs a closure",
     ),
     "level and policy": (adamw, {"policy": tritonamp.O1}, "got both level='O2' and policy"),
+    "the default level and policy": (
+        adamw,
+        {"level": "O1", "policy": tritonamp.O2},
+        "expected a level or a policy, got both level='O1' and policy.*drop one",
+    ),
     "not an optimizer": (lambda m: "adam", {}, "optimizer: got str"),
     "twice": (two, {}, "the same optimizer is in the list twice"),
     "replaced step": (replaced_step, {}, "step of this AdamW was replaced on the instance"),

@@ -44,7 +44,7 @@ def enable(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
-    level: str | Policy = "O1",
+    level: str | Policy | None = None,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     scaler: GradScaler | None = None,
@@ -58,7 +58,7 @@ def enable(
         optimizer: any torch.optim optimizer over the model's parameters, or several; None for
             inference.
         level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
-            a Policy.
+            a Policy. None: ``policy``, or "O1".
         dtype: torch.float16 (default) or torch.bfloat16.
         backend: "auto", "triton" or "eager".
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
@@ -73,14 +73,17 @@ def enable(
             changed then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
-    if policy is not None and level != "O1":
+    if policy is not None and level is not None:
         raise ValueError(
-            f"got both level={level!r} and policy: a policy takes the place of the level, drop one"
+            f"expected a level or a policy, got both level={level!r} and policy: a policy takes the "
+            "place of the level, drop one"
         )
     if scaler is not None:
         check_scaler(scaler, policy_fields)
         policy_fields["loss_scale"] = "dynamic"
-    resolved = resolve(level if policy is None else policy, dtype, **policy_fields)
+    if level is None:
+        level = "O1" if policy is None else policy
+    resolved = resolve(level, dtype, **policy_fields)
     given = _as_list(model)
     models = check_models(given, resolved)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
