@@ -125,6 +125,27 @@ def test_disable_keeps_what_was_trained_and_the_optimizer_goes_on(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_with_block_disables_at_its_end(device: torch.device, level: str) -> None:
+    model, optimizer, x = make(device)
+    with tritonamp.enable(model, optimizer, level=level) as amp:
+        assert isinstance(amp, tritonamp.Amp)
+        train(model, optimizer, amp, x)
+    assert type(model) is Net and type(optimizer) is torch.optim.AdamW
+    with pytest.raises(RuntimeError, match="this model was disabled"), amp:
+        pass
+
+
+def test_a_with_block_disables_after_an_exception_and_not_twice(device: torch.device) -> None:
+    model, optimizer, _ = make(device)
+    with pytest.raises(ZeroDivisionError), tritonamp.enable(model, optimizer, level="O2"):
+        raise ZeroDivisionError
+    assert type(model) is Net and type(optimizer) is torch.optim.AdamW
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        amp.disable()
+    assert type(model) is Net
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_copies_and_pickles_behave_like_the_original(
     handles: Any, device: torch.device, level: str
 ) -> None:

@@ -120,6 +120,9 @@ class Amp:
         optimizer.step()           # unscale, check, clip, update, half copies; or a skip
         optimizer.zero_grad()
 
+    As a context manager (``with tritonamp.enable(...) as amp:``) it disables at the end, after an
+    exception, too.
+
     Attributes:
         scaler: the GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
     """
@@ -184,6 +187,14 @@ class Amp:
         self._release = weakref.finalize(self._context, _release)
         self._release.atexit = False
         self._enabled = True
+
+    def __enter__(self) -> "Amp":
+        self._check_enabled("__enter__")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._enabled:  # unless it was disabled inside
+            self.disable()
 
     def backward(
         self,
