@@ -2,6 +2,7 @@
 parameters.
 """
 
+import contextlib
 import copy
 import gc
 import io
@@ -143,6 +144,26 @@ def test_a_with_block_disables_after_an_exception_and_not_twice(device: torch.de
     with tritonamp.enable(model, optimizer, level="O2") as amp:
         amp.disable()
     assert type(model) is Net
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_around_step_surrounds_decision_and_step(
+    handles: Any, device: torch.device, level: str, kind: Any
+) -> None:
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def around_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        seen.append((optimizer, amp.stats()["steps"]))
+        yield
+        seen.append(amp.stats()["steps"])
+
+    model, _, x = make(device)
+    optimizer = kind(model.parameters())
+    amp = handles(model, optimizer, level=level, around_step=around_step)
+    train(model, optimizer, amp, x, steps=2)
+    assert seen == [(optimizer, 0), 1, (optimizer, 1), 2]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -49,6 +49,7 @@ def enable(
     backend: str = "auto",
     scaler: GradScaler | None = None,
     policy: Policy | None = None,
+    around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     **policy_fields: Any,
 ) -> "Amp":
     """Turns on mixed precision for a model and its optimizer, in place.
@@ -63,6 +64,8 @@ def enable(
         backend: "auto", "triton" or "eager".
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
         policy: a Policy, the same as giving it as ``level``.
+        around_step: for libraries that adapt tritonamp: each ``optimizer.step()`` runs inside the
+            context manager that this gives for the optimizer, entered before anything is decided.
         policy_fields: fields of Policy that differ from the level's.
 
     Returns:
@@ -96,7 +99,7 @@ def enable(
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or _scaler_for(resolved, device)
     with torch.inference_mode(False):  # what is made here will have to train
-        return Amp(models, optimizers, resolved, chosen, scaler, device, given=given)
+        return Amp(models, optimizers, resolved, chosen, scaler, device, around_step, given)
 
 
 def _as_list(value: T | Iterable[T]) -> list[T]:
