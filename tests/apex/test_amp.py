@@ -307,19 +307,56 @@ def test_scale_loss_needs_initialize(monkeypatch: pytest.MonkeyPatch, device: to
         pass
 
 
+class Weighted(nn.Module):
+    """A criterion with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(2))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return (output * self.extra).mean() + self.extra.sum()
+
+
 def test_optimizer_over_more_than_the_models(device: torch.device) -> None:
-    """A criterion with parameters of its own that the script does not initialize."""
-    model, extra = Net().to(device), nn.Parameter(torch.ones(2, device=device))
-    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    """A criterion with parameters of its own has to be initialized, too."""
+    model, criterion = Net().to(device), Weighted().to(device)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD holds 1 parameter.*pass all modules it trains"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert type(model) is Net and type(optimizer) is torch.optim.SGD
+    amp.initialize([model, criterion], optimizer, opt_level="O2", verbosity=0)
     _amp_state.loss_scalers[0]._loss_scale = 16.0
-    with amp.scale_loss(
-        (model(batch(device)[0]) * extra).mean() + extra.sum(), optimizer
-    ) as scaled:
+    with amp.scale_loss(criterion(model(batch(device)[0])), optimizer) as scaled:
         scaled.backward()
-    assert torch.allclose(extra.grad, 1 + model(batch(device)[0]).mean(0) / 2, atol=1e-3)
+    masters = list(amp.master_params(optimizer))
+    assert torch.allclose(masters[-1].grad, 1 + model(batch(device)[0]).mean(0) / 2, atol=1e-3)
     optimizer.step()
-    assert extra.dtype is FP32 and bool((extra != 1).all())
+    assert masters[-1].dtype is FP32 and bool((masters[-1] != 1).all())
+
+
+class Refusing(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+REFUSED = {
+    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS calls its closure many"),
+    "closure": (lambda model: Refusing(model.parameters(), lr=0.1), "Refusing needs a closure"),
+    "foreign": (lambda model: torch.optim.SGD(Net().parameters(), lr=0.1), "not the model's"),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_enable_refuses_initialize_refuses(case: str, level: str) -> None:
+    make, text = REFUSED[case]
+    model = Net()
+    optimizer, before = make(model), values(model)
+    with pytest.raises(ValueError, match=text):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert type(model) is Net and same(values(model), before)
+    assert not hasattr(optimizer, "_stepper") and not _amp_state.handle.is_active()
 
 
 # a step

@@ -63,6 +63,8 @@ def initialize(
         RuntimeError: an unknown level, properties that contradict it, half or wrapped models, or an
             optimizer that was initialized before.
         TypeError: models or optimizers are neither single ones nor lists.
+        ValueError: what ``tritonamp.enable`` refuses, such as LBFGS, or an optimizer over
+            parameters that are not the models'.
     """
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []

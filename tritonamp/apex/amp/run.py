@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
-from tritonamp.kernels.device import check_dtype, choose_backend
 
 
 class Run:
@@ -28,18 +27,16 @@ class Run:
         num_losses: int = 1,
     ) -> None:
         self._models, self._optimizers = list(models), list(optimizers)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        params = [
-            *(p for model in models for p in model.parameters()),
-            *(p for group in groups for p in group["params"]),
-        ]
-        device = self._device = params[0].device if params else torch.device("cpu")
-        check_dtype(policy.dtype, device)
-        backend = choose_backend("auto", device)
+        to_enable = self._models or [_ParametersOf(optimizers)]
+        params = (p for model in to_enable for p in model.parameters())
+        device = self._device = next((p.device for p in params), torch.device("cpu"))
         self.scalers = [LossScaler(policy.loss_scale, *bounds, device) for _ in range(num_losses)]
-        scaler = self.scalers[0].scaler
-        self._amp = tritonamp.Amp(
-            self._models, self._optimizers, policy, backend, scaler, device, self._around_step
+        self._amp = tritonamp.enable(
+            to_enable,
+            self._optimizers,
+            policy=policy,
+            scaler=self.scalers[0].scaler if policy.loss_scale == "dynamic" else None,
+            around_step=self._around_step,
         )
         self._skips, self._fed = Skips(self._amp), set[Optimizer]()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -117,6 +114,20 @@ class Run:
         self._amp.disable()
         for owner in self._owners():
             del owner._amp_stash
+
+
+class _ParametersOf(nn.Module):
+    """The parameters of optimizers whose model nobody has named, for ``enable``."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__()
+        self._optimizers = optimizers
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Also of those that are plain tensors, which no module could register."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        params = dict.fromkeys(p for group in groups for p in group["params"])
+        return ((f"parameter {i}", p) for i, p in enumerate(params))
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
