@@ -370,6 +370,28 @@ def test_registered_functions_are_cast_from_the_next_init(kind: str) -> None:
         getattr(amp, f"register_{kind}_function")(module, "nothing")
 
 
+def test_two_calls_of_initialize_wrap_registered_functions_once() -> None:
+    def mine(*tensors: Tensor) -> list[torch.dtype]:
+        return Mine.dtypes(*tensors)
+
+    module = type("module", (), {"mine": staticmethod(mine)})
+    tensors = torch.ones(2), torch.ones(2, dtype=FP16)
+    models = []
+    for _ in range(2):
+        amp.register_half_function(module, "mine")
+        amp.register_half_function(module, "mine")
+        models.append(amp.initialize(nn.Linear(2, 2), verbosity=0))
+        assert module.mine(*tensors) == [FP16, FP16] and module.mine.__wrapped__ is mine
+    models.append(amp.initialize(nn.Linear(2, 2), verbosity=0))  # one that registers nothing
+    assert module.mine(*tensors) == [FP16, FP16] and module.mine.__wrapped__ is mine
+    assert F.linear.__wrapped__.__wrapped__ is not None
+    assert not hasattr(F.linear.__wrapped__.__wrapped__, "__wrapped__")
+    _amp_state.handle._deactivate()
+    assert module.mine is mine
+    amp.init()
+    assert module.mine is mine
+
+
 def test_a_registered_function_takes_precedence_over_the_lists(device: torch.device) -> None:
     amp.register_float_function(torch, "sigmoid")
     amp.init()

@@ -8,10 +8,10 @@ import torch
 
 from tritonamp.apex.amp import lists, wrap
 from tritonamp.apex.amp._amp_state import _amp_state
-from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle
+from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle, UserFunction
 from tritonamp.apex.amp.wrap import F
 
-_registered: list[tuple[Any, str, Callable[[Any], Any]]] = []
+_registered: list[UserFunction] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
@@ -39,11 +39,13 @@ def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         raise ValueError(
             f"No function named {name} in module {module}: allowed is the name of a function that it has"
         )
-    _registered.append((module, name, wrapper))
+    _registered.append(UserFunction(module, name, wrapper))
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Has the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
+    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
+
+    It stays there, wrapped once, through later calls of these, until the casts are taken off.
 
     Raises:
         ValueError: ``module`` has nothing of that name.
@@ -87,20 +89,29 @@ def init(
     Returns:
         the handle, which ``handle._deactivate()`` takes off again.
     """
-    _amp_state.handle._deactivate()
-    _amp_state.handle = (
-        NoOpHandle() if not enabled else AmpHandle(loss_scale, enable_caching, verbose, patch_type)
-    )
-    if isinstance(_amp_state.handle, AmpHandle):
-        _patch(_amp_state.handle, allow_banned)
-    return _amp_state.handle
+    earlier = _amp_state.handle
+    carried = earlier.user_functions if earlier.is_active() else []
+    earlier._deactivate()
+    if not enabled:
+        _amp_state.handle = NoOpHandle()
+        return _amp_state.handle
+    handle = _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, patch_type)
+    handle.user_functions = _without_repetition([*carried, *_registered])
+    _registered.clear()
+    _patch(handle, allow_banned)
+    return handle
+
+
+def _without_repetition(functions: list[UserFunction]) -> list[UserFunction]:
+    """Of entries for one function the last."""
+    last = {(id(function.module), function.name): function for function in functions}
+    return list(last.values())
 
 
 def _patch(handle: AmpHandle, allow_banned: bool) -> None:
-    """Puts wrappers around the functions of the lists, the user's own first."""
-    for module, name, wrapper in _registered:
-        handle._replace(module, name, wrapper)
-    _registered.clear()
+    """Put wrappers around the functions of the lists, the user's own first."""
+    for function in handle.user_functions:
+        handle._replace(*function)
     every = (
         lists.functional_overrides,
         lists.torch_overrides,

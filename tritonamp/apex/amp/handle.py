@@ -4,8 +4,8 @@ take them off.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,14 @@ from tritonamp.apex.amp.opt import OptimWrapper
 _INHERITED = object()
 
 
+class UserFunction(NamedTuple):
+    """A function of the user's own in the lists: ``module.name``, and what is put around it."""
+
+    module: Any
+    name: str
+    wrap: Callable[[Any], Any]
+
+
 class AmpHandle:
     """What ``amp.init`` returns, and ``_amp_state.handle`` after an ``amp.initialize`` of level O1
     or O4.
@@ -26,6 +34,7 @@ class AmpHandle:
         device_types: tensors elsewhere are left alone.
         loss_scale: of optimizers that ``wrap_optimizer`` and ``scale_loss`` are given.
         owners: the casts end with the last of these; None: they stay.
+        user_functions: those that the user has registered.
     """
 
     def __init__(
@@ -38,6 +47,7 @@ class AmpHandle:
     ) -> None:
         self.loss_scale, self.dtype, self.device_types = loss_scale, dtype, device_types
         self.owners: weakref.WeakSet[Any] | None = None
+        self.user_functions: list[UserFunction] = []
         self._enable_caching, self._verbose = enable_caching, verbose
         self._is_active = True
         self._cache: dict[Tensor, Tensor] = {}
@@ -151,6 +161,7 @@ class NoOpHandle:
     dtype, device_types = torch.float16, frozenset[str]()
     has_cache = verbose = False
     owners = None
+    user_functions: Sequence[UserFunction] = ()
 
     def is_active(self) -> bool:
         """False."""
