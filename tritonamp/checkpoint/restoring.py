@@ -68,10 +68,10 @@ def _state(name: str, tree: Any, value: Any) -> Any:
         return replace_tensors(tree, lambda _, tensor: _fresh(tensor, None))
     own = value.state_dict()
     if isinstance(value, nn.Module):
-        _check_module(name, tree, own)
+        check_module(name, tree, own)
         return replace_tensors(tree, lambda path, tensor: _in_place(tensor, tensor_at(own, path)))
     if isinstance(value, Optimizer):
-        params = _parameters(name, tree, value)
+        params = check_optimizer(name, tree, value)
 
         def like(path: Path, tensor: Tensor) -> Tensor:
             param = (
@@ -97,7 +97,8 @@ def _in_place(saved: Tensor, own: Tensor | None) -> Tensor:
     return own.detach() if own is not None and same else _fresh(saved, own)
 
 
-def _check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
+def check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise ValueError, with a list of keys, unless ``tree`` is a state like the module's ``own``."""
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     faults = {
         "missing in the checkpoint": [key for key in own if key not in tree],
@@ -116,8 +117,12 @@ def _check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
         raise ValueError(f"{name} is not what was saved; {'; '.join(found)}")
 
 
-def _parameters(name: str, tree: dict[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
-    """The optimizer's parameters by their numbers in the saved state."""
+def check_optimizer(name: str, tree: dict[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
+    """Return the optimizer's parameters by their numbers in the saved state.
+
+    Raises:
+        ValueError: its groups have other numbers of parameters.
+    """
     groups = [group["params"] for group in tree["param_groups"]] if "param_groups" in tree else []
     sizes = list(map(len, groups))
     own = [len(group["params"]) for group in optimizer.param_groups]

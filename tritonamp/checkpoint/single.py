@@ -17,6 +17,7 @@ from typing import Any
 from tritonamp.checkpoint import durable
 from tritonamp.checkpoint.agreement import on_all_ranks
 from tritonamp.checkpoint.content import collect
+from tritonamp.checkpoint.in_place import load_into
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
@@ -26,8 +27,9 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
     torch.device, torch.Size, or a list, tuple or dict of these. With torch.distributed initialised,
     call it on every rank: rank 0's objects are written, and all return after that.
 
-    Once it has returned, the file is on the disk; at every instant before, `load(path)` gives the
-    old or the new checkpoint, complete. An error before the new one is in place leaves the folder
+    `load(path, model=model, ...)` puts everything back, `load(path)` returns it. Once it has
+    returned, the file is on the disk; at every instant before, `load` gives the old or the new
+    checkpoint, complete. An error before the new one is in place leaves the folder
     as it was. A kill may leave a `<path>.saving-*`, which a save ten minutes later removes. Raises,
     before anything is written, ValueError (no objects, or the key path of a value that cannot be
     stored), IsADirectoryError or FileNotFoundError (unusable `path`); later OSError as the system
@@ -46,16 +48,33 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
             _commit(os.path.realpath(path), content)
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The objects that `save` wrote to `path`, by name: state dicts, plain values, tensors on the
-    CPU.
+def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
+    """Load what `save` wrote to `path` into `objects`, and return the rest by name.
+
+        saved = tritonamp.load("run.pt", model=model, optimizer=optimizer, amp=amp, rng=rng)
+        first_epoch = saved["epoch"]
+
+    Without `objects` everything is returned: state dicts, plain values, tensors on the CPU. With
+    them, each (or each in a list, tuple or dict, as they were saved) loads its own state, in the
+    order they need, whatever the order of the names: models, optimizers, the Amp, all others,
+    RNGState. Every state in the file wants its object; None has it returned as it is.
 
     The checksum is verified and unpickling is `weights_only`. If `path` is damaged or missing and
     `<path>.prev` is good, gives that one, with a RuntimeWarning naming both. No collectives: under
     torch.distributed every rank reads. Raises FileNotFoundError if neither file exists,
     RuntimeError saying what is wrong with each if neither is usable, IsADirectoryError for a
-    folder.
+    folder. With `objects`, before anything is changed, ValueError listing names, keys or shapes
+    that are only on one side; and RuntimeError where an object refuses its state after others have
+    loaded theirs, saying which.
     """
+    content = _read_newest(path)
+    if objects:
+        load_into(content, objects, f"load({os.fspath(path)!r})")
+    return {name: state for name, state in content.items() if objects.get(name) is None}
+
+
+def _read_newest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of the file, or, with a warning, of the one before it."""
     current = os.path.realpath(path)
     previous = current + ".prev"
     if os.path.isdir(current):
@@ -80,7 +99,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     warnings.warn(
         f"{current} is unusable ({fault}); loaded the older {previous}",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return content
 

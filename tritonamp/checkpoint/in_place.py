@@ -1,0 +1,138 @@
+"""Loads what a checkpoint holds into the objects it was saved from, in the order they need."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tritonamp.checkpoint.random_states import RNGState
+from tritonamp.checkpoint.restoring import check_module, check_optimizer
+
+
+class _Pair(NamedTuple):
+    """One object and the state that it is to load; ``name`` as the user would write it."""
+
+    name: str
+    owner: Any
+    state: Any
+
+
+def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str) -> None:
+    """Load the states in ``content`` into ``objects`` of the same names.
+
+    Args:
+        content: what was saved, by name.
+        objects: by name, what has ``load_state_dict``, or lists, tuples and dicts of such, as they
+            were saved; None: nothing is loaded.
+        call: what the user has written, for messages.
+
+    Raises:
+        ValueError: names, keys or shapes that are only on one side, listed; nothing was changed.
+        RuntimeError: an object's own ``load_state_dict`` has failed; says what was loaded before.
+    """
+    _check_names(content, objects, call)
+    pairs: list[_Pair] = []
+    faults: list[str] = []
+    for name, value in objects.items():
+        for found in _pairs(name, value, content[name]):
+            fault = found if isinstance(found, str) else _fault(found)
+            if fault:
+                faults.append(fault)
+            elif isinstance(found, _Pair):
+                pairs.append(found)
+    if faults:
+        raise ValueError(f"{call}: {'; '.join(faults)}. Nothing was changed")
+    pairs.sort(key=lambda pair: _turn(pair.owner))
+    for number, (name, owner, state) in enumerate(pairs):
+        try:
+            owner.load_state_dict(state)
+        except Exception as error:
+            before = ", ".join(pair.name for pair in pairs[:number]) or "nothing"
+            raise RuntimeError(
+                f"{call}: {name} raised {type(error).__name__}: {error}. Before it was loaded: "
+                f"{before}; {name} and what comes after it were not"
+            ) from error
+
+
+def _turn(owner: Any) -> int:
+    """When an object loads.
+
+    Optimizers compare their masters with the model's parameters, an Amp heals modules whose
+    parameters are in place, averages and schedulers look at all of these; random states come last,
+    because loading may draw numbers.
+    """
+    if isinstance(owner, nn.Module):
+        return 0
+    if isinstance(owner, Optimizer) or hasattr(owner, "param_groups"):
+        return 1
+    if hasattr(owner, "master_params"):  # an Amp, which this room does not know
+        return 2
+    return 4 if isinstance(owner, RNGState) else 3
+
+
+def _check_names(content: Mapping[str, Any], objects: Mapping[str, Any], call: str) -> None:
+    if unknown := [name for name in objects if name not in content]:
+        raise ValueError(
+            f"{call}: not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}"
+        )
+    if missing := [name for name in content if name not in objects and _holds(content[name], dict)]:
+        raise ValueError(
+            f"{call}: the checkpoint also has the state of {', '.join(missing)}: give the objects "
+            f"to load it into, or {missing[0]}=None to have it returned as it is"
+        )
+
+
+def _holds(tree: Any, kind: type) -> bool:
+    """Tell whether ``tree`` is of that kind, or a list or tuple with one in it."""
+    return isinstance(tree, kind) or (
+        isinstance(tree, (list, tuple)) and any(_holds(item, kind) for item in tree)
+    )
+
+
+def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair | str]:
+    """Yield the objects in ``value`` with their states, and what is wrong, as text."""
+    if value is None:
+        return
+    if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
+        yield _Pair(name, value, state)
+    elif isinstance(value, (list, tuple)):
+        if not isinstance(state, (list, tuple)) or len(state) != len(value):
+            yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
+            return
+        for i, item in enumerate(value):
+            yield from _pairs(f"{name}[{i}]", item, state[i])
+    elif isinstance(value, dict):
+        if not isinstance(state, dict) or state.keys() != value.keys():
+            yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
+            return
+        for key, item in value.items():
+            yield from _pairs(f"{name}[{key!r}]", item, state[key])
+    else:
+        yield (
+            f"{name}: expected an object with load_state_dict(), or None to have the value "
+            f"returned, got {type(value).__name__}"
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} objects"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
+    return type(value).__name__
+
+
+def _fault(pair: _Pair) -> str | None:
+    """Say what the object would refuse of the state, where that can be told beforehand."""
+    name, owner, state = pair
+    if not isinstance(state, dict):
+        return f"{name}: expected the state of a {type(owner).__name__}, got {_described(state)}"
+    try:
+        if isinstance(owner, nn.Module):
+            check_module(name, state, owner.state_dict())
+        elif isinstance(owner, Optimizer):
+            check_optimizer(name, state, owner)
+    except ValueError as error:
+        return str(error)
+    return None
