@@ -1,21 +1,12 @@
 """``python -m tritonamp``: the commands ``check``, ``demo`` and ``doctor``."""
 
 import argparse
-import importlib
-import json
 import sys
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-
-import torch
+from collections.abc import Sequence
 
 import tritonamp
 from tritonamp import demo
-from tritonamp.commands import doctor
-
-RETURNS = "(model, optimizer, batch), (model, optimizer, batch, loss_fn), or (model, batch); batch is a tuple of inputs"
+from tritonamp.commands import check, doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "doctor":
         print(doctor.report())
     elif args.command == "check":
-        return _check(args, parser.error)
+        return check.run(args, parser.error)
     else:
         try:
             demo.run(args)
@@ -38,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tritonamp", description=tritonamp.__doc__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-    _add_check(
+    check.add_arguments(
         commands.add_parser(
             "check", help="what half precision would do to a model, before it is trained"
         )
@@ -52,111 +43,6 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what this machine has, which backend each operation will use, and why"
     )
     return parser
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "One forward and backward in FP32 says what would overflow or vanish in half."
-    )
-    parser.epilog = (
-        "Exit status: 0 no problems, 1 problems, 2 the command could not be carried out."
-    )
-    parser.add_argument(
-        "factory",
-        metavar="module:factory",
-        help=f"a function without arguments that returns {RETURNS}",
-    )
-    parser.add_argument(
-        "--level", default="O2", choices=("O0", "O1", "O2", "O3"), help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--dtype",
-        default="float16",
-        choices=("float16", "bfloat16"),
-        help="the half format (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything that was measured as JSON"
-    )
-    parser.add_argument(
-        "--policy", type=Path, help="write the policy for tritonamp.enable, as JSON, to this file"
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        help="draw the exponents against the format's range, to this .png file",
-    )
-
-
-def _check(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
-    for path in (args.policy, args.picture):
-        if path is not None and not path.parent.is_dir():
-            fail(f"{path}: there is no folder {path.parent}")
-    if args.picture is not None and (
-        args.picture.suffix != ".png" or find_spec("matplotlib") is None
-    ):
-        fail(
-            f'--picture {args.picture}: needs a name that ends in .png, and matplotlib: pip install "tritonamp[demo]"'
-        )
-    try:
-        arguments = _made(args.factory)
-        forecast = tritonamp.check(*arguments, level=args.level, dtype=getattr(torch, args.dtype))
-    except (ValueError, RuntimeError) as error:
-        fail(str(error))
-    print(json.dumps(forecast.as_dict(), indent=1) if args.json else forecast)
-    if args.policy is not None:
-        args.policy.write_text(forecast.policy.to_json() + "\n")
-    if args.picture is not None:
-        from tritonamp.commands.ranges import save_picture  # here, because matplotlib is an extra
-
-        save_picture(forecast, args.picture)
-    return 1 if forecast.problems else 0
-
-
-def _made(factory: str) -> tuple[Any, ...]:
-    """What the factory returns, as the arguments of ``tritonamp.check``.
-
-    Raises:
-        ValueError: there is no such factory, it raises, or it returns something else.
-    """
-    module_name, _, name = factory.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"got {factory!r}, allowed is module:factory, such as train:make")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"cannot import {module_name!r}: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        sys.path.pop(0)
-    if not callable(getattr(module, name, None)):
-        functions = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
-        raise ValueError(
-            f"{module_name!r} has no function {name!r}; it has {', '.join(functions) or 'none'}"
-        )
-    try:
-        made = getattr(module, name)()
-    except Exception as error:
-        raise ValueError(f"{factory} raised {type(error).__name__}: {error}") from error
-    sizes = {2: "model, batch", 3: "model, optimizer, batch", 4: "with loss_fn"}
-    if (
-        not isinstance(made, tuple)
-        or len(made) not in sizes
-        or not isinstance(made[0], torch.nn.Module)
-    ):
-        got = (
-            f"a tuple of {', '.join(type(m).__name__ for m in made)}"
-            if isinstance(made, tuple)
-            else type(made).__name__
-        )
-        raise ValueError(f"{factory} returned {got}, allowed is {RETURNS}")
-    return (made[0], None, made[1]) if len(made) == 2 else made
 
 
 if __name__ == "__main__":
