@@ -26,7 +26,8 @@ from torch import Tensor
 import tritonamp
 from tritonamp.demo.compare import tasks
 from tritonamp.demo.data import batches
-from tritonamp.demo.train import Task, criterion, evaluate
+from tritonamp.demo.measured import Task, evaluate
+from tritonamp.demo.train import criterion
 
 RESULTS = Path(__file__).parent / "results"
 MODES = "O0", "O1", "O2", "torch.amp"

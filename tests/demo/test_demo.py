@@ -8,6 +8,8 @@ from torch import nn
 from tritonamp.__main__ import main
 from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data, memory
+from tritonamp.demo import train as example
+from tritonamp.demo.models import DigitNet
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,6 +83,26 @@ def test_one_level_in_bfloat16(tmp_path, capsys):
     assert rows == [["digits", "O2"], ["chars", "O2"]]
     assert "chars O2" in printed.err  # the progress bar
     assert picture.exists()
+
+
+def test_the_example_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(example, "STEPS", 4)
+    whole = example.main(tmp_path / "whole.pt", epochs=3)
+    told = capsys.readouterr().out.splitlines()
+    example.main(tmp_path / "stopped.pt", epochs=1)
+    model = example.main(tmp_path / "stopped.pt", epochs=3)
+    assert capsys.readouterr().out.splitlines() == told
+    assert [line.split(",")[0].split()[:2] for line in told] == [
+        ["epoch", f"{i}:"] for i in (1, 2, 3)
+    ]
+    assert type(model) is DigitNet
+    assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
+
+
+def test_the_example_learns(tmp_path, capsys):
+    example.main(tmp_path / "digits.pt", epochs=2)
+    accuracy = capsys.readouterr().out.splitlines()[-1].split("accuracy ")[1].split("%")[0]
+    assert float(accuracy) > 85
 
 
 def test_missing_package_names_the_extra(monkeypatch):

@@ -1,7 +1,7 @@
 """``python -m tritonamp demo``: two small models on real data, trained at every level; or a story
 of what goes wrong.
 
-``train.py`` is the file to read: its loop is the one a user writes.
+``train.py`` is the file to read: the whole of a training script, and the loop that all runs use.
 """
 
 import argparse

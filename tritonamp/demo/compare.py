@@ -10,9 +10,10 @@ from torch import Tensor
 from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data, memory
 from tritonamp.demo.device import chosen_device, describe
+from tritonamp.demo.measured import Run, Task, measured
 from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
-from tritonamp.demo.train import Run, Task, criterion, train
+from tritonamp.demo.train import criterion
 
 WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs
 HEADER = (
@@ -77,13 +78,10 @@ def tasks() -> list[Task]:
 def _train_levels(task: Task, args: argparse.Namespace, device: torch.device) -> Iterator[Run]:
     steps = args.steps or task.steps
     dtype = getattr(torch, args.dtype)
+    settings = {"dtype": dtype, "device": device, "seed": args.seed}
     for level in args.level or LEVELS:
-        train(
-            task, level, dtype=dtype, device=device, steps=WARM_UP_STEPS, seed=args.seed, quiet=True
-        )
-        yield train(
-            task, level, dtype=dtype, device=device, steps=steps, seed=args.seed, quiet=args.quiet
-        )
+        measured(task, level, steps=WARM_UP_STEPS, quiet=True, **settings)
+        yield measured(task, level, steps=steps, quiet=args.quiet, **settings)
 
 
 def _row(run: Run) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tritonamp.demo.train import Run
+from tritonamp.demo.measured import Run
 
 STYLES: dict[
     str, dict[str, Any]

@@ -1,98 +1,64 @@
-"""Trains one model at one level: the example to read."""
+"""Train a model in mixed precision, save it and go on: the example to read, and to copy from.
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+::
+
+    python -m tritonamp.demo.train digits.pt       # the same again: goes on where it was stopped
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import tritonamp
-from tritonamp.demo import memory
-from tritonamp.demo.data import Split, batches
+from tritonamp.demo.data import batches, digits
+from tritonamp.demo.models import DigitNet
 
-SCALE_READS = 50  # stats() may wait for the GPU: that often a run, not every step
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model, its data and how it trains; the same at every level.
-
-    Attributes:
-        score: (logits, targets) of the whole test -> the number in the table.
-        shown_as: format of that number.
-    """
-
-    name: str
-    title: str
-    build: Callable[[], nn.Module]
-    split: Split
-    batch_size: int
-    lr: float
-    steps: int
-    score: Callable[[Tensor, Tensor], Tensor]
-    shown_as: str
+EPOCHS, STEPS, BATCH_SIZE = 5, 60, 64
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one training run left behind. ``scales``: (step, loss scale) now and then."""
+def main(path: Path, epochs: int = EPOCHS) -> nn.Module:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    data = digits()
+    model = DigitNet().to(device)  # in FP32, as always: enable makes the half copies
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    task: Task
-    level: str
-    score: float
-    seconds: float
-    peak_bytes: int
-    losses: list[float]
-    scales: list[tuple[int, float]]
-    stats: dict[str, Any]
-    explanation: str
-
-    @property
-    def shown_score(self) -> str:
-        return self.task.shown_as.format(self.score)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:  # at the end model is plain again
+        run = {"model": model, "optimizer": optimizer, "amp": amp, "rng": tritonamp.RNGState()}
+        done = tritonamp.load(path, **run)["done"] if path.exists() else 0
+        for epoch in range(done, epochs):
+            losses = train(model, optimizer, amp, batches(data, BATCH_SIZE, STEPS, epoch, device))
+            right = predict(model, data.test_x, device).argmax(-1) == data.test_y
+            tritonamp.save(path, **run, done=epoch + 1)  # a kill at any instant costs nothing older
+            print(
+                f"epoch {epoch + 1}: loss {losses.mean().item():.3f}, "
+                f"accuracy {right.float().mean().item():.1%}, loss scale {amp.stats()['scale']:g}"
+            )
+        if amp.stats()["skipped"]:
+            print(amp.explain())
+    return model
 
 
 def train(
-    task: Task,
-    level: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    steps: int,
-    seed: int,
-    quiet: bool,
-) -> Run:
-    memory.forget_peak(device)
-    torch.manual_seed(seed)  # equal weights at every level
-    model = task.build().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
-    amp = tritonamp.enable(model, optimizer, level=level, dtype=dtype)
-
-    losses, scales = [], []
-    loader = batches(task.split, task.batch_size, steps, seed, device)
-    start = time.perf_counter()
-    for x, y in tqdm(loader, f"{task.name} {level}", total=steps, disable=quiet, leave=False):
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    amp: tritonamp.Amp,
+    data: Iterable[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Take a step for each batch; return the losses, on the device."""
+    losses = []
+    for x, y in data:
         loss = criterion(model(x), y)
-        amp.backward(loss)
-        amp.clip_grad_norm_(1.0)
-        optimizer.step()
+        amp.backward(loss)  # instead of loss.backward()
+        amp.clip_grad_norm_(1.0)  # true gradients, clipped inside the step
+        optimizer.step()  # a step, or a skip where gradients are not finite
         optimizer.zero_grad()
-
-        losses.append(loss.detach())  # on the device: reading the value would wait for it
-        if len(losses) % max(1, steps // SCALE_READS) == 0:
-            scales.append((len(losses), amp.stats()["scale"]))
-    curve = torch.stack(losses).tolist()  # waits for the last step, so the clock may stop
-    seconds = time.perf_counter() - start
-
-    stats, explanation = amp.stats(), amp.explain()
-    score = evaluate(model, task, device)
-    peak = memory.peak(device, model, optimizer, lambda: amp.backward(criterion(model(x), y)))
-    amp.disable()
-    return Run(task, level, score, seconds, peak, curve, scales, stats, explanation)
+        losses.append(loss.detach())  # reading the value here would wait for the device
+    return torch.stack(losses)
 
 
 def criterion(logits: Tensor, targets: Tensor) -> Tensor:
@@ -101,10 +67,15 @@ def criterion(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, device: torch.device) -> float:
+def predict(
+    model: nn.Module, x: Tensor, device: torch.device, batch_size: int = BATCH_SIZE
+) -> Tensor:
+    """Evaluate the model on ``x``, batch by batch; return its outputs on the CPU."""
     model.eval()
-    logits = torch.cat(
-        [model(x.to(device)).float().cpu() for x in task.split.test_x.split(task.batch_size)]
-    )
+    outputs = [model(part.to(device)).float().cpu() for part in x.split(batch_size)]
     model.train()
-    return task.score(logits, task.split.test_y).item()
+    return torch.cat(outputs)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
