@@ -39,14 +39,14 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "zero for O": (
         adamw,
         {"level": "02"},
-        "unknown level '02'.*capital letter O.*'O2'.*allowed are 'O0', 'O1'",
+        "level: expected 'O0', 'O1'.*got '02'.*capital letter O.*'O2'",
     ),
-    "lower case": (adamw, {"level": "o1"}, "unknown level 'o1'.*'O1'"),
-    "level 7": (adamw, {"level": "O7"}, "unknown level 'O7': allowed are 'O0'"),
+    "lower case": (adamw, {"level": "o1"}, "level: expected .*got 'o1'.*: 'O1'"),
+    "level 7": (adamw, {"level": "O7"}, "level: expected 'O0'.*got 'O7'"),
     "dtype": (
         adamw,
         {"dtype": torch.float32},
-        "dtype=torch.float32: allowed are torch.float16 and torch.bfloat16",
+        "dtype: expected torch.float16 or torch.bfloat16, got torch.float32",
     ),
     "backend": (
         adamw,
@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "field": (
         adamw,
         {"keep_batchnorm_fp32": True},
-        "unknown policy field.*keep_batchnorm_fp32: allowed are cast_inputs",
+        "expected policy fields of cast_inputs.*got the unknown keep_batchnorm_fp32",
     ),
     "conflict": (
         adamw,

@@ -174,10 +174,10 @@ def test_a_graph_that_outlives_its_step(run: Run) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda model: FaultInjector(model, rate=1.5), "rate: got 1.5, allowed is 0 to 1"),
+        (lambda model: FaultInjector(model, rate=1.5), "rate: expected 0 to 1, got 1.5"),
         (
             lambda model: FaultInjector(model, kinds=["lost"]),
-            "got kind 'lost', allowed are 'batch', 'loss', 'overfl",
+            "kind: expected one of 'batch', 'loss', 'overfl.*got 'lost'",
         ),
         (
             lambda model: FaultInjector(model, kinds=["out of memory"]),
@@ -185,7 +185,7 @@ def test_a_graph_that_outlives_its_step(run: Run) -> None:
         ),
         (
             lambda model: FaultInjector(model).step(Fault("gradient", "head")).__enter__(),
-            r"got place 'head', allowed for 'gradient' are \['0.weight', '0.bias', '2.weight', '2.bias'\]",
+            r"for 'gradient' one of \['0.weight', '0.bias', '2.weight', '2.bias'\], got 'head'",
         ),
     ],
 )

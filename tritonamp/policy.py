@@ -77,7 +77,7 @@ class Policy:
         modules = tuple(modules) if isinstance(modules, Iterable) else (modules,)
         if not all(isinstance(m, (str, type)) for m in modules):
             raise ValueError(
-                f"fp32_modules={self.fp32_modules!r}: allowed are module names and module classes"
+                f"fp32_modules: expected module names and module classes, got {self.fp32_modules!r}"
             )
         object.__setattr__(self, "fp32_modules", modules)
         if (
@@ -120,7 +120,8 @@ class Policy:
                 else type(plain).__name__
             )
             raise ValueError(
-                f"Policy.from_json: got {got}, allowed are an object's keys {', '.join(sorted(known))}"
+                f"Policy.from_json: expected an object with keys of {', '.join(sorted(known))}, "
+                f"got {got}"
             )
         for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype"):
             if isinstance(plain.get(name), str):
@@ -133,7 +134,7 @@ class Policy:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients carry a loss scale, so that a plain ``loss.backward()`` would be wrong."""
+        """Whether gradients carry a loss scale, so a plain ``loss.backward()`` is wrong."""
         return self.loss_scale != 1.0
 
 
@@ -155,7 +156,7 @@ def _named_class(text: str) -> type:
         ) from error
     if not isinstance(found, type):
         raise ValueError(
-            f"fp32_modules: {text!r} is {type(found).__name__}, allowed are classes of modules"
+            f"fp32_modules: expected the class of a module, got {text!r}, a {type(found).__name__}"
         )
     return found
 
@@ -166,48 +167,75 @@ def _is_number(value: object) -> bool:
 
 def _bad_values(policy: Policy) -> Iterable[str]:
     if policy.dtype not in HALF_DTYPES:
-        yield f"dtype={policy.dtype}: allowed are torch.float16 and torch.bfloat16 (for FP32 training use level='O0')"
+        yield (
+            f"dtype: expected torch.float16 or torch.bfloat16, got {policy.dtype} (for FP32 "
+            "training use level='O0')"
+        )
     for name in (
         field.name for field in dataclasses.fields(policy) if field.type in (bool, "bool")
     ):
         if not isinstance(getattr(policy, name), bool):
-            yield f"{name}={getattr(policy, name)!r}: allowed are True and False"
+            yield f"{name}: expected True or False, got {getattr(policy, name)!r}"
     scale = policy.loss_scale
     if scale != "dynamic" and (not _is_number(scale) or not 0 < float(scale) < math.inf):
-        yield f"loss_scale={scale!r}: allowed are 'dynamic' and a positive finite number"
+        yield f"loss_scale: expected 'dynamic' or a positive finite number, got {scale!r}"
     if policy.cast_outputs not in (None, torch.float32, *HALF_DTYPES):
-        yield f"cast_outputs={policy.cast_outputs!r}: allowed are torch.float32, a half dtype, and None"
+        yield (
+            "cast_outputs: expected torch.float32, a half dtype or None, got "
+            f"{policy.cast_outputs!r}"
+        )
     if policy.softmax_dtype not in (None, torch.float32):
-        yield f"softmax_dtype={policy.softmax_dtype!r}: allowed are None (keep the input's dtype) and torch.float32"
+        yield (
+            "softmax_dtype: expected None (keep the input's dtype) or torch.float32, got "
+            f"{policy.softmax_dtype!r}"
+        )
     if policy.state_dict_dtype not in (torch.float32, policy.dtype):
-        yield f"state_dict_dtype={policy.state_dict_dtype!r}: allowed are torch.float32 and the policy's {policy.dtype}"
+        yield (
+            f"state_dict_dtype: expected torch.float32 or the policy's {policy.dtype}, got "
+            f"{policy.state_dict_dtype!r}"
+        )
     if (
         isinstance(policy.raise_after, bool)
         or not isinstance(policy.raise_after, int)
         or policy.raise_after < 1
     ):
-        yield f"raise_after={policy.raise_after!r}: allowed is a whole number from 1"
+        yield f"raise_after: expected a whole number from 1, got {policy.raise_after!r}"
     if policy.on_nonfinite not in ON_NONFINITE:
-        yield f"on_nonfinite={policy.on_nonfinite!r}: allowed are {', '.join(map(repr, ON_NONFINITE))}"
+        yield (
+            f"on_nonfinite: expected one of {', '.join(map(repr, ON_NONFINITE))}, got "
+            f"{policy.on_nonfinite!r}"
+        )
 
 
 def _conflicts(policy: Policy) -> Iterable[str]:
     if not policy.cast_model:
         if policy.master_weights and not policy.half_parameters:
             yield (
-                "master_weights=True needs cast_model=True: with FP32 parameters the parameters are the masters "
-                "(drop master_weights, or use level='O2')"
+                "master_weights=True needs cast_model=True: with FP32 parameters the parameters "
+                "are the masters (drop master_weights, or use level='O2')"
             )
         if policy.keep_norms_fp32:
-            yield "keep_norms_fp32=True needs cast_model=True: without it every parameter is FP32 already"
+            yield (
+                "keep_norms_fp32=True needs cast_model=True: without it every parameter is FP32 "
+                "already"
+            )
     if policy.cast_inputs and not (policy.cast_model or policy.op_policy):
-        yield "cast_inputs=True needs cast_model=True or op_policy=True: FP32 layers refuse half inputs"
+        yield (
+            "cast_inputs=True needs cast_model=True or op_policy=True: FP32 layers refuse half "
+            "inputs"
+        )
     if policy.cast_model and not policy.op_policy and not policy.cast_inputs:
-        yield "cast_model=True with op_policy=False needs cast_inputs=True: half layers refuse FP32 inputs"
+        yield (
+            "cast_model=True with op_policy=False needs cast_inputs=True: half layers refuse FP32 "
+            "inputs"
+        )
     if policy.softmax_dtype is not None and not policy.op_policy:
         yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"
     if policy.fp32_modules and not (policy.cast_model or policy.op_policy):
-        yield "fp32_modules needs cast_model=True or op_policy=True: without them everything is FP32 already"
+        yield (
+            "fp32_modules needs cast_model=True or op_policy=True: without them everything is FP32 "
+            "already"
+        )
 
 
 O0 = Policy()
@@ -237,12 +265,14 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     unknown = sorted(set(fields) - known)
     if unknown:
         raise ValueError(
-            f"unknown policy field(s) {', '.join(unknown)}: allowed are {', '.join(sorted(known))}"
+            f"expected policy fields of {', '.join(sorted(known))}, got the unknown "
+            f"{', '.join(unknown)}"
         )
     base, named_dtype = _base(level)
     if named_dtype is not None and dtype not in (None, named_dtype):
         raise ValueError(
-            f"level={level!r} means {named_dtype}, got dtype={dtype}: drop dtype, or use 'O1' or 'O2'"
+            f"level={level!r}: expected {named_dtype}, got dtype={dtype}: drop dtype, or use 'O1' "
+            "or 'O2'"
         )
     dtype = dtype or named_dtype
     if dtype is not None and dtype is not base.dtype:
@@ -268,5 +298,5 @@ def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
         and f"O{level[1:]}" in {**LEVELS, **BF16_LEVELS}
     ):
         hint = f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
-    allowed = ", ".join(map(repr, [*LEVELS, *BF16_LEVELS]))
-    raise ValueError(f"unknown level {level!r}{hint}: allowed are {allowed}, or a tritonamp.Policy")
+    names = ", ".join(map(repr, [*LEVELS, *BF16_LEVELS]))
+    raise ValueError(f"level: expected {names} or a tritonamp.Policy, got {level!r}{hint}")

@@ -130,7 +130,7 @@ class FaultInjector:
         kinds: Sequence[str] | None = None,
     ) -> None:
         if not 0.0 <= rate <= 1.0:
-            raise ValueError(f"rate: got {rate}, allowed is 0 to 1")
+            raise ValueError(f"rate: expected 0 to 1, got {rate}")
         if kinds is None:
             kinds = [kind for kind in KINDS if optimizer is not None or kind not in _IN_STEP]
         self.injected: list[Fault] = []
@@ -181,12 +181,16 @@ class FaultInjector:
 
     def _check(self, fault: Fault) -> None:
         if fault.kind not in CAUSES:
-            raise ValueError(f"got kind {fault.kind!r}, allowed are {', '.join(map(repr, KINDS))}")
+            raise ValueError(
+                f"kind: expected one of {', '.join(map(repr, KINDS))}, got {fault.kind!r}"
+            )
         if fault.kind in _IN_STEP and self._optimizer is None:
             raise ValueError(f"{fault.kind!r} needs the optimizer: FaultInjector(model, optimizer)")
         names = self._places(fault.kind)
         if fault.place and fault.place not in names:
-            raise ValueError(f"got place {fault.place!r}, allowed for {fault.kind!r} are {names}")
+            raise ValueError(
+                f"place: expected for {fault.kind!r} one of {names}, got {fault.place!r}"
+            )
 
     def _places(self, kind: str) -> list[str]:
         if kind in ("gradient", "missing gradient"):

@@ -306,7 +306,7 @@ def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     )
     yield (
         "no object",
-        r"step: got int; allowed are objects with state_dict\(\)",
+        r"step: expected an object with state_dict\(\).*got int",
         lambda p: load_sharded(p, model=None, optimizer=None, step=3),
     )
     yield (
@@ -367,9 +367,9 @@ class Tensor2(torch.Tensor):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (print, "value: got builtins.builtin_function_or_method"),
-        (torch.ones(1).as_subclass(Tensor2), "value: got .*Tensor2"),
-        (torch.ones(2).to_sparse(), "value: got torch.Tensor; allowed are strided tensors"),
+        (print, "value: .*got builtins.builtin_function_or_method"),
+        (torch.ones(1).as_subclass(Tensor2), "value: .*got .*Tensor2"),
+        (torch.ones(2).to_sparse(), "value: expected strided tensors .*got torch.Tensor"),
         ({1: torch.ones(1), "1": torch.ones(1)}, "cannot save value.1: two tensors have this name"),
     ],
     ids=["function", "subclass", "sparse", "collision"],

@@ -123,13 +123,13 @@ def test_the_bars_of_the_picture():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["check_factories"], "got 'check_factories', allowed is module:factory"),
+        (["check_factories"], "expected module:factory, such as train:make, got 'check_factories'"),
         (["no_such_module:make"], "cannot import 'no_such_module': ModuleNotFoundError"),
         (["check_factories:nothing"], "has no function 'nothing'; it has Square, clean, faulty"),
         (["check_factories:constant"], "has no function 'constant'"),
         (["check_factories:raises"], "check_factories:raises raised KeyError: 'weights.pt'"),
-        (["check_factories:number"], r"returned int, allowed is (model, optimizer, batch)"),
-        (["check_factories:swapped"], "returned a tuple of tuple, Linear"),
+        (["check_factories:number"], "number: expected (model, optimizer, batch), (model"),
+        (["check_factories:swapped"], "got a tuple of tuple, Linear"),
         (["check_factories:fails"], "failed in the dry run, in FP32"),
         (["check_factories:clean", "--picture", "range.jpg"], "needs a name that ends in .png"),
         (

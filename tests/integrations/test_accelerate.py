@@ -270,7 +270,7 @@ def test_trained_again_and_pickled() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="mixed_precision='bf16', allowed is 'no'"):
+    with pytest.raises(ValueError, match="mixed_precision='no', got 'bf16'"):
         enable(Accelerator(cpu=True, mixed_precision="bf16"), level="O2")
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)

@@ -200,6 +200,6 @@ def test_trainers_own_optimizer_and_a_second_training(tmp_path: Path) -> None:
 def test_a_trainer_that_casts_by_itself_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, language_model(), bf16=True)
     with pytest.raises(
-        ValueError, match=r"mixed_precision='bf16', allowed is 'no'.*leave fp16 and bf16 False"
+        ValueError, match=r"mixed_precision='no', got 'bf16'.*leave fp16 and bf16 False"
     ):
         enable(trainer, level="O2")

@@ -44,8 +44,9 @@ def install() -> None:
     package = sys.modules[__name__]
     if sys.modules.get("apex", package) is not package:
         raise RuntimeError(
-            f"tritonamp.apex.install(): apex is imported already, from {sys.modules['apex'].__file__}: "
-            "call install() before the first import of apex, or replace `apex` by `tritonamp.apex` in the script"
+            "tritonamp.apex.install(): apex is imported already, from "
+            f"{sys.modules['apex'].__file__}: call install() before the first import of apex, or "
+            "replace `apex` by `tritonamp.apex` in the script"
         )
     for part in pkgutil.walk_packages(package.__path__, f"{__name__}."):
         sys.modules[part.name.removeprefix("tritonamp.")] = importlib.import_module(part.name)

@@ -31,7 +31,7 @@ Lists = Sequence[Sequence[Tensor]]
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
 ) -> None:
-    """``out = scale * x`` for ``tensor_lists`` x, out; looks for values that are not finite in x."""
+    """``out = scale * x`` for ``tensor_lists`` x, out; look for values in x that are not finite."""
     xs, outs = tensor_lists
     if len(xs):
         _flag(noop_flag, xs)
@@ -122,9 +122,14 @@ def update_scale_hysteresis(
 
 @torch.no_grad()
 def multi_tensor_adagrad(
-    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists, lr: float, eps: float, mode: int,
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    lr: float,
+    eps: float,
+    mode: int,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """A step of Adagrad for ``tensor_lists`` gradients, parameters, sums of squares.
 
     Args:
@@ -143,10 +148,21 @@ def multi_tensor_adagrad(
 
 @torch.no_grad()
 def multi_tensor_novograd(
-    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists, grad_norms: Tensor, lr: float, beta1: float,
-    beta2: float, eps: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
     norm_type: int,
-) -> None:  # fmt: skip
+) -> None:
     """A step of NovoGrad for ``tensor_lists`` gradients, parameters, first moments.
 
     Args:
@@ -176,10 +192,22 @@ def multi_tensor_novograd(
 
 @torch.no_grad()
 def multi_tensor_lamb(
-    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float,
-    step: int, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: Tensor,
-    max_grad_norm: float, use_nvlamb: bool | None = False,
-) -> None:  # fmt: skip
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:
     """A step of LAMB for ``tensor_lists`` gradients, parameters, first moments, second moments.
 
     Args:

@@ -31,8 +31,8 @@ def gather(value: Any) -> list[Any]:
         dist.all_gather_object(values, value)
     except RuntimeError as error:  # also where this met a collective of another kind
         raise RuntimeError(
-            "the other ranks did not answer: save, save_sharded and load_sharded are called on every rank, not under "
-            f"`if rank == 0` ({error})"
+            "the other ranks did not answer: save, save_sharded and load_sharded are called on "
+            f"every rank, not under `if rank == 0` ({error})"
         ) from error
     return values
 

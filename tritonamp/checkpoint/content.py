@@ -66,9 +66,10 @@ def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False
     tensors = "strided tensors (no subclass but DTensor" if sharded else "tensors (no subclass"
     remedy = "convert it" if sharded else "convert it (.full_tensor()), use save_sharded"
     raise ValueError(
-        f"cannot save {where}: got {kind.__module__}.{kind.__qualname__}; allowed are {tensors}, not on the "
-        "meta device), None, bool, int (up to 2032 bits), float, complex, str, torch.dtype, torch.device, torch.Size, "
-        f"lists, tuples, dicts of these, and by name objects with state_dict(); {remedy} or omit it"
+        f"cannot save {where}: expected {tensors}, not on the meta device), None, bool, int (up to "
+        "2032 bits), float, complex, str, torch.dtype, torch.device, torch.Size, lists, tuples, "
+        "dicts of these, or by name objects with state_dict(), got "
+        f"{kind.__module__}.{kind.__qualname__}; {remedy} or omit it"
     )
 
 

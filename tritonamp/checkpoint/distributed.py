@@ -27,11 +27,18 @@ from tritonamp.checkpoint.agreement import is_distributed, rank
 
 METADATA = ".metadata"  # where torch.distributed.checkpoint says which tensor is in which file
 
-_CLASSES = (
-    metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
-    metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo, torch.serialization._get_layout,
-)  # fmt: skip
+_CLASSES = (  # all that a .metadata of torch 2.11 to 2.15 names
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.serialization._get_layout,
+)
 
 
 def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[int, str]]:

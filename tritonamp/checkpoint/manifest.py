@@ -85,7 +85,8 @@ def commit(fresh: str, target: str, manifest: Manifest) -> None:
         path = os.path.join(fresh, name)
         if not os.path.exists(path) or os.path.getsize(path) != size:
             raise RuntimeError(
-                f"{path} is not there, though a rank has written it: name a folder that all ranks see"
+                f"{path} is not there, though a rank has written it: name a folder that all ranks "
+                "see"
             )
     durable.write(os.path.join(fresh, MANIFEST), manifest._asdict())
     durable.sync_folder(fresh)
@@ -179,7 +180,8 @@ def _read_manifest(files: Folder) -> Manifest:
             content = durable.read(file)
     except FileNotFoundError:
         raise ValueError(
-            f"no {MANIFEST} in it, so not from save_sharded; torch.distributed.checkpoint.load may read it"
+            f"no {MANIFEST} in it, so not from save_sharded; torch.distributed.checkpoint.load may "
+            "read it"
         ) from None
     if content.get("format") != _FORMAT:
         raise ValueError(

@@ -50,16 +50,16 @@ def _check_names(content: dict[str, Any], saved: Sequence[str], objects: dict[st
         )
     if missing := [name for name in saved if name not in objects]:
         raise ValueError(
-            f"the checkpoint also has the state of {', '.join(missing)}: give the objects to load it into, or "
-            f"{missing[0]}=None to leave it out"
+            f"the checkpoint also has the state of {', '.join(missing)}: give the objects to load "
+            f"it into, or {missing[0]}=None to leave it out"
         )
     for name, value in objects.items():
         if value is not None and not (
             hasattr(value, "load_state_dict") and hasattr(value, "state_dict")
         ):
             raise ValueError(
-                f"{name}: got {type(value).__name__}; allowed are objects with state_dict() and load_state_dict(), or "
-                "None to leave it out; values are returned without being named"
+                f"{name}: expected an object with state_dict() and load_state_dict(), or None to "
+                f"leave it out, got {type(value).__name__}; values are returned without being named"
             )
 
 
@@ -98,7 +98,7 @@ def _in_place(saved: Tensor, own: Tensor | None) -> Tensor:
 
 
 def check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise ValueError, with a list of keys, unless ``tree`` is a state like the module's ``own``."""
+    """Raise ValueError, with a list of keys, unless ``tree`` is like the module's ``own`` state."""
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     faults = {
         "missing in the checkpoint": [key for key in own if key not in tree],
@@ -128,7 +128,8 @@ def check_optimizer(name: str, tree: dict[str, Any], optimizer: Optimizer) -> di
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise ValueError(
-            f"{name} is not what was saved: {own} parameters in its groups, {sizes} in the checkpoint"
+            f"{name} is not what was saved: {own} parameters in its groups, {sizes} in the "
+            "checkpoint"
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return dict(zip([number for group in groups for number in group], params, strict=True))

@@ -34,7 +34,8 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
     with on_all_ranks(call) as first:
         if not objects:
             raise ValueError(
-                f"{call} got nothing to save; name the objects, as in save_sharded(folder, model=model)"
+                f"{call} got nothing to save; name the objects, as in save_sharded(folder, "
+                "model=model)"
             )
         content = collect(objects, sharded=True)
         tensors = _described(content)
@@ -109,7 +110,8 @@ def _described(content: dict[str, Any]) -> dict[str, str]:
         key = key_of(path)
         if key in described:
             raise ValueError(
-                f"cannot save {key}: two tensors have this name once keys are joined by dots; rename one"
+                f"cannot save {key}: two tensors have this name once keys are joined by dots; "
+                "rename one"
             )
         described[key] = f"{tuple(tensor.shape)} {tensor.dtype}"
     return described
@@ -120,6 +122,7 @@ def _check_same(ranks: list[dict[str, str]]) -> None:
         names = {**ranks[0], **tensors}
         if differing := [name for name in names if ranks[0].get(name) != tensors.get(name)]:
             raise ValueError(
-                f"ranks differ in what they save: {', '.join(differing[:5])} ({len(differing)} in all) is not the same "
-                f"on ranks 0 and {number}: save the same objects everywhere, as DTensors what is sharded"
+                f"ranks differ in what they save: {', '.join(differing[:5])} ({len(differing)} in "
+                f"all) is not the same on ranks 0 and {number}: save the same objects everywhere, "
+                "as DTensors what is sharded"
             )

@@ -114,7 +114,8 @@ def _commit(target: str, content: dict[str, Any]) -> None:
     folder = os.path.dirname(target)
     if os.path.exists(target) and not os.path.isfile(target):
         raise IsADirectoryError(
-            f"cannot save to {target}: it is a folder or a device; name a file, or use save_sharded for a folder"
+            f"cannot save to {target}: it is a folder or a device; name a file, or use "
+            "save_sharded for a folder"
         )
     if not os.path.isdir(folder):
         raise FileNotFoundError(

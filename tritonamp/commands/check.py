@@ -13,7 +13,10 @@ import torch
 
 import tritonamp
 
-RETURNS = "(model, optimizer, batch), (model, optimizer, batch, loss_fn), or (model, batch); batch is a tuple of inputs"
+RETURNS = (
+    "(model, optimizer, batch), (model, optimizer, batch, loss_fn), or (model, batch); batch is a "
+    "tuple of inputs"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,8 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         args.picture.suffix != ".png" or find_spec("matplotlib") is None
     ):
         fail(
-            f'--picture {args.picture}: needs a name that ends in .png, and matplotlib: pip install "tritonamp[demo]"'
+            f"--picture {args.picture}: needs a name that ends in .png, and matplotlib: pip "
+            'install "tritonamp[demo]"'
         )
     try:
         arguments = _made(args.factory)
@@ -89,7 +93,7 @@ def _made(factory: str) -> tuple[Any, ...]:
     """
     module_name, _, name = factory.partition(":")
     if not module_name or not name:
-        raise ValueError(f"got {factory!r}, allowed is module:factory, such as train:make")
+        raise ValueError(f"expected module:factory, such as train:make, got {factory!r}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
@@ -123,5 +127,5 @@ def _made(factory: str) -> tuple[Any, ...]:
             if isinstance(made, tuple)
             else type(made).__name__
         )
-        raise ValueError(f"{factory} returned {got}, allowed is {RETURNS}")
+        raise ValueError(f"{factory}: expected {RETURNS}, got {got}")
     return (made[0], None, made[1]) if len(made) == 2 else made

@@ -85,7 +85,7 @@ def _refuse_what_stories_ignore(args: argparse.Namespace) -> None:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, allowed are 1 and more")
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return number
 
 
@@ -94,6 +94,6 @@ def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".png" or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"got {text}, allowed is a .png file in a folder that exists"
+            f"expected a .png file in a folder that exists, got {text}"
         )
     return path

@@ -39,7 +39,8 @@ def compare(args: argparse.Namespace) -> None:
     print(f"seconds: the training loop alone; peak MiB: {memory.MEANING[device.type]}.")
     if device.type == "cpu":
         print(
-            "On a CPU half is computed in FP32 and rounded: read the results; seconds and MiB say nothing about a GPU."
+            "On a CPU half is computed in FP32 and rounded: read the results; seconds and MiB say "
+            "nothing about a GPU."
         )
     for run in runs:
         if run.stats["skipped"]:

@@ -56,7 +56,8 @@ def python_documentation() -> str:
         from pydoc_data.topics import topics
     except ImportError:
         raise SystemExit(
-            "the demo reads the text of pydoc_data.topics, which this Python came without: use a full CPython"
+            "the demo reads the text of pydoc_data.topics, which this Python came without: use a "
+            "full CPython"
         ) from None
     return "\n\n".join(topics[name] for name in sorted(topics))
 

@@ -8,9 +8,9 @@ def chosen_device(name: str | None) -> torch.device:
     is not there.
     """
     gpus = torch.cuda.device_count()
-    allowed = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
-    if name is not None and name not in allowed:
-        raise SystemExit(f"--device {name}: allowed on this machine are {', '.join(allowed)}")
+    there = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
+    if name is not None and name not in there:
+        raise SystemExit(f"--device: expected on this machine {', '.join(there)}, got {name}")
     device = torch.device(name or ("cuda" if gpus else "cpu"))
     if device.type == "cpu":
         torch.set_num_threads(

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 MEANING = {
     "cuda": "the most that the CUDA allocator had handed out",
-    "cpu": "parameters, buffers, optimizer state, gradients and saved activations of one step, counted",
+    "cpu": (
+        "parameters, buffers, optimizer state, gradients and saved activations of one step, counted"
+    ),
 }
 
 

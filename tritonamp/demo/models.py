@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Written out, so that its matmuls and its softmax go through the level's op policy one by one."""
+    """Attention written out, so that matmuls and softmax go through the op policy one by one."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -22,7 +22,7 @@ SMOOTHED = 20  # steps that one point of a loss curve is the mean of
 
 
 def save_picture(runs: Sequence[Run], path: Path) -> None:
-    """A ``Figure`` of its own, without pyplot: no display needed and no global state left behind."""
+    """Draw into a ``Figure``, without pyplot: no display needed, no global state left behind."""
     names = list(dict.fromkeys(run.task.name for run in runs))
     figure = Figure(figsize=(6 * len(names), 6.5), layout="constrained")
     axes = figure.subplots(2, len(names), squeeze=False, sharex="col", height_ratios=[2, 1])

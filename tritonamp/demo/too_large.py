@@ -76,14 +76,15 @@ def attention(setting: Setting) -> Story:
         'tritonamp, "heal"': healed,
     }
     words = [
-        f"Pixels go in as 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of float16: inf, of which "
-        f"softmax makes NaN. GradScaler takes that for a scale that is too high. It skips {stock.skipped} of "
-        f"{len(stock.losses)} steps, its scale ends at {power_of_two(stock.scale)}, and nothing more is learned.",
-        "tritonamp leaves the scale alone: a lower one cannot help. With on_nonfinite='explain' it runs the batch "
-        f"again and names the operation:\n{explained.explanation}",
-        "With on_nonfinite='heal' a module in which that happens again computes in FP32 from then on. Afterwards "
-        f"amp.policy.fp32_modules is {healed.explanation}, and the accuracy {healed.score['accuracy']:.1f} %; in FP32 "
-        f"it is {fp32.score['accuracy']:.1f} %.",
+        f"Pixels go in as 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of "
+        "float16: inf, of which softmax makes NaN. GradScaler takes that for a scale that is too "
+        f"high. It skips {stock.skipped} of {len(stock.losses)} steps, its scale ends at "
+        f"{power_of_two(stock.scale)}, and nothing more is learned.",
+        "tritonamp leaves the scale alone: a lower one cannot help. With on_nonfinite='explain' it "
+        f"runs the batch again and names the operation:\n{explained.explanation}",
+        "With on_nonfinite='heal' a module in which that happens again computes in FP32 from then "
+        f"on. Afterwards amp.policy.fp32_modules is {healed.explanation}, and the accuracy "
+        f"{healed.score['accuracy']:.1f} %; in FP32 it is {fp32.score['accuracy']:.1f} %.",
     ]
     return Story({name: _row(outcome) for name, outcome in rows.items()}, words)
 
@@ -112,12 +113,12 @@ def bad_batches(setting: Setting) -> Story:
     stock = train_torch(experiment, setting)
     ours = train_tritonamp(experiment, setting)
     words = [
-        f"{stock.skipped} of {len(stock.losses)} batches hold one inf pixel. Both sides skip them, and no weight is "
-        "harmed. But to GradScaler every bad batch is a scale that is too high. It halves the scale each time, to "
-        f"{power_of_two(stock.scale)} in the end, where gradients of good batches round to zero; and it doubles it "
-        "only every 2000 good steps.",
-        "tritonamp sees that the loss itself was not finite, which no scale can change: it stays at "
-        f"{power_of_two(ours.scale)}. amp.explain() says:\n{ours.explanation}",
+        f"{stock.skipped} of {len(stock.losses)} batches hold one inf pixel. Both sides skip them, "
+        "and no weight is harmed. But to GradScaler every bad batch is a scale that is too high. "
+        f"It halves the scale each time, to {power_of_two(stock.scale)} in the end, where "
+        "gradients of good batches round to zero; and it doubles it only every 2000 good steps.",
+        "tritonamp sees that the loss itself was not finite, which no scale can change: it stays "
+        f"at {power_of_two(ours.scale)}. amp.explain() says:\n{ours.explanation}",
     ]
     return Story({"torch.amp": _row(stock), "tritonamp": _row(ours)}, words)
 
@@ -152,14 +153,15 @@ def masked(setting: Setting) -> Story:
     ours = train_tritonamp(experiment, setting)
     rows = {"torch.amp": stock, "tritonamp, cast_outputs=None": half, "tritonamp": ours}
     words = [
-        f"About {int(batch[2].sum())} pixels of a batch are hidden. That count is inf in float16, and so is the sum of "
-        f"their errors: inf / inf = NaN, in {_nans(stock)} of {len(stock.losses)} steps. The gradient of x / inf is 0, "
-        f"so GradScaler skips only {stock.skipped} steps, and the others change nothing.",
+        f"About {int(batch[2].sum())} pixels of a batch are hidden. That count is inf in float16, "
+        f"and so is the sum of their errors: inf / inf = NaN, in {_nans(stock)} of "
+        f"{len(stock.losses)} steps. The gradient of x / inf is 0, so GradScaler skips only "
+        f"{stock.skipped} steps, and the others change nothing.",
         "tritonamp hands out FP32, and the same lines compute this loss in FP32. The "
-        f"{_nans(ours)} NaN that are left are batches with nothing hidden, 0/0 in any precision; no scale can change "
-        f"that, and it ends at {power_of_two(ours.scale)}.",
-        "With half outputs, tritonamp does not step on a NaN loss, and amp.explain(replay=loss_function) says:\n"
-        f"{half.explanation}",
+        f"{_nans(ours)} NaN that are left are batches with nothing hidden, 0/0 in any precision; "
+        f"no scale can change that, and it ends at {power_of_two(ours.scale)}.",
+        "With half outputs, tritonamp does not step on a NaN loss, and "
+        f"amp.explain(replay=loss_function) says:\n{half.explanation}",
         "What helps, too: to compute such a loss in `with amp.autocast():`, where sums are FP32.",
     ]
     return Story(

@@ -78,13 +78,15 @@ def vanishing(setting: Setting) -> Story:
 def _of_vanishing(rows: Rows) -> list[str]:
     float16 = torch.finfo(torch.float16)
     return [
-        "The model reads the digit and redraws the picture. The redrawing has a loss of its own, the mean square over "
-        f"all pixels, with weight {REDRAWING_WEIGHT:g}. So a pixel that is off by 0.1 has the gradient "
-        f"{0.2 * REDRAWING_WEIGHT / (BATCH * 64):.0e}; the smallest number of float16 is "
-        f"{float16.smallest_normal * float16.eps:.0e}. Adam would not mind how small gradients are, but zero is zero.",
-        f"Without GradScaler {rows[AUTOCAST]['zero gradients']:.0f} % of the gradients of the redrawing's weights are "
-        f"zero, in FP32 {rows[FP32]['zero gradients']:.0f} %. Nothing warns: digits are read as well as ever, but the "
-        f"error of the picture is {rows[AUTOCAST]['error of the picture']:.4f} instead of "
+        "The model reads the digit and redraws the picture. The redrawing has a loss of its own, "
+        f"the mean square over all pixels, with weight {REDRAWING_WEIGHT:g}. So a pixel that is "
+        f"off by 0.1 has the gradient {0.2 * REDRAWING_WEIGHT / (BATCH * 64):.0e}; the smallest "
+        f"number of float16 is {float16.smallest_normal * float16.eps:.0e}. Adam would not mind "
+        "how small gradients are, but zero is zero.",
+        f"Without GradScaler {rows[AUTOCAST]['zero gradients']:.0f} % of the gradients of the "
+        f"redrawing's weights are zero, in FP32 {rows[FP32]['zero gradients']:.0f} %. Nothing "
+        "warns: digits are read as well as ever, but the error of the picture is "
+        f"{rows[AUTOCAST]['error of the picture']:.4f} instead of "
         f"{rows[FP32]['error of the picture']:.4f}.",
         "GradScaler helps where it was not forgotten. tritonamp.enable scales the loss (here by "
         f"{power_of_two(rows[OURS]['loss scale'])}) unless told not to.",
@@ -160,15 +162,18 @@ def _of_lost_updates(start: nn.Module, rows: Rows, lost: dict[str, list[float]])
     spacing = 2.0 ** (math.frexp(weight)[1] - 11)  # float16 has 11 binary digits
     accuracy = {name: f"{row['accuracy']:.1f} %" for name, row in rows.items()}
     return [
-        f"A reader of clean digits is fine-tuned on faded ones, with lr={LEARNING_RATE:g}: about what Adam moves a "
-        f"weight by in a step. But around {weight:.2f}, the median of the weights, float16 numbers are {spacing:.0e} "
-        f"apart. {rows[HALF]['weights not moved']:.0f} % of the updates are rounded away, and model.half() ends at "
-        f"{accuracy[HALF]} where FP32 weights get to {accuracy[STOCK]}. Nothing warns.",
-        f"At O2 most half weights stay where they are in any one step, too ({rows[O2]['weights not moved']:.0f} %), "
-        f"but the optimizer steps on FP32 masters, where the updates add up: {accuracy[O2]}.",
-        f"O3 is without masters and ends as model.half() does: {accuracy[O3]}. With track_lost_updates=True the step "
-        "counts: amp.stats()['lost_updates'], the share of the last step in each parameter group, is "
-        f"{_shares(lost[O3])} at O3 and {_shares(lost[O2])} at O2.",
+        f"A reader of clean digits is fine-tuned on faded ones, with lr={LEARNING_RATE:g}: about "
+        f"what Adam moves a weight by in a step. But around {weight:.2f}, the median of the "
+        f"weights, float16 numbers are {spacing:.0e} apart. {rows[HALF]['weights not moved']:.0f} "
+        f"% of the updates are rounded away, and model.half() ends at {accuracy[HALF]} where FP32 "
+        f"weights get to {accuracy[STOCK]}. Nothing warns.",
+        "At O2 most half weights stay where they are in any one step, too "
+        f"({rows[O2]['weights not moved']:.0f} %), but the optimizer steps on FP32 masters, where "
+        f"the updates add up: {accuracy[O2]}.",
+        f"O3 is without masters and ends as model.half() does: {accuracy[O3]}. With "
+        "track_lost_updates=True the step counts: amp.stats()['lost_updates'], the share of the "
+        f"last step in each parameter group, is {_shares(lost[O3])} at O3 and {_shares(lost[O2])} "
+        "at O2.",
     ]
 
 
@@ -177,7 +182,7 @@ def _shares(lost: list[float]) -> str:
 
 
 class UnmovedWeights:
-    """Watches which share of the weights that have a gradient is the same after a step as before."""
+    """Watches which share of the weights that have a gradient a step has left as it was."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor]] = []

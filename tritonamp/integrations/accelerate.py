@@ -43,17 +43,19 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
     """
     if accelerator.mixed_precision != "no":
         raise ValueError(
-            f"accelerator: got mixed_precision={accelerator.mixed_precision!r}, allowed is 'no': tritonamp does the "
-            "casts (under Trainer: leave fp16 and bf16 False)"
+            f"accelerator: expected mixed_precision='no', got {accelerator.mixed_precision!r}: "
+            "tritonamp does the casts (under Trainer: leave fp16 and bf16 False)"
         )
     if accelerator.distributed_type not in ENGINES:
         raise ValueError(
-            f"accelerator: got {accelerator.distributed_type}, allowed are {', '.join(map(str, ENGINES))}: other "
-            "engines have loss scales and masters of their own"
+            f"accelerator: expected one of {', '.join(map(str, ENGINES))}, got "
+            f"{accelerator.distributed_type}: other engines have loss scales and masters of their "
+            "own"
         )
     if accelerator._optimizers:
         raise ValueError(
-            "accelerator: it has prepared an optimizer already: call enable before accelerator.prepare"
+            "accelerator: it has prepared an optimizer already: call enable before "
+            "accelerator.prepare"
         )
     cls = type(accelerator)
     accelerator.__class__ = type(
@@ -83,9 +85,10 @@ class _EnabledAccelerator(accelerate.Accelerator):
         models = [m for m in prepared if isinstance(m, nn.Module)]
         if self.amp is not None or not models:
             raise RuntimeError(
-                "accelerator.prepare: got an optimizer without its model, or after others: prepare all models and "
-                "optimizers in one call, and call accelerator.free_memory() before the next ones (a Trainer on several "
-                "GPUs in one process is of this kind: use torchrun, or show it one GPU)"
+                "accelerator.prepare: expected all models and optimizers at once, got an optimizer "
+                "without its model, or after others: prepare all models and optimizers in one "
+                "call, and call accelerator.free_memory() before the next ones (a Trainer on "
+                "several GPUs in one process is of this kind: use torchrun, or show it one GPU)"
             )
         self._params = {o.optimizer: params_of(o.optimizer) for o in optimizers}
         self.amp = tritonamp.enable(models, list(self._params), **self._settings)

@@ -57,7 +57,7 @@ class MixedPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Puts model and optimizers back; the strategy has moved the model to main memory by now."""
+        """Put model and optimizers back; the strategy has moved the model to the CPU by now."""
         if self._module is None:
             return
         assert self.amp is not None
@@ -90,7 +90,8 @@ class MixedPrecision(Precision):
     def _enabled(self) -> tritonamp.Amp:
         if self.amp is None:
             raise RuntimeError(
-                "MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or validate"
+                "MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or "
+                "validate"
             )
         return self.amp
 

@@ -92,14 +92,15 @@ def initialize(
 def _check_models(models: Any) -> list[nn.Module]:
     if not isinstance(models, (nn.Module, list)):
         raise TypeError(
-            f"models: got {type(models).__name__}, allowed is a module or a list of modules"
+            f"models: expected a module or a list of modules, got {type(models).__name__}"
         )
     model_list = models if isinstance(models, list) else [models]
     for model in model_list:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise RuntimeError(
-                f"models: got {type(model).__name__}. Parallel wrappers should only be applied to the model(s) AFTER "
-                "the model(s) have been returned from amp.initialize"
+                f"models: expected plain modules, got {type(model).__name__}. Parallel wrappers "
+                "should only be applied to the model(s) AFTER the model(s) have been returned from "
+                "amp.initialize"
             )
     if not _amp_state.allow_incoming_model_not_fp32:
         tensors = (item for m in model_list for item in (*m.named_parameters(), *m.named_buffers()))
@@ -107,8 +108,8 @@ def _check_models(models: Any) -> list[nn.Module]:
         half = [name for name, tensor in tensors if tensor.dtype in HALF_DTYPES]
         if half and not initialized:
             warn_or_err(
-                f"models: {', '.join(half[:5])} {'are' if len(half) > 1 else 'is'} half already, allowed is FP32. "
-                "amp.initialize makes models half itself where opt_level asks for it: leave out model.half()"
+                f"models: expected FP32, got {', '.join(half[:5])} half already. amp.initialize "
+                "makes models half itself where opt_level asks for it: leave out model.half()"
             )
     return list(model_list)
 
@@ -120,12 +121,13 @@ def _check_optimizers(optimizers: Any) -> list[Optimizer]:
     for optimizer in wanted:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"optimizers: got {type(optimizer).__name__}, allowed is a torch.optim.Optimizer or a list of them"
+                "optimizers: expected a torch.optim.Optimizer or a list of them, got "
+                f"{type(optimizer).__name__}"
             )
         if _run_of(optimizer) is not None:
             raise RuntimeError(
-                f"optimizers: this {type(optimizer).__name__} was initialized before. An optimizer should be passed "
-                "through amp.initialize only once: build a new one"
+                f"optimizers: this {type(optimizer).__name__} was initialized before. An optimizer "
+                "should be passed through amp.initialize only once: build a new one"
             )
     return wanted
 
@@ -232,8 +234,8 @@ def scale_loss(
     """
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
-            "amp.scale_loss before amp.initialize: model, optimizer = amp.initialize(model, optimizer, opt_level=...) "
-            "must come first"
+            "amp.scale_loss before amp.initialize: model, optimizer = amp.initialize(model, "
+            "optimizer, opt_level=...) must come first"
         )
     if not _amp_state.opt_properties.enabled:
         yield loss
@@ -244,8 +246,8 @@ def scale_loss(
     run = runs.pop() if len(runs) == 1 else None
     if run is None:
         raise RuntimeError(
-            f"amp.scale_loss: got {', '.join(type(o).__name__ for o in given) or 'no optimizer'}; allowed are "
-            "optimizers that one amp.initialize has returned"
+            "amp.scale_loss: expected optimizers that one amp.initialize has returned, got "
+            f"{', '.join(type(o).__name__ for o in given) or 'no optimizer'}"
         )
     with run.scale_loss(loss, wanted, _amp_state.loss_scalers, loss_id, delay_unscale) as scaled:
         yield scaled
@@ -275,11 +277,15 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     if unexpected:
         names = ", ".join(f'"{key}"' for key in unexpected)
         raise RuntimeError(
-            f"amp.load_state_dict: Unexpected key(s) in state_dict: {names}. Allowed are loss_scaler0, ..."
+            f"amp.load_state_dict: Unexpected key(s) in state_dict: {names}. Allowed are "
+            "loss_scaler0, ..."
         )
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):
-        message = f"state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used"
+        message = (
+            f"state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are "
+            "used"
+        )
         print(f"Warning: {message}")  # where scripts and their logs expect it
         warnings.warn(f"amp.load_state_dict: {message}", stacklevel=2)
     for scaler, state in zip(scalers, state_dict.values(), strict=False):

@@ -30,14 +30,15 @@ def float_function(function: F) -> F:
 
 
 def promote_function(function: F) -> F:
-    """Decorator: while casts are on, ``function`` gets FP32 tensors where half and FP32 ones meet."""
+    """Decorator: while casts are on, ``function`` gets FP32 where half and FP32 tensors meet."""
     return wrap.promote(function)
 
 
 def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         raise ValueError(
-            f"No function named {name} in module {module}: allowed is the name of a function that it has"
+            f"No function named {name} in module {module}: expected the name of a function that it "
+            "has"
         )
     _registered.append(UserFunction(module, name, wrapper))
 

@@ -36,10 +36,13 @@ _CONVOLUTIONS = (
 )
 _MATMULS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm einsum chain_matmul".split()
 _FP32 = """
-    acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std
-    sum var renorm softmax log_softmax logsumexp std_mean var_mean
+    acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow
+    cumprod cumsum dist norm prod std sum var renorm
+    softmax log_softmax logsumexp std_mean var_mean
 """.split()
-_BINARY = "addcdiv addcmul atan2 cross bilinear dot tensordot add div mul sub eq equal ge gt le lt ne".split()
+_BINARY = """
+    addcdiv addcmul atan2 cross bilinear dot tensordot add div mul sub eq equal ge gt le lt ne
+""".split()
 _SEQUENCES = "cat stack".split()
 
 torch_overrides = Overrides(torch, [*_CONVOLUTIONS, *_MATMULS], [*_FP32], [*_BINARY], [*_SEQUENCES])
@@ -49,8 +52,9 @@ tensor_overrides = Overrides(
     ["__matmul__", "__rmatmul__", *_MATMULS],
     ["__ipow__", "__pow__", "__rpow__", "cpu", *_FP32],
     """
-    __add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__
-    __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__
+    __add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__
+    __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__
+    __truediv__
     """.split()
     + _BINARY,
 )
@@ -59,20 +63,22 @@ functional_overrides = Overrides(
     torch.nn.functional,
     [*_CONVOLUTIONS, "linear", "scaled_dot_product_attention"],
     """
-    interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm rms_norm local_response_norm
-    normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss
-    mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss
-    binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss huber_loss
-    gaussian_nll_loss
+    interpolate grid_sample softplus softmin log_softmax softmax gelu
+    layer_norm group_norm rms_norm local_response_norm normalize
+    cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss
+    kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits
+    smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss huber_loss gaussian_nll_loss
     """.split(),
     ["bilinear"],
     BANNED_FUNCS=[
         (
             "binary_cross_entropy",
-            "F.binary_cross_entropy and nn.BCELoss on half tensors: their gradient leaves the half range near 0 and 1. "
-            "Use F.binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) without the sigmoid before it; or call "
-            "amp.register_float_function(torch, 'sigmoid') before amp.init or amp.initialize; or amp.init("
-            "allow_banned=True), which casts to FP32",
+            "F.binary_cross_entropy and nn.BCELoss on half tensors: their gradient leaves the half "
+            "range near 0 and 1. Use F.binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) "
+            "without the sigmoid before it; or call amp.register_float_function(torch, 'sigmoid') "
+            "before amp.init or amp.initialize; or amp.init(allow_banned=True), which casts to "
+            "FP32",
         )
     ],
 )

@@ -79,8 +79,8 @@ def resolve(opt_level: str, **overrides: Any) -> Properties:
     """
     if opt_level not in opt_levels:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}: allowed are {', '.join(opt_levels)}; "
-            "they begin with the letter O, not the digit zero"
+            f"Unexpected optimization level {opt_level!r}: expected one of "
+            f"{', '.join(opt_levels)}; they begin with the letter O, not the digit zero"
         )
     given = {name: value for name, value in overrides.items() if value is not None}
     if "keep_batchnorm_fp32" in given:
@@ -92,7 +92,8 @@ def resolve(opt_level: str, **overrides: Any) -> Properties:
     elif given.get("patch_torch_functions") or "patch_torch_functions_type" in given:
         warn_or_err(
             f"opt_level={opt_level!r} casts the model, got patch_torch_functions="
-            f"{given.get('patch_torch_functions')}: casts around functions come with opt_level='O1' or 'O4'"
+            f"{given.get('patch_torch_functions')}: casts around functions come with "
+            "opt_level='O1' or 'O4'"
         )
     return dataclasses.replace(opt_levels[opt_level], **given)
 
@@ -102,14 +103,14 @@ def _check_patching_level(opt_level: str, given: dict[str, Any]) -> None:
     cast_model_type = given.get("cast_model_type")
     if cast_model_type not in (None, False, torch.float32):
         warn_or_err(
-            f"opt_level={opt_level!r} casts around functions and keeps FP32 weights, got cast_model_type="
-            f"{cast_model_type}: use opt_level='O2' or 'O3' for half weights"
+            f"opt_level={opt_level!r} casts around functions and keeps FP32 weights, got "
+            f"cast_model_type={cast_model_type}: use opt_level='O2' or 'O3' for half weights"
         )
     for name in ("keep_batchnorm_fp32", "master_weights"):
         if name in given:
             warn_or_err(
-                f"opt_level={opt_level!r} keeps all weights FP32, got {name}={given[name]}: leave {name} out, or use "
-                "opt_level='O2'"
+                f"opt_level={opt_level!r} keeps all weights FP32, got {name}={given[name]}: leave "
+                f"{name} out, or use opt_level='O2'"
             )
     level_type = opt_levels[opt_level].patch_torch_functions_type
     if given.get("patch_torch_functions_type", level_type) is not level_type:
@@ -123,6 +124,6 @@ def _to_bool(value: Any) -> bool:
     named = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
     if not isinstance(named, bool):
         raise AssertionError(
-            f"keep_batchnorm_fp32={value!r}: allowed are True, False, 'True', 'False' and None"
+            f"keep_batchnorm_fp32: expected True, False, 'True', 'False' or None, got {value!r}"
         )
     return named

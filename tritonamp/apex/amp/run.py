@@ -63,8 +63,8 @@ class Run:
         """
         if loss_id not in range(len(scalers)):
             raise IndexError(
-                f"loss_id={loss_id}: amp.initialize was called with num_losses={len(scalers)}, "
-                f"allowed are 0 to {len(scalers) - 1}"
+                f"loss_id: expected 0 to {len(scalers) - 1}, as amp.initialize was called with "
+                f"num_losses={len(scalers)}, got {loss_id}"
             )
         self._fed |= set(optimizers)
         try:
@@ -106,8 +106,9 @@ class Run:
         others = [type(model).__name__ for model in self._models if model not in models]
         if others:
             raise RuntimeError(
-                f"amp.initialize: a model was initialized before, together with {', '.join(others)}: initialize all of "
-                "them again, or call amp.initialize only once"
+                "amp.initialize: a model was initialized before, together with "
+                f"{', '.join(others)}: initialize all of them again, or call amp.initialize only "
+                "once"
             )
         for hook in self.hooks:
             hook.remove()
@@ -175,6 +176,7 @@ class Skips:
             return
         scale = question.scaler.loss_scale()
         maybe_print(
-            f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} reducing loss scale to {scale}"
+            f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} reducing loss "
+            f"scale to {scale}"
         )
         maybe_print(f"    {self._amp.explain()}")

@@ -1,4 +1,4 @@
-"""Wrappers that cast the arguments of a function while the casts of ``_amp_state.handle`` are on."""
+"""Wrappers that cast a function's arguments while the casts of ``_amp_state.handle`` are on."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -151,8 +151,8 @@ def refuse_half(function: F, message: str | None = None) -> F:
     """``function`` raises NotImplementedError for half arguments."""
     name = getattr(function, "__name__", str(function))
     text = message or (
-        f"{name} in place on a half tensor: its result belongs in FP32. Use {name.rstrip('_')} out of place, or call "
-        f".float() first"
+        f"{name} in place on a half tensor: its result belongs in FP32. Use {name.rstrip('_')} out "
+        "of place, or call .float() first"
     )
 
     @functools.wraps(function)

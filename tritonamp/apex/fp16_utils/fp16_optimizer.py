@@ -76,7 +76,8 @@ class FP16_Optimizer:
                 masters.append(master)
             else:
                 raise TypeError(
-                    f"FP16_Optimizer: got a parameter of {param.dtype}, allowed are float32, float16 and bfloat16"
+                    "FP16_Optimizer: expected parameters of float32, float16 or bfloat16, got one "
+                    f"of {param.dtype}"
                 )
         self.fp16_groups.append(halves)
         self.fp32_from_fp16_groups.append(masters)
@@ -111,7 +112,7 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Puts the true FP32 gradients into the masters, and sets ``overflow``. Reads the device."""
+        """Put the true FP32 gradients into the masters, set ``overflow``. Reads the device."""
         for param, master in zip(
             _flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), strict=True
         ):
@@ -202,7 +203,7 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of the same kind of optimizer over the same model; the model loads its own."""
+        """Take the state of such an optimizer over the same model; the model loads its own."""
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
         vars(self.loss_scaler).update(state_dict["loss_scaler"])

@@ -64,7 +64,7 @@ def _is_affine_batch_norm(module: nn.Module) -> bool:
 
 
 class FP16Model(nn.Module):
-    """``network`` in half, BatchNorms with weights excepted; inputs become half, outputs stay half."""
+    """``network`` in half but for BatchNorms with weights; inputs become half, outputs stay it."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ def prep_param_lists(
     dtypes = {str(param.dtype) for param in model_params}
     if len(dtypes) > 1:
         raise ValueError(
-            f"prep_param_lists: got parameters of {', '.join(sorted(dtypes))}, flat_master=True allows one dtype: "
-            "use flat_master=False"
+            "prep_param_lists: flat_master=True: expected parameters of one dtype, got "
+            f"{', '.join(sorted(dtypes))}: use flat_master=False"
         )
     master = nn.Parameter(parameters_to_vector(model_params).detach().to(torch.float32, copy=True))
     master.grad = torch.zeros_like(master)

@@ -1,4 +1,4 @@
-"""What the optimizers share that are not Adam: FP32 arithmetic on parameters of any floating dtype."""
+"""FP32 arithmetic on parameters of any floating dtype, for the optimizers that are not Adam."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -45,7 +45,8 @@ class FusedAdam(optim.Adam):
     ) -> None:
         if amsgrad:
             raise RuntimeError(
-                "FusedAdam does not support the AMSGrad variant: drop amsgrad, or take tritonamp.optim.AdamW"
+                "FusedAdam does not support the AMSGrad variant: drop amsgrad, or take "
+                "tritonamp.optim.AdamW"
             )
         params = list(params)
         if params and not isinstance(params[0], dict):

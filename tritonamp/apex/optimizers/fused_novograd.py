@@ -46,7 +46,7 @@ class FusedNovoGrad(WideOptimizer):
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant: drop amsgrad")
         if norm_type not in (0, 2):
             raise RuntimeError(
-                f"FusedNovoGrad: norm_type: got {norm_type!r}, allowed are 2 and 0 (largest value)"
+                f"FusedNovoGrad: norm_type: expected 2 or 0 (largest value), got {norm_type!r}"
             )
         defaults = {
             "lr": lr,
@@ -84,7 +84,7 @@ class FusedNovoGrad(WideOptimizer):
                 self.state[param]["exp_avg_sq"] = norm.clone()
 
     def _grad_norms(self, group: Group, params: Sequence[Tensor]) -> list[Tensor]:
-        """The running norm of each gradient before this step; apex's name for it is ``exp_avg_sq``."""
+        """Return each gradient's running norm before this step; apex calls it ``exp_avg_sq``."""
         order = 2 if group["norm_type"] == 2 else float("inf")
         for param in params:
             if "exp_avg_sq" not in self.state[param]:

@@ -38,10 +38,11 @@ class FusedSGD(WideOptimizer):
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if value < 0.0:
-                raise ValueError(f"FusedSGD: {name}: got {value}, allowed is 0 or more")
+                raise ValueError(f"FusedSGD: {name}: expected 0 or more, got {value}")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ValueError(
-                f"FusedSGD: nesterov needs a momentum and no dampening; got momentum={momentum}, dampening={dampening}"
+                "FusedSGD: nesterov: expected a momentum and no dampening, got "
+                f"momentum={momentum}, dampening={dampening}"
             )
         defaults = {
             "lr": lr,

@@ -62,7 +62,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         if delay_allreduce and (allreduce_trigger_params is not None or num_allreduce_streams > 1):
             raise ValueError(
-                "delay_allreduce=True leaves nothing to allreduce_trigger_params and num_allreduce_streams: drop one"
+                "delay_allreduce=True leaves nothing to allreduce_trigger_params and "
+                "num_allreduce_streams: drop one"
             )
         super().__init__(
             module,

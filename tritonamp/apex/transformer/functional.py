@@ -52,7 +52,8 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, mask: Tensor | None, scal
     queries, keys = inputs.shape[-2:]
     if queries != keys:
         raise ValueError(
-            f"a causal mask is for self attention: got {queries} queries and {keys} keys"
+            f"a causal mask is for self attention: expected as many queries as keys, got {queries} "
+            f"and {keys}"
         )
     above = torch.ones(queries, keys, dtype=torch.bool, device=inputs.device).triu(1)
     return scaled_masked_softmax(inputs, above, scale)
@@ -92,7 +93,8 @@ class FusedScaleMaskSoftmax(nn.Module):
             raise RuntimeError("softmax should be in fp32 when scaled")
         if scaled_masked_softmax_fusion and not isinstance(attn_mask_type, AttnMaskType):
             raise ValueError(
-                f"attn_mask_type: got {attn_mask_type!r}, allowed are {', '.join(map(str, AttnMaskType))}"
+                f"attn_mask_type: expected one of {', '.join(map(str, AttnMaskType))}, got "
+                f"{attn_mask_type!r}"
             )
         self.input_in_fp16, self.input_in_bf16 = input_in_fp16, input_in_bf16
         self.input_in_float16 = input_in_fp16 or input_in_bf16
