@@ -312,7 +312,8 @@ def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     yield (
         "keys",
         (
-            "model is not what was saved; missing in the checkpoint: 0.weight, 0.bias; not in the module: weight, bias"
+            "model is not what was saved; missing in the checkpoint: 0.weight, 0.bias; not in the "
+            "module: weight, bias"
         ),
         lambda p: load_sharded(p, model=nn.Sequential(linear(2, 3)), optimizer=None),
     )

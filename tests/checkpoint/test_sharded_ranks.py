@@ -234,11 +234,13 @@ WRONG = {
         "ValueError: cannot",
     ),
     "names": (
-        "ValueError: ranks differ in what they save: more .1 in all. is not the same on ranks 0 and 1",
+        "ValueError: ranks differ in what they save: more .1 in all. is not the same on ranks 0 "
+        "and 1",
     )
     * 2,
     "shapes": (
-        "ValueError: ranks differ in what they save: step .1 in all. is not the same on ranks 0 and 1",
+        "ValueError: ranks differ in what they save: step .1 in all. is not the same on ranks 0 "
+        "and 1",
     )
     * 2,
     "no folder": (

@@ -147,7 +147,10 @@ def test_bad_option(option, value, message, capsys):
 
 
 def test_import_does_not_load_the_demo():
-    code = "import sys, tritonamp; sys.exit(any(name.startswith('tritonamp.demo') for name in sys.modules))"
+    code = (
+        "import sys, tritonamp; sys.exit(any(name.startswith('tritonamp.demo') for name in "
+        "sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -66,7 +66,9 @@ class Poisoned(transformers.GPT2LMHeadModel):
 def make_trainer(folder: Path, model: nn.Module, **arguments: Any) -> transformers.Trainer:
     settings: dict[str, Any] = dict(
         output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=BATCHES, logging_steps=1,
-        per_device_train_batch_size=SIZE, per_device_eval_batch_size=SIZE, learning_rate=0.01, save_strategy="no",
+        per_device_train_batch_size=SIZE, per_device_eval_batch_size=SIZE, learning_rate=0.01, save_strategy= (
+            "no"
+        ),
         train_sampling_strategy="sequential",
     )  # fmt: skip
     training_arguments = transformers.TrainingArguments(**{**settings, **arguments})
