@@ -225,20 +225,21 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             counts = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, lost
             rows = len(on.number)
             grid = (-(-rows // 32), 1, 1)
-            constants = lists.track_lost, RATES, 32
-            calls.append((adam_rates_kernel, grid, counts, (rows,), constants, 1))
+            calls.append(
+                (adam_rates_kernel, grid, counts, (rows,), (lists.track_lost, RATES, 32), 1)
+            )
         for t in tables:
             _, skip = lists.scalars(t.device, grad_scale, found_inf)
             amsgrad = t.type("max_exp_avg_sqs") is not None
             types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
             vec = _VEC if t.aligned else 1
-            lost = lists.track_lost and (types[2] or types[0]) != tl.float32
+            counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
             operands = (
                 *(t.pointers[name] for name in _LISTS),
                 *(t.numel, t.first, t.number, t.rows),
                 *(_rates(lists, t.device), skip, lists.overflow(t.device), _lost(lists, t.device)),
             )
-            constants = (*types, lost, RATES, vec, 32 * NUM_WARPS * vec)
+            constants = (*types, counts_lost, RATES, vec, 32 * NUM_WARPS * vec)
             calls.append(
                 (adamw_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS)
             )

@@ -43,13 +43,13 @@ class Swapped:
 @functools.cache
 def _generated(kind: type[Swapped], base: type) -> type:
     """Return the subclass of ``base`` for one kind: same name, module and signatures."""
-    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (kind, base), {**namespace, **kind._members(base)})
 
 
 def new(kind: type[Swapped], base: type, *args: Any) -> Any:
     """Make the object that a copy or a pickle is then filled into."""
-    cls = _generated(kind, base) if kind._kept_by_copies else base
+    cls = _generated(kind, base) if kind._kept_by_copies else base  # type: ignore[arg-type]
     return cls.__new__(cls, *args)
 
 
@@ -71,7 +71,7 @@ def install(instance: Any, kind: type[Swapped], belonging: Any) -> None:
     """
     cls: Any = type(instance)
     try:
-        instance.__class__ = _generated(kind, cls)
+        instance.__class__ = _generated(kind, cls)  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"cannot enable an object of class {cls.__name__}: {error}") from error
     own = vars(instance)

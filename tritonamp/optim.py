@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class _Fused:
         fused_rule: how they step.
     """
 
-    fused_rule: ClassVar[FusedRule]
+    fused_rule: FusedRule
     _step_supports_amp_scaling = True
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
@@ -134,7 +134,7 @@ class Adam(_Fused, torch.optim.Adam):
     and ``capturable`` are accepted and make no difference.
     """
 
-    fused_rule = ADAM
+    fused_rule: FusedRule = ADAM
 
 
 class AdamW(_Fused, torch.optim.AdamW):
@@ -146,7 +146,7 @@ class AdamW(_Fused, torch.optim.AdamW):
     and ``capturable`` are accepted and make no difference.
     """
 
-    fused_rule = ADAM
+    fused_rule: FusedRule = ADAM
 
 
 class SGD(_Fused, torch.optim.SGD):
@@ -158,4 +158,4 @@ class SGD(_Fused, torch.optim.SGD):
     ``fused`` are accepted and make no difference. Sparse gradients are made dense.
     """
 
-    fused_rule = SGD_RULE
+    fused_rule: FusedRule = SGD_RULE

@@ -173,14 +173,14 @@ def enabled_forward(
                 args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
             output = context.run(forward, *bound, *args, **kwargs)
     except BaseException:
-        if noted is not None:
+        if observer is not None and noted is not None:
             observer.failed(noted)
         if before is not None:
             before.restore()
         raise
     if policy.cast_outputs is not None:
         output = cast_tree(output, from_half(policy.cast_outputs))
-    if noted is not None:
+    if observer is not None and noted is not None:
         observer.after(noted, output)
     return output
 

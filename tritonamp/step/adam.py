@@ -1,21 +1,24 @@
 """Adam and AdamW as a fused rule."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
-from tritonamp.step.fused import missing_keys, scalar
+from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.step.fused import FusedRule, scalar
 
 
-class AdamRule:
-    """``torch.optim.Adam`` and ``AdamW``, which derives from it; a ``FusedRule``."""
+class AdamRule(FusedRule):
+    """``torch.optim.Adam``, and ``AdamW``, which derives from it."""
 
-    torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
     kinds = "an Adam or AdamW"
+    torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
+    needs = ("lr", "betas", "eps", "weight_decay")
     state_keys = {
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",
@@ -23,13 +26,16 @@ class AdamRule:
     }
     optional = _adamw.OPTIONAL
     counts_steps = True
-    fresh = 0.0
-    leaves_sparse_to_torch = False
-    update = staticmethod(_adamw.adamw)
 
-    def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have the state of that name."""
-        return name != "max_exp_avg_sqs" or bool(group["amsgrad"])
+    def update(
+        self,
+        lists: UpdateLists,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        backend: str,
+    ) -> None:
+        """Step once."""
+        _adamw.adamw(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
         """Return those of one group."""
@@ -45,9 +51,15 @@ class AdamRule:
             group["maximize"],
         )
 
-    def group_problems(self, groups: Any, defaults: dict[str, Any]) -> Iterator[str]:
-        """Yield what is wrong with the parameter groups of a state that is to be loaded."""
-        yield from missing_keys(groups, ("lr", "betas", "eps", "weight_decay"))
+    def has(self, name: str, group: dict[str, Any]) -> bool:
+        """Tell whether the group's parameters have the state of that name."""
+        return name != "max_exp_avg_sqs" or bool(group["amsgrad"])
+
+    def group_problems(
+        self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Yield what is wrong, and what only apex's FusedAdam can do."""
+        yield from super().group_problems(groups, defaults)
         corrected = all(group.get("bias_correction", True) for group in groups)
         if not (corrected or "bias_correction" in defaults):
             yield "bias_correction=False, which is FusedAdam's"

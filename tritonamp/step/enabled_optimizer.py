@@ -38,8 +38,9 @@ class EnabledOptimizer(Swapped):
         if "found_inf" in vars(self):  # torch's GradScaler tells optimizers that skip on the device
             self._stepper.check_scaler(None)
         self._opt_called = True  # what an LR scheduler looks for
-        with Uninterrupted(), self._stepper.around_step(self):
-            self._stepper.step(self)  # type: ignore[arg-type]
+        optimizer: Any = self
+        with Uninterrupted(), self._stepper.around_step(optimizer):
+            self._stepper.step(optimizer)
 
     step.hooked = True  # type: ignore[attr-defined]  # the hooks fire in the base class's step
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nor need a scheduler wrap it

@@ -1,8 +1,9 @@
 """Optimizers that step in one pass on the device: what each rule says, and what all share."""
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,38 +13,55 @@ from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.step.gradients import Gradients
 
 
-class FusedRule(Protocol):
+class FusedRule(ABC):
     """How one kind of optimizer steps: unscale, clip, update, half copies and skip in one pass.
 
     Attributes:
-        torch_step: the step function of torch's own optimizer of this kind; None: it has none.
         kinds: what users call such optimizers.
+        torch_step: the step function of torch's own optimizer of this kind; None: torch has none.
+        needs: keys that a parameter group must have.
         state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
             parameter's shape, in FP32 (FP64 for FP64 parameters).
         optional: those of these names that a group may lack.
+        fresh: what such a tensor is filled with before the first step.
         counts_steps: whether the state holds a step count under "step".
         leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
-        fresh: what state is filled with before the first step.
-        update: the operation of ``tritonamp.kernels``.
     """
 
-    torch_step: ClassVar[Callable[..., Any] | None]
-    kinds: ClassVar[str]
-    state_keys: ClassVar[Mapping[str, str]]
-    optional: ClassVar[Sequence[str]]
-    counts_steps: ClassVar[bool]
-    leaves_sparse_to_torch: ClassVar[bool]
-    fresh: ClassVar[float]
-    update: Callable[[UpdateLists, Tensor | None, Tensor | None, str], None]
+    kinds: str
+    torch_step: Callable[..., Any] | None = None
+    needs: Sequence[str]
+    state_keys: Mapping[str, str]
+    optional: Sequence[str] = ()
+    fresh: float = 0.0
+    counts_steps: bool = False
+    leaves_sparse_to_torch: bool = False
 
-    def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have the state of that name."""
+    @abstractmethod
+    def update(
+        self,
+        lists: UpdateLists,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        backend: str,
+    ) -> None:
+        """Call the operation of ``tritonamp.kernels``."""
 
+    @abstractmethod
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Hyperparameters:
         """Return those of one group."""
 
-    def group_problems(self, groups: Any, defaults: dict[str, Any]) -> Iterator[str]:
+    def has(self, name: str, group: dict[str, Any]) -> bool:
+        """Tell whether the group's parameters have the state of that name."""
+        return True
+
+    def group_problems(
+        self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield what is wrong with the parameter groups of a state that is to be loaded."""
+        missing = sorted(key for key in self.needs if any(key not in group for group in groups))
+        if missing:
+            yield f"the parameter groups have no {', '.join(missing)}"
 
     def refuse_sparse(self) -> None:
         """Raise what torch raises for sparse gradients; return where torch takes them."""
@@ -183,10 +201,3 @@ class FusedStep:
 def scalar(value: Any) -> Any:
     """Return ``value``; a tensor of one element without its dimensions."""
     return value.reshape(()) if isinstance(value, Tensor) else value
-
-
-def missing_keys(groups: Sequence[Mapping[str, Any]], needs: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with parameter groups that lack hyperparameters."""
-    missing = sorted(key for key in needs if any(key not in group for group in groups))
-    if missing:
-        yield f"the parameter groups have no {', '.join(missing)}"

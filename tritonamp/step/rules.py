@@ -24,6 +24,6 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
         return None
     step: Any = base_class(type(optimizer)).step  # type: ignore[attr-defined]
     if hasattr(step, "by_fused_rule"):
-        return optimizer.fused_rule  # type: ignore[attr-defined,no-any-return]
+        return optimizer.fused_rule  # type: ignore[attr-defined]
     plain = inspect.unwrap(step)  # torch puts a profiler around it
     return next((rule for rule in TORCHS if rule.torch_step is plain), None)
