@@ -1,6 +1,7 @@
 """An operation's two implementations, and which of them runs."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,8 +67,12 @@ class TraceableOp(Implementations):
         self, triton_function: Callable[..., Tensor], torch_function: Callable[..., Tensor]
     ) -> None:
         super().__init__(triton_function, torch_function)
+        # A partial has no source code: triton_op would look for kernels in it (in vain: ``launch``
+        # gets them as arguments) with a helper of inductor's, which takes seconds to import.
+        function: Any = functools.partial(triton_function)
+        function.__globals__ = triton_function.__globals__  # where the schema's types are looked up
         self.traceable = torch.library.triton_op(
-            f"tritonamp::{self.name}", triton_function, mutates_args=()
+            f"tritonamp::{self.name}", function, mutates_args=()
         )
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tritonamp
 import tritonamp.kernels
 
@@ -91,6 +93,57 @@ for name in "_lazy_init", "init", "is_available", "device_count", "current_devic
 import tritonamp, tritonamp.kernels
 assert not torch.cuda.is_initialized()
 """
+    result = run_python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+LOADED = """
+import sys
+import torch
+def loaded():
+    return {name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules}
+"""
+
+
+def test_import_leaves_the_compilers_alone(tmp_path: Path) -> None:
+    """They take seconds to import. An optimizer of torch does import them: it is made before."""
+    code = (
+        LOADED
+        + """
+before = loaded()
+import tritonamp
+assert loaded() == before, loaded()
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Softmax(1))
+amp = tritonamp.enable(model)
+model(torch.ones(2, 8)).sum().backward()
+amp.stats()
+amp.disable()
+assert loaded() == before, loaded()
+"""
+    )
+    result = run_python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("how", ["model", "amp.autocast"])
+def test_a_model_is_compiled_by_a_compiler_that_came_later(tmp_path: Path, how: str) -> None:
+    code = (
+        LOADED
+        + """
+import tritonamp
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Softmax(1))
+amp = tritonamp.enable(model)
+assert "torch._dynamo" not in loaded()
+functions = {"model": model, "amp.autocast": lambda x: in_context(x)}
+def in_context(x):
+    with amp.autocast():
+        return torch.softmax(torch.mm(x, x.t()), 1)
+x = torch.ones(8, 8)
+compiled = torch.compile(functions[HOW], backend="aot_eager", fullgraph=True)(x)
+assert compiled.dtype is (torch.float16 if HOW == "amp.autocast" else torch.float32)
+assert torch.equal(compiled, functions[HOW](x))
+""".replace("HOW", repr(how))
+    )
     result = run_python(code, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 

@@ -161,6 +161,20 @@ def under_op_policy() -> bool:
     return policy is not None and policy.op_policy
 
 
+def tell_dynamo() -> None:
+    """Have torch.compile put ``enter`` and ``leave`` into its graphs. Called where it traces them:
+    it is imported then, and ``enable`` need not import it.
+    """
+    for function in (enter, leave):
+        torch.compiler.allow_in_graph(function)
+
+
+# torch.compile runs these while it traces. What torch.compiler.assume_constant_result does (in all
+# supported versions), without the import of dynamo, which takes seconds.
+under_op_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]
+tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class ThreadState(NamedTuple):
     """What a forward changes in its thread while it runs: ``enter``'s stack, torch's autocast."""
 

@@ -11,7 +11,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from tritonamp.casts.active import active, enter, known, leave, thread, under_op_policy
+from tritonamp.casts.active import active, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.op_table import Rule, op_table
 
@@ -43,11 +43,11 @@ def ensure() -> None:
     if _registration.libraries:
         return
     for function in (enter, leave):
-        torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
-    torch._dynamo.assume_constant_result(under_op_policy)
+    # what torch._dynamo.eval_frame.skip_code does, without that import
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     for function in known.inlined:
-        torch._dynamo.eval_frame.skip_code(function.__code__)
+        set_code_exec_strategy(function.__code__, skip)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):

@@ -107,6 +107,8 @@ class EnabledContext:
         if not self.autocast:
             yield
             return
+        if torch.compiler.is_compiling():
+            active.tell_dynamo()
         active.enter(self._number, self.cache)
         try:
             with torch.autocast(
@@ -156,6 +158,8 @@ def enabled_forward(
     context = module._tritonamp
     policy = context.policy
     compiling = torch.compiler.is_compiling()
+    if compiling:
+        active.tell_dynamo()
     if (policy.cast_model or policy.master_weights) and not compiling:
         context.fp32_values.push()
     if context.ranks is not None:

@@ -97,7 +97,6 @@ class Ranks:
             if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
                 self._attach(module)
 
-    @torch.compiler.assume_constant_result  # torch.compile runs it when it traces
     def on_forward(self) -> None:
         """In a forward: takes note of the DDP that it runs in.
 
@@ -110,6 +109,10 @@ class Ranks:
         if wrapper is not None and wrapper not in self._wrappers:
             self._attach(wrapper)
             self._to_align.add(wrapper)
+
+    # torch.compile runs it while it traces. What torch.compiler.assume_constant_result does (in all
+    # supported versions), without the import of dynamo, which takes seconds.
+    on_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _look_at_models(self) -> None:
         """Once: parameters that FSDP2 has put in the place of those that the optimizers step on are
