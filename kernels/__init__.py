@@ -1,11 +1,45 @@
 """How tritonamp runs: one operation a file, each with its eager twin.
 
-Installed as ``tritonamp.kernels``; a top-level module named ``kernels`` would shadow other
-packages.
+Installed as ``tritonamp.kernels``. From the root of a checkout Python also finds this folder as
+``kernels``, which is the name of a package of Hugging Face that transformers looks for.
 """
 
-if __name__ != "tritonamp.kernels":
-    raise ImportError(
-        f"this folder is the package 'tritonamp.kernels', imported here as {__name__!r}: "
-        "install the project (pip install -e .) and import tritonamp.kernels"
-    )
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NoReturn
+
+_MISTAKEN = (
+    "the folder kernels/ of this checkout is the package 'tritonamp.kernels': "
+    "install the project (pip install -e .) and import tritonamp.kernels"
+)
+
+
+def _give_way() -> None:
+    """Put the next ``kernels`` on ``sys.path`` in the place of this module; where there is none, be
+    a package without anything in it.
+
+    Not an ImportError: transformers (5.23) imports what ``find_spec`` finds without catching one,
+    and takes a module that has neither ``__version__`` nor ``__file__`` for not installed.
+    """
+    checkout = Path(__file__).resolve().parents[1]
+    elsewhere = [path for path in sys.path if Path(path).resolve() != checkout]
+    spec = PathFinder.find_spec("kernels", elsewhere)
+    if spec is not None and spec.loader is not None and spec.origin is not None:
+        module = sys.modules["kernels"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        globals().update(__path__=[], __getattr__=_missing)
+        del globals()["__file__"]
+
+
+def _missing(name: str) -> NoReturn:
+    """Answer for every attribute of a package that is not there."""
+    raise AttributeError(f"module 'kernels' has no attribute {name!r}: {_MISTAKEN}")
+
+
+if __name__ == "kernels":
+    _give_way()
+elif __name__ != "tritonamp.kernels":
+    raise ImportError(f"imported as {__name__!r}: {_MISTAKEN}")

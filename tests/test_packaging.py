@@ -1,6 +1,7 @@
 """What an installation must hold, and what importing it must not do."""
 
 import importlib.resources
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -73,12 +74,91 @@ def test_readme_has_the_two_commands() -> None:
     assert 'pip install -e ".[test]" && pytest' in lines
 
 
+@pytest.fixture
+def kernels_elsewhere(tmp_path: Path) -> Path:
+    """A folder with a package like Hugging Face's ``kernels``, metadata included."""
+    package, metadata = tmp_path / "kernels", tmp_path / "kernels-0.18.5.dist-info"
+    (package / "layer").mkdir(parents=True)
+    metadata.mkdir()
+    (package / "__init__.py").write_text("from kernels.layer import Mode\n__version__ = '0.18.5'\n")
+    (package / "layer" / "__init__.py").write_text("class Mode: ...\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.5\n")
+    return tmp_path
+
+
+def test_kernels_of_somebody_else_are_found_from_the_repository_root(
+    kernels_elsewhere: Path,
+) -> None:
+    code = f"""
+import sys
+sys.path.append({str(kernels_elsewhere)!r})
+import kernels
+from kernels.layer import Mode
+assert kernels.Mode is Mode and kernels.__version__ == "0.18.5", kernels
+assert sys.modules["kernels"] is kernels
+import tritonamp.kernels
+assert tritonamp.kernels is not kernels
+"""
+    result = run_python(code, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformers_from_the_repository_root(kernels_elsewhere: Path, installed: bool) -> None:
+    code = f"""
+import sys
+sys.path += [{str(kernels_elsewhere)!r}] * {installed}
+from transformers.utils import is_kernels_available
+assert is_kernels_available() == {installed}
+"""
+    # the stand-in has nothing of what Trainer imports from the real one
+    code += "" if installed else "from transformers import Trainer"
+    result = run_python(code, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
 def test_kernels_are_not_importable_from_the_repository_root() -> None:
-    result = run_python("import kernels", cwd=ROOT)
+    """Whoever looks for them there finds an empty package, and is told where they are."""
+    code = """
+import kernels
+assert not hasattr(kernels, "__file__") and not hasattr(kernels, "__version__")
+for statement in "import kernels.softmax", "from kernels import softmax":
+    try:
+        exec(statement)
+    except ImportError:
+        pass
+    else:
+        raise AssertionError(statement)
+kernels.softmax
+"""
+    result = run_python(code, cwd=ROOT)
     assert result.returncode == 1
     last_line = result.stderr.splitlines()[-1]
-    assert last_line.startswith("ImportError: ")
-    assert "tritonamp.kernels" in last_line
+    assert last_line.startswith("AttributeError: ")
+    assert "import tritonamp.kernels" in last_line
+
+
+def test_kernels_are_imported_under_their_own_name_only() -> None:
+    code = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("other", {str(ROOT / "kernels" / "__init__.py")!r})
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+    result = run_python(code, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("ImportError: imported as 'other': ")
+
+
+def test_pytest_runs_as_a_module() -> None:
+    """Which puts the repository root on ``sys.path``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
+    result = subprocess.run(
+        [*command, "tests/test_packaging.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_import_leaves_cuda_alone(tmp_path: Path) -> None:
