@@ -20,10 +20,10 @@ import steps
 import torch
 
 import tritonamp
-from tritonamp.kernels import adamw, cast, decide, grad_stats, reduce, softmax
+from tritonamp.kernels import adamw, cast, decide, grad_stats, reduce, softmax, softmax_backward
 from tritonamp.kernels import device as hardware
 
-LAUNCHING = adamw, cast, decide, grad_stats, reduce, softmax
+LAUNCHING = adamw, cast, decide, grad_stats, reduce, softmax, softmax_backward
 
 
 @contextmanager

@@ -1,12 +1,11 @@
-"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element forward, 6
-backward.
+"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element.
 
 Several short lines make up a tile; a longer line fills a program's registers; a long one is read
 twice, the second time out of L2 and from its end; few long ones are shared by several programs, in
 two launches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import (
     MAX_VECTOR,
-    Tiling,
     column_offsets,
     line_offsets,
     power_of_two,
@@ -28,11 +26,11 @@ PER_THREAD = 32  # elements that a thread holds
 MAX_REGISTERS = (
     64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
 )
-LONGEST = 32768  # line that registers hold, half as long in backward: it has two inputs
+LONGEST = 32768  # line that registers hold
 
 
 @triton.jit
-def _exp(d, SHIFT: tl.constexpr):
+def exp_shifted(d, SHIFT: tl.constexpr):
     """exp(d) * 2**SHIFT. Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3
     near 6e4.
     """
@@ -60,7 +58,7 @@ def _max_and_sum(
         x = x.to(tl.float32)
         largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
         base = tl.where(largest == -float("inf"), 0.0, largest)
-        s = s * _exp(m - base, 0.0) + tl.sum(_exp(x - base, SHIFT), 1, keep_dims=True)
+        s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, SHIFT), 1, keep_dims=True)
         m = largest
     return m, s
 
@@ -79,7 +77,7 @@ def _write(
         x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
             tl.float32
         )
-        y = x - m - scale if LOG else _exp(x - m, SHIFT) * scale
+        y = x - m - scale if LOG else exp_shifted(x - m, SHIFT) * scale
         tl.store(
             y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
         )
@@ -97,7 +95,7 @@ def softmax_kernel(
     offs, mask = lines + columns, valid & exist
     d = tl.load(x_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
     d -= tl.max(d, 1, keep_dims=True)
-    e = _exp(d, SHIFT)
+    e = exp_shifted(d, SHIFT)
     s = tl.sum(e, 1, keep_dims=True)
     y = d - tl.log2(s) * 0.6931471805599453 if LOG else e * (1 / s)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -157,7 +155,7 @@ def softmax_rest_kernel(
     part_s = tl.load(s_ptr + j * count + numbers, mask=mask, other=0.0)
     m = tl.max(part_m, 1, keep_dims=True)
     base = tl.where(m == -float("inf"), 0.0, m)
-    s = tl.sum(part_s * _exp(part_m - base, 0.0), 1, keep_dims=True)
+    s = tl.sum(part_s * exp_shifted(part_m - base, 0.0), 1, keep_dims=True)
     begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
     _write(x_ptr, y_ptr, lines, valid, m, s, begin, min(begin + steps * BLOCK, n), rows, n,
            LOG, ROW_MAJOR, ALIGN, BLOCK, SHIFT)  # fmt: skip
@@ -227,206 +225,13 @@ def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") 
     return LOG_SOFTMAX(backend, x, dim, dtype)
 
 
-@triton.jit
-def _term(g, y, LOG: tl.constexpr):
-    """What a line's gradients are summed up of."""
-    return g if LOG else g * y
-
-
-@triton.jit
-def _gradient(g, y, total, LOG: tl.constexpr):
-    return g - _exp(y, 0.0) * total if LOG else y * (g - total)
-
-
-@triton.jit
-def _total(
-    g_ptr, y_ptr, lines, valid, begin, end, rows, n,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of columns ``begin`` to ``end``, for each line."""
-    total = tl.zeros([ROWS, 1], tl.float32)
-    for at in range(begin, end, BLOCK):
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        offs, mask = lines + columns, valid & exist
-        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        total += tl.sum(_term(g, y, LOG), 1, keep_dims=True)
-    return total
-
-
-@triton.jit
-def _write_gradient(
-    g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
-    for back in range(0, end - begin, BLOCK):
-        at = begin + (end - begin - 1) // BLOCK * BLOCK - back
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        offs, mask = lines + columns, valid & exist
-        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        dx = _gradient(g, y, total, LOG)
-        tl.store(
-            dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
-        )
-
-
-@triton.jit(do_not_specialize=("rows", "n", "blocks"))
-def softmax_backward_kernel(
-    g_ptr, y_ptr, dx_ptr, rows, n, blocks,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Whole lines in registers."""
-    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    columns, exist = column_offsets(0, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-    offs, mask = lines + columns, valid & exist
-    g = tl.load(g_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    dx = _gradient(g, y, tl.sum(_term(g, y, LOG), 1, keep_dims=True), LOG)
-    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=("rows", "n", "blocks"))
-def softmax_backward_long_kernel(
-    g_ptr, y_ptr, dx_ptr, rows, n, blocks,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Lines that registers cannot hold, read twice."""
-    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    total = _total(g_ptr, y_ptr, lines, valid, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
-    _write_gradient(
-        g_ptr, y_ptr, dx_ptr, lines, valid, total, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
-    )
-
-
-@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
-def softmax_backward_part_kernel(
-    g_ptr, y_ptr, total_ptr, rows, n, blocks, steps, count,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """First launch for shared lines: the sum of each segment, [splits, count]."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    split = tl.program_id(1)
-    begin = split.to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, n)
-    total = _total(
-        g_ptr, y_ptr, lines, valid, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK
-    )
-    tl.store(total_ptr + split * count + numbers, total, mask=valid)
-
-
-@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count", "splits"))
-def softmax_backward_rest_kernel(
-    g_ptr, y_ptr, total_ptr, dx_ptr, rows, n, blocks, steps, count, splits,
-    LOG: tl.constexpr, SPLITS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Second launch: every program adds up the segments of its lines and writes one of them."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    j = tl.arange(0, SPLITS)[None, :]
-    parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
-    total = tl.sum(parts, 1, keep_dims=True)
-    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, n)
-    _write_gradient(
-        g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
-    )
-
-
-def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
-    """Loops over two inputs take registers, and so do the addresses of single elements and of
-    columns.
-    """
-    rank, per_thread = max(len(shape), 1), PER_THREAD
-    n = shape[dim % rank] if shape else 1
-    columns = n > 1024 and dim % rank != rank - 1
-    if columns or n > LONGEST // 2:
-        per_thread //= 4 if columns or n % 8 != 0 else 2
-    return tiling(shape, dim, dim, per_thread, LONGEST // 2)
-
-
-def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-    grad, y = grad.contiguous(), y.contiguous()
-    dx = torch.empty_like(y, dtype=dtype)
-    t = _backward_tiling(y.shape, dim)
-    if t.lines * t.n == 0:
-        return dx
-    if t.splits == 1:
-        kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
-        launch(kernel, t.grid, (grad, y, dx), t.sizes, (log, *t.layout), t.num_warps)
-        return dx
-    totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
-    sizes = *t.sizes, t.steps, t.lines
-    launch(
-        softmax_backward_part_kernel,
-        t.grid,
-        (grad, y, totals),
-        sizes,
-        (log, *t.layout),
-        t.num_warps,
-    )
-    constants = log, power_of_two(t.splits), *t.layout
-    launch(
-        softmax_backward_rest_kernel,
-        t.grid,
-        (grad, y, totals, dx),
-        (*sizes, t.splits),
-        constants,
-        t.num_warps,
-    )
-    return dx
-
-
-def softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _backward(grad, y, dim, dtype, log=False)
-
-
-def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    g, y = grad.float(), y.float()
-    return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
-
-
-def softmax_backward(
-    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
-) -> Tensor:
-    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to
-    ``dtype``.
-    """
-    return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
-
-
-def log_softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _backward(grad, y, dim, dtype, log=True)
-
-
-def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    g = grad.float()
-    return (g - y.float().exp() * g.sum(dim, keepdim=True)).to(dtype)
-
-
-def log_softmax_backward(
-    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
-) -> Tensor:
-    """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to
-    ``dtype``.
-    """
-    return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
-
-
 SOFTMAX = TraceableOp(softmax_triton, softmax_torch)
 LOG_SOFTMAX = TraceableOp(log_softmax_triton, log_softmax_torch)
-SOFTMAX_BACKWARD = TraceableOp(softmax_backward_triton, softmax_backward_torch)
-LOG_SOFTMAX_BACKWARD = TraceableOp(log_softmax_backward_triton, log_softmax_backward_torch)
 
 
-def shipped() -> Iterator[Shipped]:
-    """The regimes of n, both orders of memory, the dtypes that the op policy and its options lead
-    to.
+def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.dtype]]:
+    """Yield name, shape, dtype of the input and of the result: the regimes of n, both orders of
+    memory, the dtypes that the op policy and its options lead to. FP32 results are log_softmax's.
     """
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
     lengths = 32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257
@@ -434,14 +239,15 @@ def shipped() -> Iterator[Shipped]:
     shapes |= {"split": (8, 1 << 20), "inner": (64, 64, 4096), "long inner": (64, 4096, 4096)}
     for case, shape in shapes.items():
         for dtype, result in ((half, half), (bf16, bf16), (half, wide)):
-            x, y = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, result))
-            log = result is wide
-            name = f"{'log_softmax' if log else 'softmax'} {dtype} {case}".replace("torch.", "")
-            if log:  # stores twice as much
-                yield Shipped(name, log_softmax_triton, (x, 1, result), 80, 15, 1)
-            else:
-                yield Shipped(
-                    name, softmax_triton, (x, 1, result), 64, 12, 1 if shape[1] <= LONGEST else 2
-                )
-            backward = log_softmax_backward_triton if log else softmax_backward_triton
-            yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), 96, 10, int(log))
+            name = f"{'log_softmax' if result is wide else 'softmax'} {dtype} {case}"
+            yield name.replace("torch.", ""), shape, dtype, result
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the calls whose builds are checked."""
+    for name, shape, dtype, result in shipped_cases():
+        args = torch.empty(shape, dtype=dtype, device="meta"), 1, result
+        if result is torch.float32:  # stores twice as much
+            yield Shipped(name, log_softmax_triton, args, 80, 15, 1)
+        else:
+            yield Shipped(name, softmax_triton, args, 64, 12, 1 if shape[1] <= LONGEST else 2)

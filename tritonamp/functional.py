@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
+from tritonamp.kernels import softmax_backward as _softmax_backward
 from tritonamp.kernels._implementations import MIN_NUMEL
 
 __all__ = ["log_softmax", "softmax", "sum"]
@@ -34,7 +35,12 @@ class Softmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
-        return _softmax.softmax_backward(grads[0], y, dim, dtype, _once(backend)), None, None, None
+        return (
+            _softmax_backward.softmax_backward(grads[0], y, dim, dtype, _once(backend)),
+            None,
+            None,
+            None,
+        )
 
 
 class LogSoftmax(torch.autograd.Function):
@@ -52,7 +58,7 @@ class LogSoftmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
         return (
-            _softmax.log_softmax_backward(grads[0], y, dim, dtype, _once(backend)),
+            _softmax_backward.log_softmax_backward(grads[0], y, dim, dtype, _once(backend)),
             None,
             None,
             None,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _lines, reduce, softmax
+from tritonamp.kernels import _lines, reduce, softmax, softmax_backward
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 
 GUARD = 64  # elements; a multiple of 16 bytes leaves the alignment as it is
@@ -183,12 +183,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]
             return
         for name, value in {"SHORT": 64, "LOOP_WARPS": 1, "MANY": many}.items():
             monkeypatch.setattr(_lines, name, value)
-        for module in (softmax, reduce):
+        for module, longest in ((softmax, 128), (softmax_backward, 64), (reduce, 128)):
             monkeypatch.setattr(
                 module, "tiling", inspect.unwrap(_lines.tiling)
             )  # remembers nothing
             monkeypatch.setattr(module, "PER_THREAD", 4)
-            monkeypatch.setattr(module, "LONGEST", 128)
+            monkeypatch.setattr(module, "LONGEST", longest)
 
     return shrink
 

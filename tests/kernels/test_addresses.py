@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tritonamp.kernels import reduce, softmax
+from tritonamp.kernels import reduce, softmax, softmax_backward
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import column_offsets, line_offsets
 from tritonamp.kernels.device import INTERPRETED, tl, triton
@@ -194,7 +194,8 @@ def accesses(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Ru
         monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noted_load)
         monkeypatch.setattr(InterpreterBuilder, "create_masked_store", noted_store)
         monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", program_id)
-        monkeypatch.setattr(softmax, "range", wide_range, raising=False)
+        for module in (softmax, softmax_backward):
+            monkeypatch.setattr(module, "range", wide_range, raising=False)
         layout = place.row_major, 1, ROWS, BLOCK
         kernel[(1, 1, 1)](*tensors, place.rows, place.n, place.blocks, *sizes, *constants, *layout)
         return found
@@ -222,7 +223,7 @@ def test_addresses_of_whole_lines(accesses: Run, place: Place) -> None:
         {"fp16": elements},
         {"fp64": elements},
     )
-    found = accesses(softmax.softmax_backward_kernel, [X, OTHER, Y], place, [], BACKWARD)
+    found = accesses(softmax_backward.softmax_backward_kernel, [X, OTHER, Y], place, [], BACKWARD)
     assert found == ({"fp16": elements, "bf16": elements}, {"fp64": elements})
 
 
@@ -232,7 +233,9 @@ def test_addresses_of_long_lines(accesses: Run, place: Place) -> None:
     there, back = (list(itertools.chain.from_iterable(order)) for order in (tiles, tiles[::-1]))
     found = accesses(softmax.softmax_long_kernel, [X, Y], place, [], FORWARD)
     assert found == ({"fp16": there + back}, {"fp64": back})
-    found = accesses(softmax.softmax_backward_long_kernel, [X, OTHER, Y], place, [], BACKWARD)
+    found = accesses(
+        softmax_backward.softmax_backward_long_kernel, [X, OTHER, Y], place, [], BACKWARD
+    )
     assert found == ({"fp16": there + back, "bf16": there + back}, {"fp64": back})
 
 
@@ -250,10 +253,12 @@ def test_addresses_of_shared_lines(accesses: Run, place: Place) -> None:
         softmax.softmax_rest_kernel, [X, PART, OTHER, Y], place, [*sizes, splits], [*FORWARD, 4]
     )
     assert found == ({"fp32": parts, "bf16": parts, "fp16": back}, {"fp64": back})
-    found = accesses(softmax.softmax_backward_part_kernel, [X, OTHER, PART], place, sizes, BACKWARD)
+    found = accesses(
+        softmax_backward.softmax_backward_part_kernel, [X, OTHER, PART], place, sizes, BACKWARD
+    )
     assert found == ({"fp16": there, "bf16": there}, {"fp32": own})
     found = accesses(
-        softmax.softmax_backward_rest_kernel,
+        softmax_backward.softmax_backward_rest_kernel,
         [X, OTHER, PART, Y],
         place,
         [*sizes, splits],

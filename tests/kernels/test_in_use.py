@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
-from tritonamp.kernels import _implementations, _launch, reduce, softmax
+from tritonamp.kernels import _implementations, _launch, reduce, softmax, softmax_backward
 from tritonamp.kernels import device as hardware
 
 pytestmark = [
@@ -48,7 +48,7 @@ class Calls(nn.Module):
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were launched."""
     names: list[str] = []
-    for module in (softmax, reduce):
+    for module in (softmax, softmax_backward, reduce):
 
         def launch(kernel: Any, *args: Any, original: Any = module.launch) -> None:
             names.append(kernel.__name__)

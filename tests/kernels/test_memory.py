@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import reduce, softmax
+from tritonamp.kernels import reduce, softmax, softmax_backward
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
@@ -36,10 +36,10 @@ OPERATIONS = {
     "softmax": Operation(lambda x, dim: softmax.softmax(x, dim, HALF, "triton"), 2, 2, 2),
     "log_softmax": Operation(lambda x, dim: softmax.log_softmax(x, dim, WIDE, "triton"), 2, 4, 2),
     "softmax_backward": Operation(
-        lambda x, dim: softmax.softmax_backward(x, x.abs(), dim, HALF, "triton"), 4, 2, 1
+        lambda x, dim: softmax_backward.softmax_backward(x, x.abs(), dim, HALF, "triton"), 4, 2, 1
     ),
     "log_softmax_backward": Operation(
-        lambda x, dim: softmax.log_softmax_backward(
+        lambda x, dim: softmax_backward.log_softmax_backward(
             x.float(), -x.abs().float(), dim, HALF, "triton"
         ),
         8,
@@ -156,7 +156,7 @@ def test_empty_tensors_launch_nothing(
 ) -> None:
     """A grid of no programs is an error on a GPU."""
     launched: list[Any] = []
-    for module in (softmax, reduce):
+    for module in (softmax, softmax_backward, reduce):
         monkeypatch.setattr(module, "launch", lambda *args: launched.append(args))
     x = half(shape, triton_device)
     for dim in range(len(shape)):

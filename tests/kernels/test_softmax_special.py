@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import softmax_and_error, ulp
-from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
+from tritonamp.kernels.softmax import log_softmax, softmax
+from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"

@@ -18,7 +18,8 @@ from tests.kernels.conftest import (
     ulp,
 )
 from tritonamp.kernels.reduce import sum
-from tritonamp.kernels.softmax import log_softmax, log_softmax_backward, softmax, softmax_backward
+from tritonamp.kernels.softmax import log_softmax, softmax
+from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"

@@ -1,0 +1,224 @@
+"""Gradients of softmax and log_softmax from their outputs, in FP32. 6 B/element.
+
+As in the forward: tiles of several lines, lines in registers, lines read twice, or lines shared by
+several programs.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._launch import launch
+from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two, tiling
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.softmax import exp_shifted, shipped_cases
+
+PER_THREAD = 32  # elements that a thread holds
+LONGEST = 16384  # line that registers hold, half as long as in the forward: there are two inputs
+
+
+@triton.jit
+def _term(g, y, LOG: tl.constexpr):
+    """What a line's gradients are summed up of."""
+    return g if LOG else g * y
+
+
+@triton.jit
+def _gradient(g, y, total, LOG: tl.constexpr):
+    return g - exp_shifted(y, 0.0) * total if LOG else y * (g - total)
+
+
+@triton.jit
+def _total(
+    g_ptr, y_ptr, lines, valid, begin, end, rows, n,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of columns ``begin`` to ``end``, for each line."""
+    total = tl.zeros([ROWS, 1], tl.float32)
+    for at in range(begin, end, BLOCK):
+        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        total += tl.sum(_term(g, y, LOG), 1, keep_dims=True)
+    return total
+
+
+@triton.jit
+def _write_gradient(
+    g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
+    for back in range(0, end - begin, BLOCK):
+        at = begin + (end - begin - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        dx = _gradient(g, y, total, LOG)
+        tl.store(
+            dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        )
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def softmax_backward_kernel(
+    g_ptr, y_ptr, dx_ptr, rows, n, blocks,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whole lines in registers."""
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    columns, exist = column_offsets(0, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    offs, mask = lines + columns, valid & exist
+    g = tl.load(g_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    dx = _gradient(g, y, tl.sum(_term(g, y, LOG), 1, keep_dims=True), LOG)
+    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def softmax_backward_long_kernel(
+    g_ptr, y_ptr, dx_ptr, rows, n, blocks,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines that registers cannot hold, read twice."""
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    total = _total(g_ptr, y_ptr, lines, valid, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
+    _write_gradient(
+        g_ptr, y_ptr, dx_ptr, lines, valid, total, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
+    )
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
+def softmax_backward_part_kernel(
+    g_ptr, y_ptr, total_ptr, rows, n, blocks, steps, count,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """First launch for shared lines: the sum of each segment, [splits, count]."""
+    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    split = tl.program_id(1)
+    begin = split.to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, n)
+    total = _total(
+        g_ptr, y_ptr, lines, valid, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK
+    )
+    tl.store(total_ptr + split * count + numbers, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count", "splits"))
+def softmax_backward_rest_kernel(
+    g_ptr, y_ptr, total_ptr, dx_ptr, rows, n, blocks, steps, count, splits,
+    LOG: tl.constexpr, SPLITS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Second launch: every program adds up the segments of its lines and writes one of them."""
+    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    j = tl.arange(0, SPLITS)[None, :]
+    parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
+    total = tl.sum(parts, 1, keep_dims=True)
+    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, n)
+    _write_gradient(
+        g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
+    )
+
+
+def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
+    """Loops over two inputs take registers, and so do the addresses of single elements and of
+    columns.
+    """
+    rank, per_thread = max(len(shape), 1), PER_THREAD
+    n = shape[dim % rank] if shape else 1
+    columns = n > 1024 and dim % rank != rank - 1
+    if columns or n > LONGEST:
+        per_thread //= 4 if columns or n % 8 != 0 else 2
+    return tiling(shape, dim, dim, per_thread, LONGEST)
+
+
+def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    grad, y = grad.contiguous(), y.contiguous()
+    dx = torch.empty_like(y, dtype=dtype)
+    t = _backward_tiling(y.shape, dim)
+    if t.lines * t.n == 0:
+        return dx
+    if t.splits == 1:
+        kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
+        launch(kernel, t.grid, (grad, y, dx), t.sizes, (log, *t.layout), t.num_warps)
+        return dx
+    totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
+    sizes = *t.sizes, t.steps, t.lines
+    launch(
+        softmax_backward_part_kernel,
+        t.grid,
+        (grad, y, totals),
+        sizes,
+        (log, *t.layout),
+        t.num_warps,
+    )
+    constants = log, power_of_two(t.splits), *t.layout
+    launch(
+        softmax_backward_rest_kernel,
+        t.grid,
+        (grad, y, totals, dx),
+        (*sizes, t.splits),
+        constants,
+        t.num_warps,
+    )
+    return dx
+
+
+def softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return _backward(grad, y, dim, dtype, log=False)
+
+
+def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    g, y = grad.float(), y.float()
+    return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
+
+
+def softmax_backward(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
+    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to
+    ``dtype``.
+    """
+    return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+
+
+def log_softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return _backward(grad, y, dim, dtype, log=True)
+
+
+def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    g = grad.float()
+    return (g - y.float().exp() * g.sum(dim, keepdim=True)).to(dtype)
+
+
+def log_softmax_backward(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
+    """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to
+    ``dtype``.
+    """
+    return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+
+
+SOFTMAX_BACKWARD = TraceableOp(softmax_backward_triton, softmax_backward_torch)
+LOG_SOFTMAX_BACKWARD = TraceableOp(log_softmax_backward_triton, log_softmax_backward_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the calls whose builds are checked, for the forward's cases."""
+    for name, shape, dtype, result in shipped_cases():
+        y = torch.empty(shape, dtype=result, device="meta")
+        log = result is torch.float32
+        backward = log_softmax_backward_triton if log else softmax_backward_triton
+        yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), 96, 10, int(log))

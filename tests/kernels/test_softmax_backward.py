@@ -1,0 +1,91 @@
+"""Gradients of softmax and log_softmax, kernels and twins against FP64."""
+
+import pytest
+import torch
+
+from tests.kernels.conftest import U, assert_within, backward_and_error, ulp
+from tests.kernels.test_softmax import (
+    BF16,
+    HALF,
+    LAYOUTS,
+    WIDE,
+    Layout,
+    Op,
+    Shrink,
+    each_layout,
+    each_real_layout,
+    each_regime,
+    inputs,
+)
+from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
+
+BACKWARD_DTYPES = [(HALF, HALF, HALF), (BF16, BF16, BF16), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
+
+each_backward = pytest.mark.parametrize("op", [softmax_backward, log_softmax_backward])
+
+
+def check_backward(
+    op: Op,
+    layout: Layout,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device,
+    backend: str,
+) -> None:
+    """``dtypes``: of y, of its gradient, of the result."""
+    forward = torch.log_softmax if op is log_softmax_backward else torch.softmax
+    y = forward(inputs(layout, dtypes[0], device).float() / 8, layout.dim).to(dtypes[0])
+    grad = torch.randn(y.shape, device=device).to(dtypes[1])
+    grad, y = (torch.empty_like(t).copy_(t) for t in (grad, y))
+    exact, error = backward_and_error(op is log_softmax_backward, grad, y, layout.dim)
+    result = op(grad, y, layout.dim, dtypes[2], backend)
+    assert result.dtype is dtypes[2]
+    assert_within(result, exact, ulp(exact, dtypes[2]) / 2 + error)
+
+
+@each_layout
+@each_backward
+def test_backward(
+    device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout
+) -> None:
+    small_tiles(layout.many)
+    check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
+
+
+@pytest.mark.parametrize("dtypes", BACKWARD_DTYPES[1:], ids=str)
+@each_regime
+@each_backward
+def test_backward_dtypes(
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    op: Op,
+    regime: str,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> None:
+    small_tiles(LAYOUTS[regime].many)
+    check_backward(op, LAYOUTS[regime], dtypes, device, backend)
+
+
+@each_real_layout
+@each_backward
+def test_backward_at_real_boundaries(
+    device: torch.device, backend: str, op: Op, layout: Layout
+) -> None:
+    check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
+
+
+@each_backward
+def test_backward_is_wide_enough_for_scaled_gradients(
+    device: torch.device, backend: str, op: Op
+) -> None:
+    """1024 gradients of 60000 cancel exactly; their sum, 6e7, is beyond fp16."""
+    grad = torch.full((1024,), 60_000.0, dtype=HALF, device=device)
+    y = torch.full((1024,), 2.0**-10, dtype=HALF, device=device)
+    if op is log_softmax_backward:
+        y = y.float().log()
+    # y = log(2**-10) in FP32 is off by up to 4 u, exp by 1.25 |y| + 5 < 14 u; 60000 is about 2**16
+    assert op(grad, y, 0, WIDE, backend).abs().max() <= 2**16 * (4 + 14 + 1) * U
