@@ -19,6 +19,7 @@ class Case(NamedTuple):
             (kernels.md).
         quick: part of ``--quick``.
         graph: too small to be timed by events; calls can be captured.
+        operations: the kernels' operations that it measures, by name.
     """
 
     group: str
@@ -31,3 +32,4 @@ class Case(NamedTuple):
     path_bytes: dict[str, float] = {}  # never written to
     quick: bool = False
     graph: bool = False
+    operations: tuple[str, ...] = ()

@@ -196,6 +196,7 @@ def _case(op: Op, shape: tuple[int, ...], dtype: torch.dtype, backward: bool, to
         peers=peers,
         path_bytes=path,
         quick=dtype is BF16 and op.name == "softmax" and shape[-1] in QUICK and len(shape) == 2,
+        operations=_measured(op, backward),
     )
 
 
@@ -232,3 +233,10 @@ def _by(shape: tuple[int, ...]) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _measured(op: Op, backward: bool) -> tuple[str, ...]:
+    """Name the operation of the kernels; the gradient of a sum needs none."""
+    if op.name == "sum":
+        return () if backward else ("sum",)
+    return (f"{op.name}_backward" if backward else op.name,)

@@ -215,11 +215,15 @@ def cases(toy: bool) -> list[Case]:
         build = builds[toy]
         with torch.device("meta"):
             size = sum(p.numel() for p in build().parameters())
-        rows: dict[str, tuple[float, dict[str, Callable[..., Work]], dict[str, float]]] = {
+        rows: dict[
+            str,
+            tuple[float, dict[str, Callable[..., Work]], dict[str, float], tuple[str, ...]],
+        ] = {
             "full step": (
                 30,
                 {"tritonamp": our_step, "half pipeline": half_pipeline, "torch.amp": standard_amp},
                 {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54},
+                ("grad_stats", "decide", "adamw"),
             ),
             "optimizer": (
                 28,
@@ -228,26 +232,50 @@ def cases(toy: bool) -> list[Case]:
                     for kind in ("tritonamp", "fused AdamW", "apex", "optimi")
                 },
                 {"tritonamp": 28, "fused AdamW": 28},
+                ("adamw",),
             ),
             "gradient statistics": (
                 2,
                 {"tritonamp": statistics, "eager": unscale_and_norm},
                 {"tritonamp": 2, "eager": 6},
+                ("grad_stats",),
             ),
             "weight cast": (
                 6,
                 {"tritonamp": our_cast, "eager": foreach_cast},
                 {"tritonamp": 6, "eager": 6},
+                ("cast",),
             ),
         }
-        for group, (least, peers, path) in rows.items():
+        for group, (least, peers, path, operations) in rows.items():
             made = {peer: functools.partial(make, build) for peer, make in peers.items()}
             quick = name == "GPT-2 124M" and group == "full step"
             found.append(
-                Case(group, f"{group} {name}", "float16", name, size, least, made, path, quick)
+                Case(
+                    group,
+                    f"{group} {name}",
+                    "float16",
+                    name,
+                    size,
+                    least,
+                    made,
+                    path,
+                    quick,
+                    operations=operations,
+                )
             )
     scale = {"tritonamp": our_scale, "eager": torch_scale}
     return [
         *found,
-        Case("loss scale", "loss scale update", "float32", "1", 1, None, scale, graph=True),
+        Case(
+            "loss scale",
+            "loss scale update",
+            "float32",
+            "1",
+            1,
+            None,
+            scale,
+            graph=True,
+            operations=("update_scale",),
+        ),
     ]

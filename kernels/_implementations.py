@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import importlib
+import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tritonamp.kernels._launch import KernelError, broken_compiler, is_traced
 from tritonamp.kernels.device import runs_triton
 
-TRITON_OPS = frozenset(
-    {"softmax", "softmax_backward", "log_softmax", "log_softmax_backward", "sum"}
-    | {"grad_stats", "decide", "update_scale", "adamw", "cast", "sgd"}
-)
-"""Names of the operations that have a Triton kernel in this version."""
 MIN_NUMEL = 1 << 16
 """Below this ATen's launch costs less than what a kernel saves in bytes."""
 
@@ -30,6 +28,7 @@ class Implementations:
     ) -> None:
         self.name = torch_function.__name__.removesuffix("_torch")
         self.triton_function, self.torch_function = triton_function, torch_function
+        _operations[self.name] = self
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:
         """Tell whether ``backend`` ("auto", "triton" or "eager") means the kernel where ``x`` is."""
@@ -95,6 +94,17 @@ class TraceableOp(Implementations):
             return False
         # DTensor and its like shard eager operations
         return type(x) is Tensor or not is_traceable_wrapper_subclass(x)
+
+
+_operations: dict[str, Implementations] = {}
+
+
+def operations() -> dict[str, Implementations]:
+    """Import all modules of kernels, and return every operation that has a kernel by its name."""
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(sys.modules[package].__path__):
+        importlib.import_module(f"{package}.{module.name}")
+    return dict(_operations)
 
 
 failures: dict[str, str] = {}

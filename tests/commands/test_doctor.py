@@ -6,8 +6,8 @@ import torch
 import tritonamp
 from tritonamp.__main__ import main
 from tritonamp.commands import doctor
-from tritonamp.kernels import _implementations
 from tritonamp.kernels import device as hardware
+from tritonamp.kernels._implementations import operations
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_versions(report, what, version):
     assert row.split(maxsplit=1)[1].startswith(version)
 
 
-@pytest.mark.parametrize("operation", doctor.OPERATIONS)
+@pytest.mark.parametrize("operation", operations())
 def test_every_operation_has_a_backend_and_a_reason(report, operation):
     rows = _rows(report, operation)
     assert len(rows) == len(doctor._devices())
@@ -48,17 +48,11 @@ def test_cpu_is_eager_because_it_is_no_gpu():
     assert doctor._operation("softmax", torch.device("cpu")) == expected
 
 
-def test_operation_without_a_kernel_is_eager_where_triton_runs(monkeypatch):
+def test_operations_run_kernels_where_triton_runs(monkeypatch):
     backend = hardware.Backend("triton", "it can", "auto")
     monkeypatch.setattr(hardware, "choose_backend", lambda requested, device: backend)
-    monkeypatch.setattr(_implementations, "TRITON_OPS", frozenset({"softmax"}))
     device = torch.device("cuda")
     assert doctor._operation("softmax", device) == ("softmax", "triton", "it can")
-    assert doctor._operation("adamw", device) == (
-        "adamw",
-        "eager",
-        "no Triton kernel in this version",
-    )
 
 
 @pytest.mark.parametrize(("level", "dtype"), doctor.TRIALS)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tritonamp.kernels import _multi_tensor
-from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import (
     MAX_CHUNK,
@@ -27,6 +26,7 @@ from tritonamp.kernels._multi_tensor import (
     chunk_bounds,
     element_pointer,
 )
+from tritonamp.kernels.cast import CAST
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
 pytestmark = pytest.mark.usefixtures("triton_device")
@@ -46,7 +46,6 @@ SHAPES = [
     (2, 4099),
     (12289,),
 ]
-ADD = Implementations(lambda: None, lambda: None)
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -85,7 +84,7 @@ def add(lists: TensorLists) -> list[Table]:
 
 
 def takes(lists: TensorLists) -> bool:
-    return lists.uses_triton("triton", ADD)
+    return lists.uses_triton("triton", CAST)
 
 
 def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = WIDE) -> Tensor:
@@ -427,8 +426,8 @@ def test_nothing_is_for_the_twin(triton_device: torch.device) -> None:
 
 def test_the_backend_is_asked(triton_device: torch.device) -> None:
     lists = TensorLists(x=[torch.zeros(3, device=triton_device)])
-    assert not lists.uses_triton("eager", ADD)
-    assert lists.uses_triton("auto", ADD) == (triton_device.type == "cuda")
+    assert not lists.uses_triton("eager", CAST)
+    assert lists.uses_triton("auto", CAST) == (triton_device.type == "cuda")
 
 
 # Numbers, and lists that change

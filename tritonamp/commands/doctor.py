@@ -7,10 +7,9 @@ from torch import nn
 
 import tritonamp
 from tritonamp.commands.table import table
-from tritonamp.kernels import _implementations
 from tritonamp.kernels import device as hardware
+from tritonamp.kernels._implementations import operations
 
-OPERATIONS = ("softmax", "log_softmax", "sum", "grad_stats", "adamw", "cast")
 TRIALS = [("O0", torch.float16)] + [
     (level, dtype) for dtype in (torch.float16, torch.bfloat16) for level in ("O1", "O2", "O3")
 ]
@@ -23,7 +22,7 @@ def report() -> str:
         parts.append(
             table(
                 ("operation", "backend", "reason"),
-                [_operation(name, device) for name in OPERATIONS],
+                [_operation(name, device) for name in operations()],
             )
         )
         parts.append(
@@ -86,8 +85,6 @@ def _describe(device: torch.device) -> str:
 
 def _operation(name: str, device: torch.device) -> tuple[str, str, str]:
     backend = hardware.choose_backend("auto", device)
-    if backend.name == "triton" and name not in _implementations.TRITON_OPS:
-        return name, "eager", "no Triton kernel in this version"
     return name, backend.name, backend.reason
 
 
