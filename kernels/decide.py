@@ -3,6 +3,7 @@ becomes.
 """
 
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,49 @@ from tritonamp.kernels._launch import launch
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
-OUTCOMES = CLEAN, OVERFLOW, FAULT = 0, 1, 2
-RECORD = 8  # numbers in front of a record's magnitudes
-NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = range(
-    3, RECORD
-)  # where they are, after the counts by outcome
 _BLOCK = 1024
+
+
+class Slot(IntEnum):
+    """Where the numbers of a record are; the first three are the outcomes of a decision, too.
+
+    Attributes:
+        CLEAN, OVERFLOW, FAULT: how many decisions were clean, scale overflows, forward faults.
+        NORM, AMAX: total norm and largest magnitude, both unscaled, of the last clean one.
+        SCALE: the scale that the last one used.
+        SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped one.
+    """
+
+    CLEAN = 0
+    OVERFLOW = 1
+    FAULT = 2
+    NORM = 3
+    AMAX = 4
+    SCALE = 5
+    SKIPPED = 6
+    SKIPPED_SCALE = 7
+
+
+CLEAN, OVERFLOW, FAULT, NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = Slot
+RECORD = len(Slot)  # numbers in front of a record's magnitudes
+_SLOTS = tuple(map(int, Slot))  # for the kernel, and quick to look up
+
+
+class Evidence(NamedTuple):
+    """What a decision rests on: results of grad_stats, and two flags.
+
+    Attributes:
+        amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and
+            (k,).
+        loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN.
+        found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before
+            are to skip.
+    """
+
+    amax: Tensor
+    square_sum: Tensor
+    loss_nonfinite: Tensor
+    found_earlier: Tensor
 
 
 class ScaleRule(NamedTuple):
@@ -53,10 +91,8 @@ class Record(NamedTuple):
     """What is remembered of decisions.
 
     Attributes:
-        numbers: float64 of shape (8 + names,): how many were clean, scale overflows, forward
-            faults; the norm and the largest magnitude, both unscaled, of the last clean one; the
-            scale that the last one used; of the last skipped one its outcome (1 overflow, 2 fault),
-            scale, and scaled magnitudes by name.
+        numbers: float64 of shape (8 + names,): by ``Slot``, and scaled magnitudes by name of the
+            last skipped one.
         places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1:
             none.
     """
@@ -109,6 +145,8 @@ def decide_kernel(
     n, parts, names, max_norm,
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
     CLIP: tl.constexpr, MOVE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+    CLEAN: tl.constexpr, OVERFLOW: tl.constexpr, FAULT: tl.constexpr, NORM: tl.constexpr, AMAX: tl.constexpr,
+    SCALE: tl.constexpr, SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
     used, fault, earlier = tl.load(used_ptr), tl.load(fault_ptr), tl.load(earlier_ptr)
@@ -140,15 +178,15 @@ def decide_kernel(
             growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
         )  # fmt: skip
     if RECORD > 0:
-        outcome = tl.where(fault != 0.0, 2, tl.where(found_inf != 0.0, 1, 0))
+        outcome = tl.where(fault != 0.0, FAULT, tl.where(found_inf != 0.0, OVERFLOW, CLEAN))
         tl.store(numbers_ptr + outcome, tl.load(numbers_ptr + outcome) + 1.0)
-        tl.store(numbers_ptr + 5, used.to(tl.float64))
-        if outcome == 0:
-            tl.store(numbers_ptr + 3, norm.to(tl.float64))
-            tl.store(numbers_ptr + 4, tl.max(largest, 0).to(tl.float64))
+        tl.store(numbers_ptr + SCALE, used.to(tl.float64))
+        if outcome == CLEAN:
+            tl.store(numbers_ptr + NORM, norm.to(tl.float64))
+            tl.store(numbers_ptr + AMAX, tl.max(largest, 0).to(tl.float64))
         else:
-            tl.store(numbers_ptr + 6, outcome.to(tl.float64))
-            tl.store(numbers_ptr + 7, used.to(tl.float64))
+            tl.store(numbers_ptr + SKIPPED, outcome.to(tl.float64))
+            tl.store(numbers_ptr + SKIPPED_SCALE, used.to(tl.float64))
             for at in range(0, names, BLOCK):
                 place = tl.load(places_ptr + at + j, mask=at + j < names, other=-1)
                 amax = tl.load(amax_ptr + place, mask=place >= 0, other=0.0)
@@ -156,10 +194,7 @@ def decide_kernel(
 
 
 def decide_triton(
-    amax: Tensor,
-    square_sum: Tensor,
-    loss_nonfinite: Tensor,
-    found_earlier: Tensor,
+    evidence: Evidence,
     used_scale: Tensor,
     max_norm: float | None,
     state: ScaleState | None,
@@ -168,34 +203,27 @@ def decide_triton(
     verdict: Tensor,
 ) -> None:
     moved = state or (used_scale,) * 4
-    numbers, places = record or (amax, amax)
-    tensors = (
-        amax,
-        square_sum,
-        loss_nonfinite,
-        found_earlier,
-        used_scale,
-        verdict,
-        *moved,
-        numbers,
-        places,
-    )
+    numbers, places = record or (evidence.amax,) * 2
+    tensors = (*evidence, used_scale, verdict, *moved, numbers, places)
     sizes = (
-        len(amax),
-        len(square_sum),
+        len(evidence.amax),
+        len(evidence.square_sum),
         len(places) if record else 0,
         float(max_norm or 0.0),
         *_numbers(rule),
     )
-    constants = max_norm is not None, state is not None, RECORD if record else 0, _BLOCK
+    constants = (
+        max_norm is not None,
+        state is not None,
+        RECORD if record else 0,
+        _BLOCK,
+        *_SLOTS,
+    )
     launch(decide_kernel, (1, 1, 1), tensors, sizes, constants, 4)
 
 
 def decide_torch(
-    amax: Tensor,
-    square_sum: Tensor,
-    loss_nonfinite: Tensor,
-    found_earlier: Tensor,
+    evidence: Evidence,
     used_scale: Tensor,
     max_norm: float | None,
     state: ScaleState | None,
@@ -203,6 +231,7 @@ def decide_torch(
     record: Record | None,
     verdict: Tensor,
 ) -> None:
+    amax, square_sum, loss_nonfinite, found_earlier = evidence
     inv_scale = used_scale.double().reciprocal().float()
     norm = square_sum.double().sum().sqrt().float() * inv_scale
     factor = inv_scale
@@ -232,7 +261,7 @@ def _note(
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
     numbers, places = record
     # in place, so that a CUDA graph that captured this goes on counting
-    numbers[:3] += torch.arange(3, device=outcome.device) == outcome
+    numbers[:NORM] += torch.arange(int(NORM), device=outcome.device) == outcome
     clean = torch.stack([norm, largest]).double()
     numbers[NORM:SCALE] = torch.where(outcome == CLEAN, clean, numbers[NORM:SCALE])
     numbers[SCALE].copy_(used_scale)
@@ -242,10 +271,7 @@ def _note(
 
 
 def decide(
-    amax: Tensor,
-    square_sum: Tensor,
-    loss_nonfinite: Tensor,
-    found_earlier: Tensor,
+    evidence: Evidence,
     used_scale: Tensor,
     max_norm: float | None,
     state: ScaleState | None,
@@ -258,11 +284,7 @@ def decide(
     outcome.
 
     Args:
-        amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and
-            (k,).
-        loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN.
-        found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before
-            are to skip.
+        evidence: what is known of the gradients and the losses.
         used_scale: 0-d float32, the loss scale that the backward used.
         max_norm: clip the unscaled gradients to this total 2-norm
             (``torch.nn.utils.clip_grad_norm_``), or None.
@@ -272,18 +294,7 @@ def decide(
             gradients, and the factor that turns a scaled gradient into the one to step with:
             1/scale, times the clip coefficient.
     """
-    args = (
-        amax,
-        square_sum,
-        loss_nonfinite,
-        found_earlier,
-        used_scale,
-        max_norm,
-        state,
-        rule,
-        record,
-        verdict,
-    )
+    args = evidence, used_scale, max_norm, state, rule, record, verdict
     DECIDE.run(backend, DECIDE.uses_triton(backend, used_scale), *args)
 
 
@@ -373,7 +384,8 @@ def shipped() -> Iterator[Shipped]:
     record = Record(
         flag.new_zeros(RECORD + 8, dtype=torch.float64), flag.new_zeros(8, dtype=torch.int64)
     )
-    stats = flag.new_zeros(8), flag.new_zeros(64), flag, flag, flag
+    evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
+    stats = evidence, flag
     yield Shipped(
         "decide", decide_triton, (*stats, 1.0, state, rule, record, flag.new_zeros(3)), 64, None, 0
     )

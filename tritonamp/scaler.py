@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels.decide import ScaleRule, ScaleState, decide, update_scale
+from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide, update_scale
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
 
@@ -244,7 +244,8 @@ class GradScaler(torch.amp.GradScaler):
             flag = torch.zeros_like(flag)
         self._loss_nonfinite = None if self._loss_nonfinite is None else flag
         verdict = self._scale.new_zeros(3)
-        decide(amax, square_sum, flag, flag, self._scale, None, None, self.rule, None, verdict)
+        evidence = Evidence(amax, square_sum, flag, flag)
+        decide(evidence, self._scale, None, None, self.rule, None, verdict)
         self.note(amax)
         found_inf, _, grad_scale = verdict.unbind()
         if not allow_fp16:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels.decide import RECORD, Record, ScaleRule, ScaleState, decide, update_scale
+from tritonamp.kernels.decide import (
+    RECORD,
+    Evidence,
+    Record,
+    ScaleRule,
+    ScaleState,
+    decide,
+    update_scale,
+)
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 from tritonamp.kernels.grad_stats import grad_stats
 
@@ -267,12 +275,15 @@ def judge(
     backend: str,
 ) -> tuple[float, float, float]:
     square_sum = [0.0] * len(amax) if square_sum is None else square_sum
-    flags = (torch.tensor(value, device=device) for value in (loss_nonfinite, found_earlier, scale))
+    nonfinite, earlier, used_scale = (
+        torch.tensor(value, device=device) for value in (loss_nonfinite, found_earlier, scale)
+    )
     stats = (
         torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
     )
     verdict = torch.full((3,), -7.0, device=device)
-    decide(*stats, *flags, max_norm, state, rule, record, verdict, backend)
+    evidence = Evidence(*stats, nonfinite, earlier)
+    decide(evidence, used_scale, max_norm, state, rule, record, verdict, backend)
     found_inf, norm, factor = verdict.tolist()
     return found_inf, norm, factor
 
@@ -466,10 +477,14 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
     numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
     record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device))
-    decide(stats, stats, zero, zero, state.scale, None, state, RULE, record, verdict, backend)
+    decide(
+        Evidence(stats, stats, zero, zero), state.scale, None, state, RULE, record, verdict, backend
+    )
     assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125])
     stats = stats * INF
-    decide(stats, stats, zero, zero, state.scale, None, state, RULE, record, verdict, backend)
+    decide(
+        Evidence(stats, stats, zero, zero), state.scale, None, state, RULE, record, verdict, backend
+    )
     assert state.scale.item() == 8.0
     assert numbers.tolist() == [1.0, 1.0, 0.0, 0.125, 0.125, 16.0, 1.0, 16.0]
 

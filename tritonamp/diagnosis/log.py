@@ -23,6 +23,7 @@ from tritonamp.kernels.decide import (
     RECORD,
     SCALE,
     SKIPPED,
+    SKIPPED_SCALE,
     Record,
     ScaleRule,
 )
@@ -197,7 +198,7 @@ class SkipLog:
     def _take_in_skip(self, step: int, values: Sequence[float], enclosed: Enclosed) -> None:
         finding = self.last = self._find(step, values, enclosed)
         self._bad_since = (self._bad_since or step) if finding.cause == PARAMETERS else 0
-        self.batches, self.last_scale = enclosed.batches, values[SKIPPED + 1]
+        self.batches, self.last_scale = enclosed.batches, values[SKIPPED_SCALE]
         self.history.append(
             StepRecord(step, finding.cause, values[SCALE], None, finding.parameters, finding.text)
         )
@@ -221,7 +222,7 @@ class SkipLog:
             int(values[SKIPPED]),
             step,
             self._bad_since or step,
-            values[SKIPPED + 1],
+            values[SKIPPED_SCALE],
             rule.min_scale,
             rule.min_scale == rule.max_scale,
             dict(zip(self._names.values(), values[first:], strict=True)),

@@ -18,23 +18,13 @@ from tritonamp import class_swap
 from tritonamp.distributed.ddp import EnabledDDP, rebuild_buckets
 from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels.decide import Evidence
 from tritonamp.readback import Mailbox
 
 logger = logging.getLogger("tritonamp")
 
 CHECK_EVERY = 100  # decisions
 _NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation does
-
-
-class Evidence(NamedTuple):
-    """What a decision rests on: results of grad_stats, and two flags, as ``kernels.decide`` takes
-    them.
-    """
-
-    amax: Tensor
-    square_sum: Tensor
-    loss_nonfinite: Tensor
-    found_earlier: Tensor
 
 
 class _Row(NamedTuple):

@@ -6,8 +6,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from tritonamp.distributed.ranks import Evidence, Ranks
-from tritonamp.kernels.decide import CLEAN, DECIDE, Record, decide
+from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels.decide import CLEAN, DECIDE, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
@@ -105,7 +105,9 @@ class Decision:
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
         stats = self._stats_of(weights, None)
-        decide(*stats, flag, flag, self.scale, None, None, rule, None, verdict, self._backend)
+        decide(
+            Evidence(*stats, flag, flag), self.scale, None, None, rule, None, verdict, self._backend
+        )
         self._keep([weights], [stats])
         earlier = self._found_earlier
         found = verdict[0]
@@ -145,9 +147,9 @@ class Decision:
         # with backoff_on_fault the scale hears of a fault as of an overflow, the record as a fault
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
-        evidence = amax, square_sum, flag, earlier
+        evidence = Evidence(amax, square_sum, flag, earlier)
         rule = self.scaler.rule
-        decide(*evidence, self.scale, max_norm, state, rule, record, self._verdict, self._backend)
+        decide(evidence, self.scale, max_norm, state, rule, record, self._verdict, self._backend)
         if apart:
             self.scaler.note(amax)
             self.scaler.move(self.found_inf, flag)
