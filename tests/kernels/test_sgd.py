@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import U, Traffic
+from tests.kernels.conftest import Traffic, U
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.sgd import NO_MOMENTUM_YET, OPTIONAL, SGDRule, sgd
 
