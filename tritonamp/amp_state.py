@@ -12,7 +12,7 @@ _SCALER = set(GradScaler("cpu").state_dict())
 _APEX = re.compile(r"loss_scaler(\d+)")
 
 
-class AmpState(NamedTuple):
+class ResumeState(NamedTuple):
     """All that a resume needs beside the states of models and optimizers.
 
     Attributes:
@@ -43,7 +43,7 @@ class AmpState(NamedTuple):
         }
 
 
-def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpState:
+def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     """From a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of
     ``apex.amp``.
 
@@ -72,13 +72,15 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
     return state._replace(scalers=None)  # a fixed scale is no reason to begin with it
 
 
-def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpState:
+def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
     if _OWN <= keys <= _OWN | _SINCE and all(map(_is_scaler, state_dict["loss_scalers"].values())):
         scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
         clean, overflow, fault = state_dict["counts"]
         healed, faults = list(state_dict.get("healed") or []), dict(state_dict.get("faults") or {})
-        return AmpState(scalers, (clean, overflow, fault), state_dict["loss_scale"], healed, faults)
+        return ResumeState(
+            scalers, (clean, overflow, fault), state_dict["loss_scale"], healed, faults
+        )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
     elif keys and all(map(_is_apex, state_dict.items())):
@@ -99,7 +101,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> AmpS
     same = all(
         state["scale"] == loss_scale for state in scalers.values()
     )  # they do not tell whether it was fixed
-    return AmpState(scalers, (0, 0, 0), loss_scale if same else "dynamic", [], {})
+    return ResumeState(scalers, (0, 0, 0), loss_scale if same else "dynamic", [], {})
 
 
 def _is_scaler(state: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Numbers on their way from the device, without waiting: read when they have arrived."""
+"""Copies of device numbers to the host, without waiting: read when they have arrived."""
 
 import ctypes
 from collections import deque
@@ -9,63 +9,74 @@ import torch
 from torch import Tensor
 
 
-class Letter(NamedTuple):
-    """Numbers as they were, float64, and what the sender enclosed."""
+class Reading(NamedTuple):
+    """Numbers as they were when the copy ran.
+
+    Attributes:
+        values: float64, valid until the next ``Readback.start``.
+        attached: what ``start`` was given along with them.
+    """
 
     values: Sequence[float]
-    enclosed: Any
+    attached: Any
 
 
-class Mailbox:
-    """Copies of one tensor on their way, in order.
+class Readback:
+    """Copies of one tensor on their way to the host, in order.
 
     Args:
-        numbers: float64 of shape (n,), on any device: what will be sent.
-        most: letters under way; while there are so many no more are sent.
+        numbers: float64 of shape (n,), on any device: what will be copied.
+        most: copies under way; while there are so many, no more are started.
     """
 
     def __init__(self, numbers: Tensor, most: int = 4) -> None:
-        self._free = [_Envelope(numbers) for _ in range(most)]
-        self._sent: deque[tuple[_Envelope, Any]] = deque()
+        self._free = [_HostBuffer(numbers) for _ in range(most)]
+        self._started: deque[tuple[_HostBuffer, Any]] = deque()
 
-    def send(self, numbers: Tensor, enclosed: Any) -> None:
-        """Sends the numbers as they are when the device comes to it."""
+    def start(self, numbers: Tensor, attached: Any) -> None:
+        """Start copying the numbers, as they are when the device comes to it."""
         if self._free:
-            envelope = self._free.pop()
-            envelope.fill(numbers)
-            self._sent.append((envelope, enclosed))
+            buffer = self._free.pop()
+            buffer.fill(numbers)
+            self._started.append((buffer, attached))
 
-    def take_back(self) -> None:
-        """Destroys the last letter that was sent, if it has not been read."""
-        if self._sent:
-            self._free.append(self._sent.pop()[0])
+    def cancel_last(self) -> None:
+        """Drop the copy that was started last, if it has not been read."""
+        if self._started:
+            self._free.append(self._started.pop()[0])
 
-    def arrived(self, wait: bool = False) -> Iterator[Letter]:
-        """Those that have arrived, or all of them; the values are gone with the next letter."""
-        while self._sent and self._sent[0][0].is_here(wait):
-            envelope, enclosed = self._sent.popleft()
-            self._free.append(envelope)
-            yield Letter(envelope.values, enclosed)
+    def ready(self, wait: bool = False) -> Iterator[Reading]:
+        """Yield the copies that have arrived, oldest first; with ``wait`` all of them."""
+        while self._started and self._started[0][0].is_filled(wait):
+            buffer, attached = self._started.popleft()
+            self._free.append(buffer)
+            yield Reading(buffer.values, attached)
 
 
-class _Envelope:
-    """A piece of main memory, pinned where there is a GPU."""
+class _HostBuffer:
+    """A piece of main memory, pinned where there is a GPU.
+
+    Attributes:
+        values: the memory as a sequence: reading it goes past torch, so it costs no op.
+    """
 
     def __init__(self, numbers: Tensor) -> None:
         pinned = torch.cuda.is_available()
         self._numbers = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
         memory: Any = (ctypes.c_double * len(numbers)).from_address(self._numbers.data_ptr())
         self.values: Sequence[float] = memory
-        self._here = torch.cuda.Event() if pinned else None
+        self._filled = torch.cuda.Event() if pinned else None
 
     def fill(self, numbers: Tensor) -> None:
+        """Copy the numbers here, without waiting where they are on a GPU."""
         self._numbers.copy_(numbers, non_blocking=True)
-        if self._here is not None and numbers.is_cuda:
-            self._here.record(torch.cuda.current_stream(numbers.device))
+        if self._filled is not None and numbers.is_cuda:
+            self._filled.record(torch.cuda.current_stream(numbers.device))
 
-    def is_here(self, wait: bool) -> bool:
-        if self._here is None:
+    def is_filled(self, wait: bool) -> bool:
+        """Return whether the last ``fill`` is done, after waiting for it if asked to."""
+        if self._filled is None:
             return True
         if wait:
-            self._here.synchronize()
-        return self._here.query()
+            self._filled.synchronize()
+        return self._filled.query()

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp import class_swap
-from tritonamp.amp_state import AmpState, parse_state
+from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import cast_model, flatten_rnns, fp32_modules, set_data
 from tritonamp.checks import check_models, check_optimizers, check_scaler, check_sharding
 from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.log import SkipLog, StepRecord
+from tritonamp.diagnosis.log import StepLog, StepRecord
 from tritonamp.diagnosis.response import Response
 from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
@@ -158,7 +158,7 @@ class Amp:
         self._weights = {
             o: MasterWeights(o, self._fp32_values, policy.master_weights) for o in optimizers
         }
-        self._log = SkipLog(
+        self._log = StepLog(
             functools.partial(_names, models), functools.partial(_tensors, models), policy.dtype,
             speaks=policy.on_nonfinite == "skip",
         )  # fmt: skip
@@ -419,7 +419,7 @@ class Amp:
         """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {**self._response.state(), "last_good": list(self._log.last_good())}
-        return AmpState(
+        return ResumeState(
             scalers, self._log.counts(), self.policy.loss_scale, self._healing.names, faults
         ).to_dict()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.diagnosis.causes import CAUSES
-from tritonamp.diagnosis.log import SkipLog
+from tritonamp.diagnosis.log import StepLog
 from tritonamp.kernels.decide import RECORD
 
 INF, NAN = float("inf"), float("nan")
@@ -262,7 +262,7 @@ def test_the_rank_is_named(
 def test_what_was_noted_stays_with_its_names_and_ranks(device: torch.device) -> None:
     first, second = nn.Linear(2, 1, device=device), nn.Linear(3, 1, device=device)
     known = {first.weight: "first.weight", first.bias: "first.bias"}
-    log = SkipLog(lambda: known, dict, torch.float16)
+    log = StepLog(lambda: known, dict, torch.float16)
     params = [first.weight, first.bias]
     alone = log.record([params], device)
     alone.numbers[RECORD:] = torch.tensor([1.0, 2.0])

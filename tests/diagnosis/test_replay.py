@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 from tritonamp.diagnosis.replay import find_fault
-from tritonamp.diagnosis.replay.faults import Fault
+from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.kernels.device import INTERPRETED
 
 WIDTH, SAMPLES = 16, 6
@@ -274,7 +274,7 @@ def net(device: torch.device) -> Net:
 
 def find(
     model: nn.Module, x: Tensor, level: str = "O2", scale: float = 1.0, factor: float = 1.0
-) -> Fault | None:
+) -> FaultReport | None:
     amp = tritonamp.enable(model, level=level)
     fault = find_fault(model, lambda: model(x).square().mean() * factor, scale=scale)
     amp.disable()

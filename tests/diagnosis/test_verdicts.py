@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tritonamp.diagnosis.replay.faults import Fault
+from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, Operand, Place, family, judge
 
 PLACE = Place("encoder.layer.3.attn", "Attention", "matmul", str(Path(__file__)), 1)
@@ -71,7 +71,7 @@ def test_every_verdict_can_be_told(kind: str, module: str | None) -> None:
     seen = Event(
         place, "forward", torch.float16, exact=None, eps=(1e-8, torch.float16), scalars=(-1e9,)
     )
-    fault = Fault(kind, seen, names=("a.weight",), fits=256.0)
+    fault = FaultReport(kind, seen, names=("a.weight",), fits=256.0)
     assert "{" not in fault.why + fault.advice
     assert place.name in str(fault)
     json.dumps(fault.as_dict(), allow_nan=False)
@@ -79,7 +79,7 @@ def test_every_verdict_can_be_told(kind: str, module: str | None) -> None:
 
 def test_report() -> None:
     seen = event("matmul", exact=131008.0, later=3, first_nan=PLACE)
-    fault = Fault(
+    fault = FaultReport(
         "matmul_overflow", seen, outcome="the loss is NaN", replayed="bit-identical to the first"
     )
     lines = str(fault).splitlines()
@@ -97,5 +97,5 @@ def test_report() -> None:
 
 
 def test_numbers_that_json_has_not() -> None:
-    found = Fault("exp_overflow", event("exp", exact=math.inf)).as_dict()
+    found = FaultReport("exp_overflow", event("exp", exact=math.inf)).as_dict()
     assert (found["exact"], found["multiple"]) == ("inf", "inf")

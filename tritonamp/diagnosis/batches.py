@@ -62,7 +62,7 @@ class Forwards:
         if snapshot in self._snapshots:
             self._snapshots.remove(snapshot)
 
-    def take(self) -> list[Snapshot]:
+    def pop_all(self) -> list[Snapshot]:
         """The forwards of the decision that is being made."""
         taken = list(self._snapshots)
         self._snapshots.clear()

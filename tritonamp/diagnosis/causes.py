@@ -74,7 +74,7 @@ class Skip(NamedTuple):
         return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
 
 
-class Finding(NamedTuple):
+class Explanation(NamedTuple):
     """The cause (one of ``CAUSES``), why and what to do, the names of what was not finite, and what
     would tell more.
     """
@@ -90,7 +90,9 @@ class Finding(NamedTuple):
         return self.cause != SCALE
 
 
-def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor, str]) -> Finding:
+def find_cause(
+    skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor, str]
+) -> Explanation:
     """The cause of a skip. Waits for the device, but not where a scale merely finds its level.
 
     Args:
@@ -113,7 +115,7 @@ def find_cause(skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor,
     found = _in_parameters(skip, parameters) if cause != SCALE else None
     hint = _REPLAY if cause != SCALE else ""
     advice = _FIXED if cause == EXHAUSTED and skip.fixed else _ADVICE[cause]
-    return found or Finding(cause, _introduced(cause, text + advice), names, hint)
+    return found or Explanation(cause, _introduced(cause, text + advice), names, hint)
 
 
 _REPLAY = " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the operation."
@@ -140,7 +142,7 @@ def _of_overflow(skip: Skip, names: Sequence[str]) -> str:
     return BACKWARD if sudden and any(math.isnan(skip.amax[name]) for name in names) else SCALE
 
 
-def _in_forward(skip: Skip, knows_batch: bool) -> Finding:
+def _in_forward(skip: Skip, knows_batch: bool) -> Explanation:
     batch = ", and the input batch was not" if knows_batch else ""
     if skip.ranks:
         batch = f" on {skip.ranks}{batch}"
@@ -149,10 +151,10 @@ def _in_forward(skip: Skip, knows_batch: bool) -> Finding:
         f"Look in {'' if knows_batch else 'the batch, '}the model and the loss for values above 65504, "
         "constants such as -1e9 or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
     )
-    return Finding(FORWARD, _introduced(FORWARD, text), hint=_REPLAY)
+    return Explanation(FORWARD, _introduced(FORWARD, text), hint=_REPLAY)
 
 
-def _in_data(batches: Sequence[Batch]) -> Finding | None:
+def _in_data(batches: Sequence[Batch]) -> Explanation | None:
     found = []
     for batch in batches:
         for path, tensor in batch:
@@ -167,7 +169,7 @@ def _in_data(batches: Sequence[Batch]) -> Finding | None:
     text = "the input batch itself held inf or NaN, and the loss became so, too: " + "; ".join(
         found[:_SHOWN]
     )
-    return Finding(DATA, _introduced(DATA, text + ". Clean the data, or drop these samples."))
+    return Explanation(DATA, _introduced(DATA, text + ". Clean the data, or drop these samples."))
 
 
 def tensors_in(arguments: Any, without: frozenset[int]) -> Iterable[tuple[str, Tensor]]:
@@ -193,7 +195,7 @@ def _bad_samples(tensor: Tensor) -> list[int]:
     return found
 
 
-def _in_parameters(skip: Skip, parameters: Mapping[Tensor, str]) -> Finding | None:
+def _in_parameters(skip: Skip, parameters: Mapping[Tensor, str]) -> Explanation | None:
     names = _nonfinite((p, name) for p, name in parameters.items() if isinstance(p, nn.Parameter))
     if not names:
         return None
@@ -203,7 +205,7 @@ def _in_parameters(skip: Skip, parameters: Mapping[Tensor, str]) -> Finding | No
         "leave parameters alone, so something else wrote them: a loaded checkpoint, an initialisation, an averaged "
         "copy, or a weight above 65504 that float16 cannot hold. Load the last good checkpoint."
     )
-    return Finding(PARAMETERS, _introduced(PARAMETERS, text), tuple(names))
+    return Explanation(PARAMETERS, _introduced(PARAMETERS, text), tuple(names))
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:

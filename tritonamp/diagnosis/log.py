@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.causes import PARAMETERS, REASONS, Finding, Skip, find_cause, tensors_in
+from tritonamp.diagnosis.causes import (
+    PARAMETERS,
+    REASONS,
+    Explanation,
+    Skip,
+    find_cause,
+    tensors_in,
+)
 from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
 from tritonamp.kernels.decide import (
     AMAX,
@@ -27,7 +34,7 @@ from tritonamp.kernels.decide import (
     Record,
     ScaleRule,
 )
-from tritonamp.readback import Letter, Mailbox
+from tritonamp.readback import Readback, Reading
 
 logger = logging.getLogger("tritonamp")
 
@@ -64,7 +71,7 @@ class StepRecord(NamedTuple):
     detail: str = ""
 
 
-class Enclosed(NamedTuple):
+class Attached(NamedTuple):
     """What is known on the host about a decision: the rule of its scale, and the arguments of its
     forwards.
     """
@@ -73,7 +80,7 @@ class Enclosed(NamedTuple):
     batches: Sequence[Snapshot]
 
 
-class SkipLog:
+class StepLog:
     """Counts of decisions, the last of them one by one, and the causes of those that were skipped.
 
     Args:
@@ -97,18 +104,18 @@ class SkipLog:
         self._limit, self._speaks = torch.finfo(dtype).max, speaks
         self._loaded = [0.0] * _KEPT
         self._numbers: Tensor | None = None  # see kernels.decide.Record
-        self._places: dict[
+        self._positions: dict[
             tuple[int, ...], Tensor
         ] = {}  # by the ids of a decision's lists of parameters
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
-        self._mailbox: Mailbox | None = None
-        self._known = [0.0, 0.0, 0.0]  # counts when the last letter was written
-        self._run: list[int] = []  # numbers of the skips in a row that the last letters told of
+        self._readback: Readback | None = None
+        self._known = [0.0, 0.0, 0.0]  # counts when the last reading was written
+        self._run: list[int] = []  # numbers of the skips in a row that the last readings told of
         # number of the first of the last steps that bad parameters skipped; 0: the last was not
         self._bad_since = 0
         self._rule: ScaleRule | None = None  # of the last decision
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
-        self.last: Finding | None = None  # of the last skip
+        self.last: Explanation | None = None  # of the last skip
         self.last_scale = 1.0  # that its backward used
         self.batches: Sequence[Snapshot] = ()  # the snapshots of its forwards
 
@@ -122,20 +129,20 @@ class SkipLog:
         for each of ``ranks``.
         """
         key = tuple(map(id, params))
-        known = key in self._places and ranks == self._ranks
+        known = key in self._positions and ranks == self._ranks
         if not known or self._numbers is None or self._numbers.device != device:
             self._learn(key, [param for part in params for param in part], device, ranks)
             self._params[key] = params  # as long as these live, nothing else has their ids
         assert self._numbers is not None
-        return Record(self._numbers, self._places[key])
+        return Record(self._numbers, self._positions[key])
 
     def _learn(
         self, key: tuple[int, ...], params: list[Tensor], device: torch.device, ranks: Sequence[int]
     ) -> None:
-        self.collect(wait=True)  # letters under way know the names of before
-        places = {param: i for i, param in enumerate(params)}
-        if not places.keys() <= self._names.keys():
-            later, new = self._ask_names(), places.keys() - self._names.keys()
+        self.collect(wait=True)  # readings under way know the names of before
+        positions = {param: i for i, param in enumerate(params)}
+        if not positions.keys() <= self._names.keys():
+            later, new = self._ask_names(), positions.keys() - self._names.keys()
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
         size = RECORD + len(ranks) + len(self._names)
         numbers = self._numbers
@@ -149,58 +156,69 @@ class SkipLog:
             by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
             before = values[:RECORD] + by_rank + values[first:]
             numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
-            self._numbers, self._mailbox, self._ranks = numbers.to(device), Mailbox(numbers), ranks
-            self._places, self._params = {}, {}
+            self._numbers, self._readback, self._ranks = (
+                numbers.to(device),
+                Readback(numbers),
+                ranks,
+            )
+            self._positions, self._params = {}, {}
         found = [
             *range(len(params), len(params) + len(ranks)),
-            *(places.get(p, -1) for p in self._names),
+            *(positions.get(p, -1) for p in self._names),
         ]
-        self._places[key] = torch.tensor(found, dtype=torch.int64).to(device)
+        self._positions[key] = torch.tensor(found, dtype=torch.int64).to(device)
 
     def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
         """A decision was made: hears what has arrived of earlier ones, and sends for its numbers."""
         self._rule = rule
-        if self._numbers is None or self._mailbox is None:
+        if self._numbers is None or self._readback is None:
             return
         if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # neither question nor answer may become part of a CUDA graph
         self.collect()
-        self._mailbox.send(self._numbers, Enclosed(rule, batches))
+        self._readback.start(self._numbers, Attached(rule, batches))
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """The last decision was unmade."""
-        if self._mailbox is not None:
-            self._mailbox.take_back()
+        if self._readback is not None:
+            self._readback.cancel_last()
 
     def collect(self, wait: bool = False) -> None:
         """Takes in what has arrived from the device, or, waiting for it, all that was sent for."""
-        if self._mailbox is not None:
-            for letter in self._mailbox.arrived(wait):
-                self._take_in(letter)
+        if self._readback is not None:
+            for reading in self._readback.ready(wait):
+                self._process(reading)
 
-    def _take_in(self, letter: Letter) -> None:
-        values, enclosed = letter
+    def _process(self, reading: Reading) -> None:
+        values, attached = reading
         counts = list(values[:3])
         clean, *skips = (int(now - before) for now, before in zip(counts, self._known, strict=True))
         self._known = counts
         step = int(sum(counts))
         if (
             clean or sum(skips) != 1
-        ):  # some letters were not sent: what this one tells is the last skip
+        ):  # some readings were not sent: what this one tells is the last skip
             self._run.clear()
         if sum(skips):
             self._run.append(step)
-            self._take_in_skip(step, values, enclosed)
+            self._process_skip(step, values, attached)
         elif clean:
             self._bad_since = 0
             self.history.append(StepRecord(step, None, values[SCALE], values[NORM]))
 
-    def _take_in_skip(self, step: int, values: Sequence[float], enclosed: Enclosed) -> None:
-        finding = self.last = self._find(step, values, enclosed)
-        self._bad_since = (self._bad_since or step) if finding.cause == PARAMETERS else 0
-        self.batches, self.last_scale = enclosed.batches, values[SKIPPED_SCALE]
+    def _process_skip(self, step: int, values: Sequence[float], attached: Attached) -> None:
+        explanation = self.last = self._explain(step, values, attached)
+        self._bad_since = (self._bad_since or step) if explanation.cause == PARAMETERS else 0
+        self.batches, self.last_scale = attached.batches, values[SKIPPED_SCALE]
         self.history.append(
-            StepRecord(step, finding.cause, values[SCALE], None, finding.parameters, finding.text)
+            StepRecord(
+                step,
+                explanation.cause,
+                values[SCALE],
+                None,
+                explanation.parameters,
+                explanation.text,
+            )
         )
         if self._speaks:
             skipped = values[OVERFLOW] + values[FAULT]
@@ -208,16 +226,16 @@ class SkipLog:
                 math.frexp(skipped)[0] == 0.5
             )  # 1, 2, 4, 8...: a run that skips all the time says so now and then
             long_run = len(self._run) == _LONG_RUN
-            log = logger.warning if (finding.needs_help and news) or long_run else logger.info
+            log = logger.warning if (explanation.needs_help and news) or long_run else logger.info
             log(
-                f"{_rank()}{skipped:.0f} of {step} steps skipped{self._of_run(long_run)}. {finding.text}{finding.hint}"
+                f"{_rank()}{skipped:.0f} of {step} steps skipped{self._of_run(long_run)}. {explanation.text}{explanation.hint}"
             )
 
     def _of_run(self, long_run: bool) -> str:
         return f", the last {_LONG_RUN} of them in a row" if long_run else ""
 
-    def _find(self, step: int, values: Sequence[float], enclosed: Enclosed) -> Finding:
-        rule, first = enclosed.rule, RECORD + len(self._ranks)
+    def _explain(self, step: int, values: Sequence[float], attached: Attached) -> Explanation:
+        rule, first = attached.rule, RECORD + len(self._ranks)
         skip = Skip(
             int(values[SKIPPED]),
             step,
@@ -230,7 +248,7 @@ class SkipLog:
             self._limit,
             dict(zip(self._ranks, values[RECORD:first], strict=True)),
         )
-        return find_cause(skip, list(_data(enclosed.batches)), self._ask_tensors())
+        return find_cause(skip, list(_data(attached.batches)), self._ask_tensors())
 
     def _values(self) -> list[float]:
         return (
@@ -246,13 +264,13 @@ class SkipLog:
 
     def stats(self) -> dict[str, Any]:
         """The numbers as plain values. Reads the device."""
-        values, finding = self._values(), self.finding()
+        values, explanation = self._values(), self.explanation()
         return {
             "steps": int(values[CLEAN]),
             "skipped": int(values[OVERFLOW] + values[FAULT]),
             "scale_overflows": int(values[OVERFLOW]),
             "forward_faults": int(values[FAULT]),
-            "last_skip_reason": None if finding is None else finding.cause,
+            "last_skip_reason": None if explanation is None else explanation.cause,
             "grad_norm": values[NORM],
         }
 
@@ -274,7 +292,7 @@ class SkipLog:
         if self._numbers is not None:
             self._numbers[:_KEPT] = torch.tensor(self._loaded, dtype=torch.float64)
 
-    def finding(self) -> Finding | None:
+    def explanation(self) -> Explanation | None:
         """The cause of the last skip; None: no step was skipped. Reads the device."""
         self.collect(wait=True)
         values = self._values()
@@ -284,8 +302,8 @@ class SkipLog:
             and self._rule is not None
             and (unseen or self.last is None)
         ):
-            return self._find(
-                int(sum(values[:3])), values, Enclosed(self._rule, ())
+            return self._explain(
+                int(sum(values[:3])), values, Attached(self._rule, ())
             )  # a CUDA graph left it
         return self.last
 

@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonamp.diagnosis.causes import BACKWARD, EXHAUSTED, FORWARD, Finding
-from tritonamp.diagnosis.log import NonFiniteError, SkipLog
-from tritonamp.diagnosis.replay import NOT_REPRODUCED, Fault, Snapshot, find_fault, write_bundle
+from tritonamp.diagnosis.causes import BACKWARD, EXHAUSTED, FORWARD, Explanation
+from tritonamp.diagnosis.log import NonFiniteError, StepLog
+from tritonamp.diagnosis.replay import (
+    NOT_REPRODUCED,
+    FaultReport,
+    Snapshot,
+    find_fault,
+    write_bundle,
+)
 from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
@@ -36,14 +42,14 @@ class Response:
     """
 
     def __init__(
-        self, models: list[nn.Module], policy: Policy, log: SkipLog, heal: Callable[[str], None]
+        self, models: list[nn.Module], policy: Policy, log: StepLog, heal: Callable[[str], None]
     ) -> None:
         self._models, self._policy, self._log, self._heal = models, policy, log, heal
         self._in_a_row = 0
         self._seen = 0  # faults since the last heal that a replay can find
         self._healed: list[str] = []
         self._faults: Counter[str] = Counter()  # by module
-        self._reported: tuple[Finding | None, str] = (None, "")  # the last replay, and of what
+        self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
 
     def __call__(self, skipped: bool) -> None:
         """A decision was made.
@@ -74,49 +80,49 @@ class Response:
         self.load_state({**largest, "by_module": by_module})
 
     def _answer(self) -> None:
-        finding = self._log.finding()
-        assert finding is not None
-        if not finding.needs_help:
-            logger.info(finding.text)
+        explanation = self._log.explanation()
+        assert explanation is not None
+        if not explanation.needs_help:
+            logger.info(explanation.text)
             return
         self._in_a_row += 1
         raises = self._policy.on_nonfinite == "raise" and self._in_a_row >= self._policy.raise_after
-        text = finding.text
-        self._seen += self._can_be_found(finding)
-        if self._can_be_found(finding) and (
+        text = explanation.text
+        self._seen += self._can_be_found(explanation)
+        if self._can_be_found(explanation) and (
             self._seen <= FIRST_REPLAYS or _is_power_of_two(self._seen)
         ):
             report, fault = self.replay()
-            self._reported = finding, report
+            self._reported = explanation, report
             text += f"\n{report}"
             if fault is not None and self._policy.on_nonfinite == "heal":
                 text += self._count(fault)
-        elif self._can_be_found(finding):
-            text += f" Fault {self._seen}: only those at powers of two run again by themselves now."
+        elif self._can_be_found(explanation):
+            text += f" FaultReport {self._seen}: only those at powers of two run again by themselves now."
         if raises:
             raise NonFiniteError(text)
         news = _is_power_of_two(self._in_a_row) or "Healed" in text
         logger.log(logging.WARNING if news else logging.INFO, text)
 
-    def _can_be_found(self, finding: Finding) -> bool:
-        return finding.cause in (FORWARD, BACKWARD, EXHAUSTED)
+    def _can_be_found(self, explanation: Explanation) -> bool:
+        return explanation.cause in (FORWARD, BACKWARD, EXHAUSTED)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
         """The cause of the last skip, with the report of a replay if there was one or one is asked
         for.
         """
-        finding = self._log.finding()
-        if finding is None:
+        explanation = self._log.explanation()
+        if explanation is None:
             return "No step was skipped."
         if replay is not False:
-            return f"{finding.text}\n{self.replay(None if replay is True else replay)[0]}"
+            return f"{explanation.text}\n{self.replay(None if replay is True else replay)[0]}"
         of, report = self._reported
-        if of is None or of.cause != finding.cause:
-            return finding.text + finding.hint
-        earlier = "" if of is finding else "Of an earlier one, when it ran again: "
-        return f"{finding.text}\n{earlier}{report}"
+        if of is None or of.cause != explanation.cause:
+            return explanation.text + explanation.hint
+        earlier = "" if of is explanation else "Of an earlier one, when it ran again: "
+        return f"{explanation.text}\n{earlier}{report}"
 
-    def replay(self, run: Callable[[], Any] | None = None) -> tuple[str, Fault | None]:
+    def replay(self, run: Callable[[], Any] | None = None) -> tuple[str, FaultReport | None]:
         """Runs the forwards of the last skip again, or ``run``; a report, and the fault where there
         was one.
         """
@@ -167,7 +173,7 @@ class Response:
         snapshot = self._log.batches[-1]
         return write_bundle(folder, fault, snapshot, self._policy)
 
-    def _count(self, fault: Fault) -> str:
+    def _count(self, fault: FaultReport) -> str:
         module = fault.module
         if module is None or fault.kind not in HEALED_BY_FP32:
             return ""

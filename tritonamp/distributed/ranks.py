@@ -19,7 +19,7 @@ from tritonamp.distributed.ddp import EnabledDDP, rebuild_buckets
 from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.decide import Evidence
-from tritonamp.readback import Mailbox
+from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
 
@@ -80,7 +80,7 @@ class Ranks:
         self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = (
             weakref.WeakKeyDictionary()
         )
-        self._mailbox: Mailbox | None = None
+        self._readback: Readback | None = None
         self._decisions = 0
         self._warned = False
         for module in (m for model in models for m in model.modules()):
@@ -253,9 +253,9 @@ class Ranks:
         """Sends for the table now and then, and looks at what has arrived of earlier ones."""
         if table.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        if self._mailbox is None:
-            self._mailbox = Mailbox(table.double())
-        for values, _ in self._mailbox.arrived():
+        if self._readback is None:
+            self._readback = Readback(table.double())
+        for values, _ in self._readback.ready():
             self._check(
                 [
                     _Row(*values[i : i + len(_Row._fields)])
@@ -263,7 +263,7 @@ class Ranks:
                 ]
             )
         if self._decisions % CHECK_EVERY == 0:
-            self._mailbox.send(table.double(), None)
+            self._readback.start(table.double(), None)
         self._decisions += 1
 
     def _check(self, rows: Sequence[_Row]) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
-from tritonamp.forecast.recording import Note, Place, Record, Recorder, record_of
+from tritonamp.forecast.recording import Location, Note, Recorder, TensorRecord, record_of
 from tritonamp.forecast.unrounded import Unrounded, magnitudes, values_of
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.runtime import enable
@@ -30,7 +30,7 @@ class Misuse(ValueError):
     """The arguments are wrong, not the model."""
 
 
-class Run(NamedTuple):
+class DryRun(NamedTuple):
     """What one dry run saw.
 
     Attributes:
@@ -39,14 +39,14 @@ class Run(NamedTuple):
         loss: its value.
     """
 
-    records: list[Record]
+    records: list[TensorRecord]
     notes: list[Note]
     loss: float
 
 
 def dry_run(
     model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, policy: Policy
-) -> Run:
+) -> DryRun:
     """Runs a copy; model, batch, gradients and random states stay as they are, bit for bit.
 
     Args:
@@ -91,7 +91,7 @@ def dry_run(
             ) from error
         finally:
             amp.disable()
-    return Run(recorder.records, list(recorder.notes), float(values_of(loss.detach())))
+    return DryRun(recorder.records, list(recorder.notes), float(values_of(loss.detach())))
 
 
 def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
@@ -119,9 +119,9 @@ def _mark(
     """Measures a tensor that no op of the run made."""
     values = values_of(tensor.detach())
     if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
-        place = Place(parameter.rpartition(".")[0], "")
+        place = Location(parameter.rpartition(".")[0], "")
         half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
-        record = Record(
+        record = TensorRecord(
             place, op, tuple(values.shape), magnitudes(values), half, parameter, scaled, scaled
         )
         made_by = record_of(tensor)
@@ -248,7 +248,7 @@ def _follow(twin: nn.Module, recorder: Recorder) -> None:
             if threading.get_ident() == thread:
                 recorder.modules.append(path)
             else:
-                recorder.note("thread", "", Place(path, ""))
+                recorder.note("thread", "", Location(path, ""))
 
         return hook
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tritonamp.forecast.advice import Finding, bce, keep, short
-from tritonamp.forecast.dry_run import Run
-from tritonamp.forecast.recording import Note, Record
+from tritonamp.forecast.dry_run import DryRun
+from tritonamp.forecast.recording import Note, TensorRecord
 from tritonamp.forecast.unrounded import pooled, rounds_to_inf
 from tritonamp.policy import Policy
 
@@ -29,7 +29,7 @@ NAMES = {
     "baddbmm": "matmul",
     "to": "the cast to half",
 }
-CAUSES = {
+REMEDIES = {
     "a sum of products of large values; normalise or scale down its inputs": "linear matmul convolution",
     "on x.float() it fits; in half, dividing by the inf gives zeros and no NaN": "mul pow square",
     "a sum of many values; sum in FP32": "sum cumsum mean add",
@@ -75,7 +75,7 @@ class Outlook:
         return self.max_scale >= MIN_SCALE and not self.lost
 
 
-def outlook(records: Sequence[Record], dtype: torch.dtype) -> Outlook:
+def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
     """Reads ``records`` as if ``dtype`` were the half format."""
     stored = [r for r in records if r.half and not r.scaled]
     grads = [r for r in records if r.half and r.scaled]
@@ -106,7 +106,7 @@ def largest_scale(amax: float, dtype: torch.dtype) -> float:
     return min(scale if amax * scale < rounds_to_inf(dtype) else scale / 2, MAX_SCALE)
 
 
-def _lost(records: Iterable[Record], dtype: torch.dtype, scale: float) -> tuple[str, ...]:
+def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> tuple[str, ...]:
     """Parameters whose gradients pass through half and are zero there."""
     return tuple(
         r.parameter
@@ -116,7 +116,7 @@ def _lost(records: Iterable[Record], dtype: torch.dtype, scale: float) -> tuple[
     )
 
 
-def _is_noise(gradient: Record) -> bool:
+def _is_noise(gradient: TensorRecord) -> bool:
     """Whether rounding alone explains a gradient: that of a key's bias in attention is zero but for
     it.
     """
@@ -126,7 +126,7 @@ def _is_noise(gradient: Record) -> bool:
     )
 
 
-def predictions(run: Run, policy: Policy) -> Iterator[Finding]:
+def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
     """What would go wrong in ``policy.dtype``."""
     if not any(note.kind == "infinite" for note in run.notes):  # which FP32 would not have
         yield from _non_finite(run)
@@ -137,7 +137,7 @@ def predictions(run: Run, policy: Policy) -> Iterator[Finding]:
         yield from _loss_scale(run.records, policy)
 
 
-def _non_finite(run: Run) -> Iterator[Finding]:
+def _non_finite(run: DryRun) -> Iterator[Finding]:
     reaches_gradients = any(r.op == "gradient" and r.sizes.nans for r in run.records)
     if math.isfinite(run.loss) and not reaches_gradients:
         return  # a NaN that is masked out again
@@ -162,8 +162,8 @@ def _non_finite(run: Run) -> Iterator[Finding]:
         )
 
 
-def _overflows(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Finding]:
-    worst: dict[tuple[object, ...], Record] = {}
+def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[Finding]:
+    worst: dict[tuple[object, ...], TensorRecord] = {}
     origins: set[tuple[object, ...]] = set()  # the first in a loop overflows by itself
     for r in records:
         of_parameter = r.op == "parameter" or (
@@ -185,10 +185,10 @@ def _overflows(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Findin
         ratio = r.sizes.amax / torch.finfo(dtype).max
         verb = "holds" if r.op == "input" else "gives"
         why = f"{_op(r)} {verb} {r.sizes.amax:.3g}, {ratio:.3g} times the largest {short(dtype)}"
-        cause = next(
-            (cause for cause, ops in CAUSES.items() if NAMES.get(r.op, r.op) in ops.split()), ""
+        remedy = next(
+            (remedy for remedy, ops in REMEDIES.items() if NAMES.get(r.op, r.op) in ops.split()), ""
         )
-        advice = f"{cause}. Or {keep(r.place.module)}" if cause else keep(r.place.module)
+        advice = f"{remedy}. Or {keep(r.place.module)}" if remedy else keep(r.place.module)
         cures = () if r.op == "input" else (r.place.module,)
         if r.op == "input":
             advice = (
@@ -198,7 +198,7 @@ def _overflows(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Findin
         yield Finding(kind, _where(r), why, advice, True, ratio, cures, r.place.line)
 
 
-def _vanishing(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Finding]:
+def _vanishing(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[Finding]:
     for r in records:
         if not r.half or r.backward or r.op == "parameter" or any(gate in r.op for gate in GATES):
             continue
@@ -218,11 +218,11 @@ def _vanishing(records: Iterable[Record], dtype: torch.dtype) -> Iterator[Findin
             )
 
 
-def _where(r: Record) -> str:
+def _where(r: TensorRecord) -> str:
     return BATCH if r.op == "input" else r.place.module
 
 
-def _op(r: Record) -> str:
+def _op(r: TensorRecord) -> str:
     name = NAMES.get(r.op, r.op.strip("_").removeprefix("native_"))
     return name + (" in backward" if r.backward else "")
 
@@ -272,7 +272,7 @@ def _of_note(note: Note, dtype: torch.dtype) -> Finding:
     return Finding(kind, module, why, f"{advice}. Or {keep(module)}", True, weight, (module,), line)
 
 
-def _loss_scale(records: Sequence[Record], policy: Policy) -> Iterator[Finding]:
+def _loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Finding]:
     seen, half = outlook(records, policy.dtype), short(policy.dtype)
     if policy.loss_scale == "dynamic":
         if seen.fits:

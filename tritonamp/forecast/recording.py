@@ -54,7 +54,7 @@ LIBRARY = (
 STDLIB, PACKAGES = sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an op runs: the path of its module, and the line of the user's code."""
 
     module: str
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Record:
+class TensorRecord:
     """One result of an op, an input, a parameter, or a parameter's gradient.
 
     Attributes:
@@ -76,7 +76,7 @@ class Record:
         excused: its overflow does no harm: a mask that a softmax takes as -inf.
     """
 
-    place: Place
+    place: Location
     op: str
     shape: tuple[int, ...]
     sizes: Magnitudes
@@ -85,7 +85,7 @@ class Record:
     backward: bool = False
     scaled: bool = False
     excused: bool = False
-    sources: list["Record"] = field(default_factory=list, repr=False)
+    sources: list["TensorRecord"] = field(default_factory=list, repr=False)
 
 
 class Note(NamedTuple):
@@ -94,7 +94,7 @@ class Note(NamedTuple):
     """
 
     kind: str
-    place: Place
+    place: Location
     detail: str
 
 
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.records: list[Record] = []
+        self.records: list[TensorRecord] = []
         self.notes: dict[Note, None] = {}
         self.modules: list[str] = []
         self.failed = ""
@@ -118,20 +118,20 @@ class Recorder(TorchDispatchMode):
         self._nodes: list[
             int
         ] = []  # sequence numbers of autograd nodes, ascending, and where they were made
-        self._places: list[Place] = []
+        self._places: list[Location] = []
 
-    def note(self, kind: str, detail: str, place: Place | None = None) -> None:
+    def note(self, kind: str, detail: str, place: Location | None = None) -> None:
         self.notes[Note(kind, place or self._place(), detail)] = None
 
-    def place_of(self, node: Any) -> Place:
+    def place_of(self, node: Any) -> Location:
         """Where the forward op of an autograd node ran."""
         at = bisect.bisect_right(self._nodes, node._sequence_nr()) - 1
-        return self._places[at] if at >= 0 else Place("", "")
+        return self._places[at] if at >= 0 else Location("", "")
 
-    def _place(self) -> Place:
+    def _place(self) -> Location:
         if self._in_backward():
             return self.place_of(torch._C._current_autograd_node())
-        return Place(self.modules[-1] if self.modules else "", _line())
+        return Location(self.modules[-1] if self.modules else "", _line())
 
     def _in_backward(self) -> bool:
         """A checkpointed segment that runs again inside backward is forward."""
@@ -166,18 +166,20 @@ class Recorder(TorchDispatchMode):
             self._watch_scalars(name, args, outputs, place)
         return result
 
-    def _measure(self, op: str, output: Tensor, sources: list[Record], place: Place) -> None:
+    def _measure(
+        self, op: str, output: Tensor, sources: list[TensorRecord], place: Location
+    ) -> None:
         values, half = values_of(output), isinstance(output, Unrounded)
         if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
             scaled = any(source.scaled for source in sources)
             shape, sizes = tuple(values.shape), magnitudes(values)
-            record = Record(
+            record = TensorRecord(
                 place, op, shape, sizes, half, "", self._in_backward(), scaled, sources=sources
             )
             output._record = record  # type: ignore[attr-defined]
             self.records.append(record)
 
-    def _pass_on(self, output: Tensor, sources: list[Record], place: Place) -> None:
+    def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Location) -> None:
         """The same values, in part or as a whole, perhaps rounded to half only now."""
         if not sources or record_of(output) is not None:
             return
@@ -191,7 +193,7 @@ class Recorder(TorchDispatchMode):
             if source.op not in MARKED and source in self.records[-16:]:
                 self.records.remove(source)
 
-    def _watch_scalars(self, name: str, args: Any, outputs: list[Tensor], place: Place) -> None:
+    def _watch_scalars(self, name: str, args: Any, outputs: list[Tensor], place: Location) -> None:
         if not any(isinstance(output, Unrounded) for output in outputs):
             return
         record = record_of(outputs[0])
@@ -203,7 +205,7 @@ class Recorder(TorchDispatchMode):
                 elif name in ADDS and 0 < abs(value) <= rounds_to_zero(self._dtype):
                     self.note("eps", f"{name.strip('_')} of {value:g}", place)
 
-    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Place) -> None:
+    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Location) -> None:
         record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
         if (
             record is not None
@@ -237,7 +239,7 @@ class Recorder(TorchDispatchMode):
                 masked.excused |= masked.sizes.largest < top
 
 
-def record_of(tensor: Tensor | None) -> Record | None:
+def record_of(tensor: Tensor | None) -> TensorRecord | None:
     """What was measured of a tensor of the run."""
     return getattr(tensor, "_record", None)
 

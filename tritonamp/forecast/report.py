@@ -16,7 +16,7 @@ from tritonamp.checks import check_models
 from tritonamp.forecast.advice import Finding, look, parameters, short
 from tritonamp.forecast.dry_run import dry_run
 from tritonamp.forecast.predictions import BATCH, MIN_SCALE, Outlook, outlook, predictions
-from tritonamp.forecast.recording import Record
+from tritonamp.forecast.recording import TensorRecord
 from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
 from tritonamp.policy import HALF_DTYPES, O0, O3, Policy, resolve
 
@@ -47,7 +47,7 @@ class Forecast:
     formats: dict[str, Outlook]
     policy: Policy
     asked: Policy
-    records: tuple[Record, ...] = dataclasses.field(repr=False)
+    records: tuple[TensorRecord, ...] = dataclasses.field(repr=False)
     loss: float
 
     @property
@@ -189,7 +189,7 @@ def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def _plain(record: TensorRecord) -> dict[str, Any]:
     kept = ("op", "shape", "half", "parameter", "backward", "scaled")
     sizes = {name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")}
     return {

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.log import NonFiniteError, SkipLog
+from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.policy import Policy
@@ -64,7 +64,7 @@ class Stepper:
         scaler: GradScaler,
         weights: dict[Optimizer, MasterWeights],
         pending: PendingDecisions,
-        log: SkipLog,
+        log: StepLog,
         forwards: Forwards,
         ranks: Ranks,
         respond: Callable[[bool], None],
@@ -252,13 +252,13 @@ class Stepper:
         params = [w.parameters() for w in decision.waiting]
         record = self._log.record(params, decision.scale.device, self._ranks.members)
         decision.decide(record, self._ranks, max_norm, **how)
-        self._log.decided(decision.scaler.rule, self._forwards.take())
+        self._log.decided(decision.scaler.rule, self._forwards.pop_all())
 
     def _undo(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         w.release()
         for decision in reversed(decisions):
             if decision.undo():
-                self._log.take_back()
+                self._log.undo()
 
     def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
         """Do what the policy wants about a skip, once for each decision."""

@@ -2,7 +2,7 @@
 
 from tritonamp.diagnosis.replay.bundles import load_bundle as load_bundle
 from tritonamp.diagnosis.replay.bundles import write_bundle as write_bundle
-from tritonamp.diagnosis.replay.faults import Fault as Fault
+from tritonamp.diagnosis.replay.faults import FaultReport as FaultReport
 from tritonamp.diagnosis.replay.search import NOT_REPRODUCED as NOT_REPRODUCED
 from tritonamp.diagnosis.replay.search import find_fault as find_fault
 from tritonamp.diagnosis.replay.snapshots import BatchGoneError as BatchGoneError

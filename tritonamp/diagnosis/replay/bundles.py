@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tritonamp.diagnosis.replay.faults import Fault
+from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.search import NOT_REPRODUCED
 from tritonamp.diagnosis.replay.snapshots import Ambience, Snapshot
 from tritonamp.policy import Policy
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 def write_bundle(
     folder: str | Path,
-    fault: Fault | None,
+    fault: FaultReport | None,
     snapshot: Snapshot,
     policy: Policy,
     *,

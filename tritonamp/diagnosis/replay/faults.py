@@ -11,7 +11,7 @@ from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event, short
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultReport:
     """The first op that made inf or NaN out of finite numbers. ``str()`` is the report.
 
     Attributes:

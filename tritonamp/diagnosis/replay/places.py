@@ -75,7 +75,7 @@ class Rule(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Places:
+class PlaceTracker:
     """Follows the modules in progress and the autograd nodes that are made, between ``begin`` and
     ``end``.
 

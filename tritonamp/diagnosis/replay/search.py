@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.diagnosis.replay.calls import floats, is_finite
-from tritonamp.diagnosis.replay.faults import Fault
+from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.places import Names, storage
 from tritonamp.diagnosis.replay.snapshots import Ambience, devices
 from tritonamp.diagnosis.replay.verdicts import Event, Place, judge
@@ -32,7 +32,7 @@ def find_fault(
     silent: bool = True,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
-) -> Fault | None:
+) -> FaultReport | None:
     """The first op that makes inf or NaN out of finite numbers and matters to the result, or None.
 
     Afterwards parameters, buffers, ``.grad``, random number generators, training flags and autocast
@@ -108,7 +108,7 @@ class _Replay:
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
     def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
-        """What ``run`` returns; the Fault itself where torch refuses a constant that the format
+        """What ``run`` returns; the FaultReport itself where torch refuses a constant that the format
         cannot hold.
         """
         with self.watch, warnings.catch_warnings():
@@ -129,20 +129,20 @@ class _Replay:
             )
         return output
 
-    def _refused(self, error: RuntimeError) -> Fault:
+    def _refused(self, error: RuntimeError) -> FaultReport:
         seen = [e for e in self.watch.events if e.refused]
         event = (
             seen[-1]
             if seen
-            else Event(self.watch.places.of_traceback(error.__traceback__), "forward", self.dtype)
+            else Event(self.watch.tracker.of_traceback(error.__traceback__), "forward", self.dtype)
         )
-        return Fault(
+        return FaultReport(
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
         )
 
-    def fault_of_forward(self, output: Any, silent: bool) -> Fault | None:
+    def fault_of_forward(self, output: Any, silent: bool) -> FaultReport | None:
         """What made the output non-finite; else what made it wrong."""
-        if isinstance(output, Fault):
+        if isinstance(output, FaultReport):
             return output
         results = floats(output)
         bad = [t for t in results if not is_finite(t)]
@@ -163,14 +163,14 @@ class _Replay:
     def _first(self, events: list[Event]) -> Event:
         return min(events, key=self.watch.events.index)
 
-    def _fault(self, event: Event, fits: float | None = None, **fields: Any) -> Fault:
+    def _fault(self, event: Event, fits: float | None = None, **fields: Any) -> FaultReport:
         kind, names = judge(event, fits), fields.pop("names", None) or event.names
         if kind == "parameters":
             held = [(name, t) for name, t in self.names.weights() if floats(t) and not is_finite(t)]
             names = tuple(name for name, _ in held)
             if held and all(self._master_is_finite(t) for _, t in held):
                 kind = "weight_overflow"
-        return Fault(
+        return FaultReport(
             kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields
         )
 
@@ -198,7 +198,7 @@ class _Replay:
 
     def fault_of_backward(
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
-    ) -> Fault | None:
+    ) -> FaultReport | None:
         """What made gradients non-finite, or all of them zero."""
         backward = _Backward(output, grad_outputs, self.scale, list(self.params.values()))
         grads = backward.gradients(self.scale)
@@ -208,7 +208,7 @@ class _Replay:
         with self.watch:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
-                    self.watch.places.inputs[storage(seed)] = f"gradient of output {i}"
+                    self.watch.tracker.inputs[storage(seed)] = f"gradient of output {i}"
             named = list(
                 zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True)
             )
@@ -224,7 +224,7 @@ class _Replay:
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
         )
 
-    def _vanished(self, backward: "_Backward") -> Fault | None:
+    def _vanished(self, backward: "_Backward") -> FaultReport | None:
         fits = backward.smallest_scale(self.scale)
         if fits is None:
             return None  # they are zero at every scale: no matter of precision
@@ -232,7 +232,7 @@ class _Replay:
         with self.watch:
             backward.gradients(self.scale)
         event = self.watch.zeroed or Event(_RESULT, "backward", self.dtype)
-        return Fault(
+        return FaultReport(
             "vanished_gradients", event, scale=self.scale, fits=fits, replayed=self.replayed
         )
 

@@ -136,7 +136,7 @@ def family(op: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why and what to do, with the names of ``Fault._words`` in braces."""
+    """Why and what to do, with the names of ``FaultReport._words`` in braces."""
 
     why: str
     advice: str

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.diagnosis.replay.calls import Call, amax, floats, is_finite, is_watched
-from tritonamp.diagnosis.replay.places import Names, Places, Rule, storage
+from tritonamp.diagnosis.replay.places import Names, PlaceTracker, Rule, storage
 from tritonamp.diagnosis.replay.verdicts import Event, Operand, Place, family
 
 UNWRITTEN = {
@@ -57,7 +57,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, names: Names) -> None:
         super().__init__()
-        self.names, self.places = names, Places(names)
+        self.names, self.tracker = names, PlaceTracker(names)
         self.in_backward = self.looks_for_zeros = False
         self.events: list[Event] = []
         self.zeroed: Event | None = None
@@ -69,17 +69,17 @@ class Watch(TorchDispatchMode):
         self._unwritten: set[int] = set()  # storages that an op allocated and none has written to
 
     def __enter__(self) -> "Watch":
-        self.places.begin()
+        self.tracker.begin()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self.places.end()
+        self.tracker.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = Call(func, args, kwargs or {})
-        place, rule = self.places.current(call.signature.name, call.inputs(), self.in_backward)
+        place, rule = self.tracker.current(call.signature.name, call.inputs(), self.in_backward)
         before = self._before(call)
         try:
             result = func(*args, **call.kwargs)
@@ -143,7 +143,7 @@ class Watch(TorchDispatchMode):
             self._origins.update((storage(t), event) for t in bad)
         elif results:
             self._note_absorbed(call, place, results[0])
-        self.places.made(results, place)
+        self.tracker.made(results, place)
         self._note_eps(call, results)
         if self.looks_for_zeros and self.in_backward and results and self.zeroed is None:
             self._note_zeros(call, place, results[0])
@@ -224,7 +224,7 @@ class Watch(TorchDispatchMode):
         known = self._origins.get(storage(tensor))
         if known is not None:
             return known
-        weight, label = self.names.weight(tensor), self.places.inputs.get(storage(tensor))
+        weight, label = self.names.weight(tensor), self.tracker.inputs.get(storage(tensor))
         nan = bool(tensor.isnan().any())
         only_negative = not nan and not bool((tensor == math.inf).any())
         quiet = only_negative or (tensor.dim() == 0 and not nan)
