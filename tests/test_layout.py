@@ -26,7 +26,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "kernels policy",
-    "class_swap fp32_values functional readback scaler",
+    "ambient class_swap fp32_values functional readback scaler",
     "casts checkpoint diagnosis distributed",
     "step",
     "amp_state checks optim",

@@ -101,15 +101,20 @@ def test_cuda() -> None:
 def test_states_that_do_not_fit_are_refused_and_change_nothing(what: str) -> None:
     state = RNGState().state_dict()
     if what == "keys":
-        state, text = {"scale": 1.0}, r"got the keys \['scale'\], allowed is \['ranks'\]"
+        state, text = {"scale": 1.0}, r"expected the keys \['ranks'\] of .*, got \['scale'\]"
     elif what == "ranks":
         state["ranks"] *= 3
-        text = r"of 3 rank\(s\), this run has 1: .*leave them out and seed each rank"
+        text = (
+            r"expected the .* of 1 rank\(s\), got those of 3: .*leave them out and seed each rank"
+        )
     else:
         state["ranks"][0]["cuda"] = [torch.empty(16, dtype=torch.uint8)] * (
             torch.cuda.device_count() + 1
         )
-        text = r"CUDA device\(s\), this process has \d: show it as many \(CUDA_VISIBLE_DEVICES\), or leave them out"
+        text = (
+            r"expected the .* of \d CUDA device\(s\), got those of \d: "
+            r"show this process as many \(CUDA_VISIBLE_DEVICES\), or leave them out"
+        )
     draw()
     before = RNGState().state_dict()
     with pytest.raises(ValueError, match=text):
@@ -151,7 +156,7 @@ def test_each_rank_takes_its_own(pair: Pair, tmp_path: Path, sharded: bool) -> N
     assert (first, second) == (again, again_too)
     assert first != second
     load: Any = load_sharded if sharded else load_plain
-    with pytest.raises(ValueError, match=r"of 2 rank\(s\), this run has 1"):
+    with pytest.raises(ValueError, match=r"of 1 rank\(s\), got those of 2"):
         load(tmp_path / "x", RNGState())
     if sharded:
         assert tritonamp.load_sharded(tmp_path / "x", rng=None) == {"rank": 0}

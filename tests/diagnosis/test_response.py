@@ -4,10 +4,12 @@ else changes.
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -119,6 +121,21 @@ def test_the_replay_disturbs_nothing(start: Callable[..., Run]) -> None:
             run.step(i, size=600.0 if i == 2 else 1.0)
         ends.append([p.clone() for p in run.amp.master_params()] + [torch.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+class Augmenting(Net):
+    """Draws from every generator of the host in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1.0 + random.random() + np.random.rand()))
+
+
+def test_a_replay_on_request_moves_no_generator(start: Callable[..., Run]) -> None:
+    run = start(model=Augmenting, level="O2")
+    run.step(0)
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    assert "op matmul" in run.amp.explain(replay=True)
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
 
 
 def test_replay_on_request(start: Callable[..., Run]) -> None:

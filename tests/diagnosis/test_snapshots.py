@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Restless(nn.Module):
         self.steps += 1
         with torch.no_grad():
             self.gain[1:].mul_(0.9)
-        y = self.inner(x) * self.gain * random.random() * 1e3
+        y = self.inner(x) * self.gain * random.random() * (1.0 + np.random.rand()) * 1e3
         self.last = y.detach().float()
         return y * y if self.power == 2 else y
 
@@ -64,6 +65,7 @@ def bits(model: nn.Module, device: torch.device) -> list[Any]:
         [(id(t), t._version, t.dtype, t.detach().float().nan_to_num(-7).tolist()) for t in tensors],
         [g.tolist() for g in generators],
         random.getstate(),
+        [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
         [module.training for module in model.modules()],
         [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         (torch.is_autocast_cache_enabled(), torch.is_grad_enabled()),

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from tritonamp.ambient import preserve
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Location, Note, Recorder, TensorRecord, record_of
@@ -167,31 +167,24 @@ def _floating(output: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _isolated(model: nn.Module) -> Iterator[None]:
-    """Random states are put back; autocast and no_grad around the call do not count."""
-    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    """Put random states back at the end; autocast and no_grad around the call do not count."""
+    devices = {p.device for p in model.parameters() if p.is_cuda}
     cudnn = (
         torch.backends.cudnn.flags(enabled=False) if devices else contextlib.nullcontext()
     )  # it reads raw memory,
     attention = (
         sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()
     )  # and flash attention half only
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with (
-            torch.random.fork_rng(devices=sorted(devices)),
-            cudnn,
-            attention,
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            disable_casts(),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+    with (
+        preserve(devices),
+        cudnn,
+        attention,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        disable_casts(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tritonamp.ambient import Generators
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.search import NOT_REPRODUCED
-from tritonamp.diagnosis.replay.snapshots import Ambience, Snapshot
+from tritonamp.diagnosis.replay.snapshots import Snapshot
 from tritonamp.policy import Policy
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype)
@@ -72,14 +73,15 @@ def write_bundle(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ambience = snapshot.ambience
+    generators = snapshot.ambient.generators
+    assert generators is not None
     arguments = tree_map(_plain, snapshot.arguments())
     state = {
         "arguments": arguments,
-        "cpu": ambience.cpu,
-        "cuda": {str(device): generator for device, generator in ambience.cuda.items()},
-        "python": ambience.python,
-        "training": ambience.training[0][1],
+        "cpu": generators.cpu,
+        "cuda": {str(device): state for device, state in generators.cuda.items()},
+        "python": generators.python,
+        "training": snapshot.training,
     }
     torch.save(state, folder / "inputs.pt")
     if weights:
@@ -113,11 +115,13 @@ def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
     device = next((str(p.device) for p in model.parameters()), "cpu")
     state = torch.load(Path(folder) / "inputs.pt", map_location=device, weights_only=True)
     snapshot = Snapshot(model, *state["arguments"])
-    ambience: Ambience = snapshot.ambience
-    ambience.cpu = state["cpu"].cpu()
-    ambience.cuda = {
-        torch.device(d): g.cpu() for d, g in state["cuda"].items() if torch.cuda.is_available()
-    }
-    ambience.python = state["python"]
-    ambience.training = [(model, state["training"])]
+    cuda = state["cuda"] if torch.cuda.is_available() else {}
+    generators = Generators(
+        state["python"],
+        None,
+        state["cpu"].cpu(),
+        {torch.device(device): generator.cpu() for device, generator in cuda.items()},
+    )
+    snapshot.ambient = snapshot.ambient._replace(generators=generators)
+    snapshot.training = state["training"]
     return snapshot

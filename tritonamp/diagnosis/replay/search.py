@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.utils._pytree import tree_leaves
 
+from tritonamp.ambient import preserve
 from tritonamp.diagnosis.replay.calls import floats, is_finite
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.places import Names, storage
-from tritonamp.diagnosis.replay.snapshots import Ambience, devices
+from tritonamp.diagnosis.replay.snapshots import devices, restore_training, training_flags
 from tritonamp.diagnosis.replay.verdicts import Event, Place, judge
 from tritonamp.diagnosis.replay.watching import DOES_NOT_FIT, Watch
 
@@ -71,7 +72,7 @@ def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
     for precise in _precise(models):
         precise.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
-    ambience = Ambience({d for m in models for d in devices(m)}, modules)
+    flags = training_flags(modules)
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
     params = [p for m in models for p in m.parameters()]
@@ -80,7 +81,10 @@ def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
         p.grad = None
     try:
         # writes count as none: what watches versions must not take the replay for the user
-        with preserve_versions((*params, *(b for b, _ in values))):
+        with (
+            preserve({d for m in models for d in devices(m)}),
+            preserve_versions((*params, *(b for b, _ in values))),
+        ):
             try:
                 yield
             finally:
@@ -93,7 +97,7 @@ def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
     finally:
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
-        ambience.restore()
+        restore_training(flags)
 
 
 class _Replay:

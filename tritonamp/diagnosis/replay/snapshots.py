@@ -3,7 +3,6 @@ can run again.
 """
 
 import functools
-import random
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -12,45 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-DEVICE_TYPES = ("cpu", "cuda")
+from tritonamp.ambient import AmbientState, Generators
 
 
 class BatchGoneError(RuntimeError):
     """The batch of a snapshot is no longer there, or no longer what it was."""
 
 
-class Ambience:
-    """Random number generators, grad mode, autocast and the training flags of some modules, as they
-    are now.
+def training_flags(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
+    """Return each module with its training flag, for ``restore_training``."""
+    return [(module, module.training) for module in modules]
 
-    Args:
-        devices: whose generators to record beside the CPU's.
-        modules: whose training flags to record.
-    """
 
-    def __init__(self, devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> None:
-        self.python, self.cpu = random.getstate(), torch.get_rng_state()
-        self.cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
-        self.grad, self.cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-        self.autocast = [
-            (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in DEVICE_TYPES
-        ]
-        self.training = [(module, module.training) for module in modules]
-
-    def restore(self, generators: bool = True) -> None:
-        """Makes it so again; ``generators=False`` leaves the random numbers where they are."""
-        if generators:
-            random.setstate(self.python)
-            torch.set_rng_state(self.cpu)
-            for device, state in self.cuda.items():
-                torch.cuda.set_rng_state(state, device)
-        torch.set_grad_enabled(self.grad)
-        torch.set_autocast_cache_enabled(self.cache)
-        for device_type, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(device_type, enabled)
-            torch.set_autocast_dtype(device_type, dtype)
-        for module, flag in self.training:
-            module.training = flag
+def restore_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Set the training flags to what ``training_flags`` has returned."""
+    for module, flag in flags:
+        module.training = flag
 
 
 def devices(model: nn.Module) -> set[torch.device]:
@@ -81,7 +57,9 @@ class Snapshot:
         self.made: frozenset[int] = frozenset()  # which leaves of the arguments other models made
         given = (args, kwargs)
         found = {t.device for t in tree_leaves(given) if isinstance(t, Tensor)}
-        self.ambience = Ambience(found, [model])
+        # without numpy's, which would double the price of what every forward pays for
+        self.ambient = AmbientState.now(Generators.now(found, numpy=False))
+        self.training = model.training
         self._versions = [_version(t) for t in tree_leaves(given)]
         self._given = (
             tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, given)
@@ -117,14 +95,15 @@ class Snapshot:
             BatchGoneError: see ``arguments``.
         """
         args, kwargs = self.arguments()
-        before = Ambience([], [m for m in self.model.modules()])
-        if self.model.training is not self.ambience.training[0][1]:
-            self.model.train(self.ambience.training[0][1])
-        self.ambience.restore()
+        before, flags = AmbientState.now(), training_flags(self.model.modules())
+        if self.model.training is not self.training:
+            self.model.train(self.training)
+        self.ambient.restore()
         try:
             return self.model(*args, **kwargs)
         finally:
-            before.restore(generators=False)
+            before.restore()
+            restore_training(flags)
 
     def follow(self, output: Any) -> Any:
         """Remembers the output while it lives, and the gradients that arrive at it. Returns
