@@ -101,7 +101,7 @@ def test_explain_names_the_operation(start: Callable[..., Run], caplog: Any, lev
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run.step(0)
     (text,) = caplog.messages
-    assert text.startswith("The last skipped step was a forward fault")
+    assert text.startswith("step 1 skipped (1 of 1): forward fault: the loss itself was inf or NaN")
     assert (
         "matmul overflow, forward: attention, op matmul at " in text and "test_response.py" in text
     )

@@ -299,7 +299,7 @@ def raised() -> str:
 def test_all_ranks_raise(pair: Pair) -> None:
     for text in raised(pair):
         assert text.startswith(
-            "The last skipped step was a forward fault: the loss itself was inf or NaN"
+            "step 1 skipped (1 of 1): forward fault: the loss itself was inf or NaN"
         )
 
 

@@ -125,8 +125,11 @@ def test_losses_that_take_turns_have_their_skips_logged(
                 optimizer.zero_grad()
     monkeypatch.undo()
     assert [t.flatten().tolist() for t in reads] == [[0], [0]]
-    skips = [line for line in caplog.messages if "steps skipped" in line]
-    assert [line[:22] for line in skips] == ["1 of 5 steps skipped. ", "2 of 10 steps skipped."]
+    skips = [line for line in caplog.messages if " skipped (" in line]
+    assert [line.split(":")[0] for line in skips] == [
+        "step 5 skipped (1 of 5)",
+        "step 10 skipped (2 of 10)",
+    ]
     amp.disable()
 
 

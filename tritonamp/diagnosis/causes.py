@@ -2,15 +2,15 @@
 parameters where needed.
 """
 
+import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
 
-from tritonamp.kernels.decide import FAULT, OVERFLOW
+from tritonamp.kernels.decide import FAULT
 
 _FP32_MAX = torch.finfo(torch.float32).max
 # times the gradients of the step before: more than a scale that is looking for its level runs into
@@ -18,20 +18,85 @@ _SUDDEN = 256
 _RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
 
-DATA, FORWARD, SCALE, BACKWARD, PARAMETERS, EXHAUSTED = CAUSES = (
-    "data",
-    "forward fault",
-    "scale overflow",
-    "backward fault",
-    "bad parameters",
-    "scale exhausted",
+
+class _Facts(NamedTuple):
+    words: str
+    advice: str
+    replayable: bool = False
+    scale_moves: bool = False
+    lasting: bool = False
+
+
+class Cause(enum.Enum):
+    """Why a step was skipped. The value is the name in words that users see.
+
+    Attributes:
+        advice: what to do; "{where}" in it stands for the suspects.
+        replayable: running the batch again may name the operation.
+        scale_moves: a lower loss scale is the answer; nobody has to do anything.
+        lasting: it does not go away by itself, so its text says since when it is there.
+    """
+
+    advice: str
+    replayable: bool
+    scale_moves: bool
+    lasting: bool
+
+    def __new__(
+        cls, words: str, advice: str, replayable: bool, scale_moves: bool, lasting: bool
+    ) -> "Cause":
+        cause = object.__new__(cls)
+        cause._value_ = words
+        cause.advice = advice
+        cause.replayable = replayable
+        cause.scale_moves = scale_moves
+        cause.lasting = lasting
+        return cause
+
+    DATA = _Facts("data", "Clean the data, or drop these samples.")
+    FORWARD = _Facts(
+        "forward fault",
+        "A lower scale cannot help. Look in {where} for values above 65504, constants such as -1e9 "
+        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely.",
+        replayable=True,
+    )
+    SCALE = _Facts(
+        "scale overflow",
+        "The scale was lowered; single skips of this kind are how it finds its level.",
+        scale_moves=True,
+    )
+    BACKWARD = _Facts(
+        "backward fault",
+        "A lower scale does not help: look in the backward of the last module named for sqrt and "
+        "norms at 0, division by 0 behind a mask, and logarithms.",
+        replayable=True,
+    )
+    PARAMETERS = _Facts(
+        "bad parameters",
+        "Skipped steps leave parameters alone, so something else wrote them: a loaded checkpoint, "
+        "an initialisation, an averaged copy, or a weight above 65504 that float16 cannot hold. "
+        "Load the last good checkpoint.",
+        lasting=True,
+    )
+    EXHAUSTED = _Facts(
+        "scale exhausted",
+        "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "
+        "NaN in the backward of the last module named, or train it in FP32 with fp32_modules.",
+        replayable=True,
+    )
+
+
+_FIXED = (
+    "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds "
+    "its level by itself."
 )
-REASONS = {OVERFLOW: SCALE, FAULT: FORWARD}  # as far as the device alone can tell
+_REPLAY = (
+    " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the "
+    "operation."
+)
 
-
-Batch = Sequence[
-    tuple[str, Tensor]
-]  # tensors, and where they were among the arguments of a forward
+Batch = Sequence[tuple[str, Tensor]]
+"""Tensors, and where they were among the arguments of a forward."""
 
 
 class Skip(NamedTuple):
@@ -39,10 +104,14 @@ class Skip(NamedTuple):
 
     Attributes:
         outcome: FAULT or OVERFLOW.
-        step: its number, from 1. ``since``: where bad parameters skipped the steps before, the
-            first of those.
-        scale: that the backward used; ``lowest``: below which it does not go; ``fixed``: it never
-            moves.
+        step: its number, from 1.
+        exact: False: it was that step or one before, whose numbers nobody has read.
+        skipped: how many steps were skipped so far, this one included.
+        since: where bad parameters skipped the steps before, the number of the first of those;
+            else ``step``.
+        scale: the loss scale that the backward used.
+        lowest: the scale below which it does not go.
+        fixed: whether the scale never moves.
         amax: by name, the largest scaled gradient.
         before: the largest unscaled gradient of the last good step, 0 if there was none.
         limit: the largest number of the policy's half format.
@@ -52,6 +121,8 @@ class Skip(NamedTuple):
 
     outcome: int
     step: int
+    exact: bool
+    skipped: int
     since: int
     scale: float
     lowest: float
@@ -63,37 +134,59 @@ class Skip(NamedTuple):
 
     @property
     def ranks(self) -> str:
-        """Those at fault, as "rank 3"; "" where there is only one."""
+        """The ranks at fault, as "rank 3"; "" where there is only one rank."""
         found = [str(rank) for rank, largest in self.by_rank.items() if not self.is_good(largest)]
         if self.outcome == FAULT:
             found = [str(rank) for rank, nonfinite in self.by_rank.items() if nonfinite]
         return f"rank{'s' * (len(found) > 1)} {_listed(found)}" if found else ""
 
     def is_good(self, magnitude: float) -> bool:
-        """Whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
+        """Return whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
         return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
 
 
 class Explanation(NamedTuple):
-    """The cause (one of ``CAUSES``), why and what to do, the names of what was not finite, and what
-    would tell more.
+    """What became known about a skip.
+
+    Attributes:
+        skip: the skip it explains.
+        cause: why the step was skipped.
+        reason: why in words, and what to do.
+        parameters: the names of those that were not finite.
     """
 
-    cause: str
-    text: str
+    skip: Skip
+    cause: Cause
+    reason: str
     parameters: tuple[str, ...] = ()
-    hint: str = ""
+
+    @property
+    def text(self) -> str:
+        """The skip in one line: "step 17 skipped (3 of 17): forward fault: ..."."""
+        return self.line()
+
+    def line(self, *facts: str) -> str:
+        """Return ``text`` with more facts inside its parentheses."""
+        step = self.skip.step
+        number = f"{step}" if self.skip.exact else f"<= {step}"
+        listed = ", ".join([f"{self.skip.skipped} of {step}", *facts])
+        return f"step {number} skipped ({listed}): {self.cause.value}: {self.reason}"
+
+    @property
+    def hint(self) -> str:
+        """What would tell more, to be appended to the text; "" where nothing would."""
+        return _REPLAY if self.cause.replayable else ""
 
     @property
     def needs_help(self) -> bool:
         """Whether it is more than the loss scale finding its level."""
-        return self.cause != SCALE
+        return not self.cause.scale_moves
 
 
 def find_cause(
     skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor, str]
 ) -> Explanation:
-    """The cause of a skip. Waits for the device, but not where a scale merely finds its level.
+    """Find the cause of a skip. Waits for the device, but not where a scale merely finds its level.
 
     Args:
         batches: the data of the forwards that led to it, as far as it is known.
@@ -101,90 +194,63 @@ def find_cause(
     """
     if skip.outcome == FAULT:
         fault = (
-            _in_data(batches)
+            _in_data(skip, batches)
             or _in_parameters(skip, parameters)
             or _in_forward(skip, bool(batches))
         )
-        return fault._replace(text=fault.text + _buffers(parameters))
-    names = tuple(name for name, a in skip.amax.items() if not skip.is_good(a))
-    text = f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
+        return fault._replace(reason=fault.reason + _buffers(parameters))
+    names = tuple(name for name, amax in skip.amax.items() if not skip.is_good(amax))
+    cause = _of_overflow(skip, names)
+    found = None if cause.scale_moves else _in_parameters(skip, parameters)
+    return found or Explanation(skip, cause, _why_overflow(skip, names, cause), names)
+
+
+def _of_overflow(skip: Skip, names: Sequence[str]) -> Cause:
+    if skip.scale <= skip.lowest and not (skip.fixed and skip.scale <= 1.0):
+        return Cause.EXHAUSTED
+    if skip.scale <= 1.0:
+        return Cause.BACKWARD  # nothing was scaled up
+    sudden = 0.0 < skip.before * skip.scale * _SUDDEN < skip.limit
+    nan = any(math.isnan(skip.amax[name]) for name in names)
+    return Cause.BACKWARD if sudden and nan else Cause.SCALE
+
+
+def _why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:
     shown = [f"{name} ({'NaN' if math.isnan(skip.amax[name]) else 'inf'})" for name in names]
     others = f"{skip.ranks or 'some parameters'} were not. "
-    text += f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else others
-    cause = _of_overflow(skip, names)
-    found = _in_parameters(skip, parameters) if cause != SCALE else None
-    hint = _REPLAY if cause != SCALE else ""
-    advice = _FIXED if cause == EXHAUSTED and skip.fixed else _ADVICE[cause]
-    return found or Explanation(cause, _introduced(cause, text + advice), names, hint)
-
-
-_REPLAY = " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the operation."
-_ADVICE = {
-    SCALE: "The scale was lowered; single skips of this kind are how it finds its level.",
-    BACKWARD: (
-        "A lower scale does not help: look in the backward of the last module named for sqrt and norms at 0, "
-        "division by 0 behind a mask, and logarithms."
-    ),
-    EXHAUSTED: (
-        "The scale is at its minimum, so the gradients overflow by themselves: look for inf and NaN in the "
-        "backward of the last module named, or train it in FP32 with fp32_modules."
-    ),
-}
-_FIXED = "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds its level by itself."
-
-
-def _of_overflow(skip: Skip, names: Sequence[str]) -> str:
-    if skip.scale <= skip.lowest and not (skip.fixed and skip.scale <= 1.0):
-        return EXHAUSTED
-    if skip.scale <= 1.0:
-        return BACKWARD  # nothing was scaled up
-    sudden = 0.0 < skip.before * skip.scale * _SUDDEN < skip.limit
-    return BACKWARD if sudden and any(math.isnan(skip.amax[name]) for name in names) else SCALE
+    return (
+        f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
+        + (f"{len(names)} parameter(s) were not: {_listed(shown)}. " if names else others)
+        + (_FIXED if cause is Cause.EXHAUSTED and skip.fixed else cause.advice)
+    )
 
 
 def _in_forward(skip: Skip, knows_batch: bool) -> Explanation:
     batch = ", and the input batch was not" if knows_batch else ""
     if skip.ranks:
         batch = f" on {skip.ranks}{batch}"
-    text = (
-        f"the loss itself was inf or NaN (loss scale {skip.scale:g}){batch}. A lower scale cannot help. "
-        f"Look in {'' if knows_batch else 'the batch, '}the model and the loss for values above 65504, "
-        "constants such as -1e9 or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
-    )
-    return Explanation(FORWARD, _introduced(FORWARD, text), hint=_REPLAY)
+    suspects = "the model and the loss" if knows_batch else "the batch, the model and the loss"
+    advice = Cause.FORWARD.advice.format(where=suspects)
+    reason = f"the loss itself was inf or NaN (loss scale {skip.scale:g}){batch}. {advice}"
+    return Explanation(skip, Cause.FORWARD, reason)
 
 
-def _in_data(batches: Sequence[Batch]) -> Explanation | None:
+def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
     found = []
     for batch in batches:
         for path, tensor in batch:
             bad = _bad_samples(tensor)
             if bad:
-                where = (
-                    f"sample(s) {_listed(bad)}" if tensor.dim() > 1 else f"place(s) {_listed(bad)}"
-                )
-                found.append(f"input {path}: inf or NaN in {where} of shape {tuple(tensor.shape)}")
+                kind = "sample(s)" if tensor.dim() > 1 else "element(s)"
+                shape = tuple(tensor.shape)
+                found.append(f"input {path}: inf or NaN in {kind} {_listed(bad)} of shape {shape}")
     if not found:
         return None
-    text = "the input batch itself held inf or NaN, and the loss became so, too: " + "; ".join(
-        found[:_SHOWN]
+    reason = (
+        "the input batch itself held inf or NaN, and the loss became so, too: "
+        f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}"
     )
-    return Explanation(DATA, _introduced(DATA, text + ". Clean the data, or drop these samples."))
-
-
-def tensors_in(arguments: Any, without: frozenset[int]) -> Iterable[tuple[str, Tensor]]:
-    """The floating tensors among a forward's arguments (a tuple and a dictionary), each with where
-    it is.
-
-    Args:
-        without: numbers of leaves to leave out.
-    """
-    for i, (path, leaf) in enumerate(tree_flatten_with_path(arguments)[0]):
-        if i in without:
-            continue
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided:
-            keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path[1:]]
-            yield "".join(f"[{key!r}]" if k else str(key) for k, key in enumerate(keys)), leaf
+    return Explanation(skip, Cause.DATA, reason)
 
 
 def _bad_samples(tensor: Tensor) -> list[int]:
@@ -200,12 +266,11 @@ def _in_parameters(skip: Skip, parameters: Mapping[Tensor, str]) -> Explanation 
     if not names:
         return None
     when = f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
-    text = (
-        f"{len(names)} parameter(s) of the model were inf or NaN already, seen {when}: {_listed(names)}. Skipped steps "
-        "leave parameters alone, so something else wrote them: a loaded checkpoint, an initialisation, an averaged "
-        "copy, or a weight above 65504 that float16 cannot hold. Load the last good checkpoint."
+    reason = (
+        f"{len(names)} parameter(s) of the model were inf or NaN already, seen {when}: "
+        f"{_listed(names)}. {Cause.PARAMETERS.advice}"
     )
-    return Explanation(PARAMETERS, _introduced(PARAMETERS, text), tuple(names))
+    return Explanation(skip, Cause.PARAMETERS, reason, tuple(names))
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
@@ -215,8 +280,8 @@ def _buffers(parameters: Mapping[Tensor, str]) -> str:
     if not names:
         return ""
     return (
-        f" Running statistics are inf or NaN, too, and stay so until reset_running_stats(): {_listed(names)}. "
-        "Evaluation uses them."
+        " Running statistics are inf or NaN, too, and stay so until reset_running_stats(): "
+        f"{_listed(names)}. Evaluation uses them."
     )
 
 
@@ -228,11 +293,6 @@ def _nonfinite(named: Iterable[tuple[Tensor, str]]) -> list[str]:
     ]
     flags = [torch.isfinite(t).all() for t, _ in dense]
     return [name for flag, (_, name) in zip(flags, dense, strict=True) if not flag]
-
-
-def _introduced(cause: str, text: str) -> str:
-    article = "" if cause in (DATA, PARAMETERS) else "an " if cause[0] in "aeiou" else "a "
-    return f"The last skipped step was {'due to ' if not article else ''}{article}{cause}: {text}"
 
 
 def _listed(items: Sequence[Any]) -> str:

@@ -2,25 +2,18 @@
 arrived there.
 """
 
-import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.causes import (
-    PARAMETERS,
-    REASONS,
-    Explanation,
-    Skip,
-    find_cause,
-    tensors_in,
-)
-from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
+from tritonamp.diagnosis.batches import data_in
+from tritonamp.diagnosis.causes import Explanation, Skip, find_cause
+from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.kernels.decide import (
     AMAX,
     CLEAN,
@@ -72,8 +65,11 @@ class StepRecord(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """What is known on the host about a decision: the rule of its scale, and the arguments of its
-    forwards.
+    """What is known on the host about a decision.
+
+    Attributes:
+        rule: of its loss scale.
+        batches: the forwards that led to it.
     """
 
     rule: ScaleRule
@@ -89,6 +85,12 @@ class StepLog:
         dtype: the half format.
         speaks: a line is logged for each skip, when its numbers have arrived: the device is not
             waited for.
+
+    Attributes:
+        history: the last steps, oldest first.
+        last: the explanation of the last skip.
+        last_scale: the loss scale that its backward used.
+        batches: the snapshots of its forwards.
     """
 
     def __init__(
@@ -98,35 +100,37 @@ class StepLog:
         dtype: torch.dtype,
         speaks: bool = False,
     ) -> None:
-        self._ask_names, self._ask_tensors = names, tensors
+        self._ask_names = names
+        self._ask_tensors = tensors
+        self._limit = torch.finfo(dtype).max
+        self._speaks = speaks
         self._names = dict(names())
         self._ranks: Sequence[int] = ()  # whose magnitudes come before those by name
-        self._limit, self._speaks = torch.finfo(dtype).max, speaks
         self._loaded = [0.0] * _KEPT
         self._numbers: Tensor | None = None  # see kernels.decide.Record
-        self._positions: dict[
-            tuple[int, ...], Tensor
-        ] = {}  # by the ids of a decision's lists of parameters
+        # both by the ids of a decision's lists of parameters
+        self._positions: dict[tuple[int, ...], Tensor] = {}
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
         self._readback: Readback | None = None
-        self._known = [0.0, 0.0, 0.0]  # counts when the last reading was written
+        self._known = [0.0, 0.0, 0.0]  # counts at the last reading
         self._run: list[int] = []  # numbers of the skips in a row that the last readings told of
-        # number of the first of the last steps that bad parameters skipped; 0: the last was not
-        self._bad_since = 0
+        # number of the first of the last steps that a lasting cause skipped; 0: the last was not
+        self._since = 0
         self._rule: ScaleRule | None = None  # of the last decision
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
-        self.last: Explanation | None = None  # of the last skip
-        self.last_scale = 1.0  # that its backward used
-        self.batches: Sequence[Snapshot] = ()  # the snapshots of its forwards
+        self.last: Explanation | None = None
+        self.last_scale = 1.0
+        self.batches: Sequence[Snapshot] = ()
 
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
-        """Where the decision about the gradients of ``params``, one list for each optimizer, is to
-        be noted.
+        """Return where the decision about the gradients of ``params`` is to be noted.
 
-        The lists do not change: other parameters come in other lists. Behind them is a magnitude
-        for each of ``ranks``.
+        Args:
+            params: one list for each optimizer. The lists do not change: other parameters come in
+                other lists.
+            ranks: behind the parameters the decision has a magnitude for each of these.
         """
         key = tuple(map(id, params))
         known = key in self._positions and ranks == self._ranks
@@ -152,24 +156,26 @@ class StepLog:
             or numbers.device != device
             or ranks != self._ranks
         ):
-            values, first = self._values(), RECORD + len(self._ranks)
-            by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
-            before = values[:RECORD] + by_rank + values[first:]
-            numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
-            self._numbers, self._readback, self._ranks = (
-                numbers.to(device),
-                Readback(numbers),
-                ranks,
-            )
-            self._positions, self._params = {}, {}
+            self._make_room(size, device, ranks)
         found = [
             *range(len(params), len(params) + len(ranks)),
             *(positions.get(p, -1) for p in self._names),
         ]
         self._positions[key] = torch.tensor(found, dtype=torch.int64).to(device)
 
+    def _make_room(self, size: int, device: torch.device, ranks: Sequence[int]) -> None:
+        """Make a new record, which begins with what the one before holds."""
+        values, first = self._values(), RECORD + len(self._ranks)
+        by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
+        before = values[:RECORD] + by_rank + values[first:]
+        numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
+        self._numbers = numbers.to(device)
+        self._readback = Readback(numbers)
+        self._ranks = ranks
+        self._positions, self._params = {}, {}
+
     def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
-        """A decision was made: hears what has arrived of earlier ones, and sends for its numbers."""
+        """Process the results that have arrived, and start copying those of a new decision."""
         self._rule = rule
         if self._numbers is None or self._readback is None:
             return
@@ -179,12 +185,12 @@ class StepLog:
         self._readback.start(self._numbers, Attached(rule, batches))
 
     def undo(self) -> None:
-        """The last decision was unmade."""
+        """Forget the last decision, which was undone."""
         if self._readback is not None:
             self._readback.cancel_last()
 
     def collect(self, wait: bool = False) -> None:
-        """Takes in what has arrived from the device, or, waiting for it, all that was sent for."""
+        """Process the results that have arrived; with ``wait`` wait for all that were asked for."""
         if self._readback is not None:
             for reading in self._readback.ready(wait):
                 self._process(reading)
@@ -195,88 +201,78 @@ class StepLog:
         clean, *skips = (int(now - before) for now, before in zip(counts, self._known, strict=True))
         self._known = counts
         step = int(sum(counts))
-        if (
-            clean or sum(skips) != 1
-        ):  # some readings were not sent: what this one tells is the last skip
+        if clean or sum(skips) != 1:  # decisions between were not read
             self._run.clear()
         if sum(skips):
             self._run.append(step)
-            self._process_skip(step, values, attached)
+            self._process_skip(step, not clean, values, attached)
         elif clean:
-            self._bad_since = 0
+            self._since = 0
             self.history.append(StepRecord(step, None, values[SCALE], values[NORM]))
 
-    def _process_skip(self, step: int, values: Sequence[float], attached: Attached) -> None:
-        explanation = self.last = self._explain(step, values, attached)
-        self._bad_since = (self._bad_since or step) if explanation.cause == PARAMETERS else 0
+    def _process_skip(
+        self, step: int, exact: bool, values: Sequence[float], attached: Attached
+    ) -> None:
+        found = self.last = self._explain(step, exact, values, attached)
+        self._since = (self._since or step) if found.cause.lasting else 0
         self.batches, self.last_scale = attached.batches, values[SKIPPED_SCALE]
-        self.history.append(
-            StepRecord(
-                step,
-                explanation.cause,
-                values[SCALE],
-                None,
-                explanation.parameters,
-                explanation.text,
-            )
+        record = StepRecord(
+            step, found.cause.value, values[SCALE], None, found.parameters, found.text
         )
+        self.history.append(record)
         if self._speaks:
-            skipped = values[OVERFLOW] + values[FAULT]
-            news = (
-                math.frexp(skipped)[0] == 0.5
-            )  # 1, 2, 4, 8...: a run that skips all the time says so now and then
+            # 1, 2, 4, 8...: a run that skips all the time says so now and then
+            news = math.frexp(found.skip.skipped)[0] == 0.5
             long_run = len(self._run) == _LONG_RUN
-            log = logger.warning if (explanation.needs_help and news) or long_run else logger.info
-            log(
-                f"{_rank()}{skipped:.0f} of {step} steps skipped{self._of_run(long_run)}. {explanation.text}{explanation.hint}"
-            )
+            log = logger.warning if (found.needs_help and news) or long_run else logger.info
+            facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
+            log(found.line(*facts, *_rank()) + found.hint)
 
-    def _of_run(self, long_run: bool) -> str:
-        return f", the last {_LONG_RUN} of them in a row" if long_run else ""
-
-    def _explain(self, step: int, values: Sequence[float], attached: Attached) -> Explanation:
+    def _explain(
+        self, step: int, exact: bool, values: Sequence[float], attached: Attached
+    ) -> Explanation:
         rule, first = attached.rule, RECORD + len(self._ranks)
         skip = Skip(
-            int(values[SKIPPED]),
-            step,
-            self._bad_since or step,
-            values[SKIPPED_SCALE],
-            rule.min_scale,
-            rule.min_scale == rule.max_scale,
-            dict(zip(self._names.values(), values[first:], strict=True)),
-            values[AMAX],
-            self._limit,
-            dict(zip(self._ranks, values[RECORD:first], strict=True)),
+            outcome=int(values[SKIPPED]),
+            step=step,
+            exact=exact,
+            skipped=int(values[OVERFLOW] + values[FAULT]),
+            since=self._since or step,
+            scale=values[SKIPPED_SCALE],
+            lowest=rule.min_scale,
+            fixed=rule.min_scale == rule.max_scale,
+            amax=dict(zip(self._names.values(), values[first:], strict=True)),
+            before=values[AMAX],
+            limit=self._limit,
+            by_rank=dict(zip(self._ranks, values[RECORD:first], strict=True)),
         )
-        return find_cause(skip, list(_data(attached.batches)), self._ask_tensors())
+        return find_cause(skip, data_in(attached.batches), self._ask_tensors())
 
     def _values(self) -> list[float]:
-        return (
-            [*self._loaded, *[0.0] * (RECORD - _KEPT)]
-            if self._numbers is None
-            else self._numbers.tolist()
-        )
+        if self._numbers is None:
+            return [*self._loaded, *[0.0] * (RECORD - _KEPT)]
+        return self._numbers.tolist()
 
     def counts(self) -> tuple[int, int, int]:
-        """Decisions that were clean, scale overflows, forward faults. Reads the device."""
+        """Return how many decisions were clean, scale overflows, forward faults. Reads the device."""
         clean, overflow, fault = self._values()[:3]
         return int(clean), int(overflow), int(fault)
 
     def stats(self) -> dict[str, Any]:
-        """The numbers as plain values. Reads the device."""
-        values, explanation = self._values(), self.explanation()
+        """Return the numbers as plain values. Reads the device."""
+        values, last = self._values(), self.explanation()
         return {
             "steps": int(values[CLEAN]),
             "skipped": int(values[OVERFLOW] + values[FAULT]),
             "scale_overflows": int(values[OVERFLOW]),
             "forward_faults": int(values[FAULT]),
-            "last_skip_reason": None if explanation is None else explanation.cause,
+            "last_skip_reason": None if last is None else last.cause.value,
             "grad_norm": values[NORM],
         }
 
     def last_good(self) -> tuple[float, float]:
-        """Norm and largest magnitude of the gradients of the last step that was not skipped. Reads
-        the device.
+        """Return norm and largest magnitude of the gradients of the last step that was not skipped.
+        Reads the device.
         """
         values = self._values()
         return values[NORM], values[AMAX]
@@ -284,7 +280,7 @@ class StepLog:
     def load_counts(
         self, counts: tuple[int, int, int], last_good: tuple[float, float] = (0.0, 0.0)
     ) -> None:
-        """Continues from a checkpoint."""
+        """Continue from what ``counts`` and ``last_good`` returned."""
         self.collect(wait=True)
         self._loaded = [float(n) for n in (*counts, *last_good)]
         self._known = self._loaded[:3]
@@ -293,28 +289,17 @@ class StepLog:
             self._numbers[:_KEPT] = torch.tensor(self._loaded, dtype=torch.float64)
 
     def explanation(self) -> Explanation | None:
-        """The cause of the last skip; None: no step was skipped. Reads the device."""
+        """Explain the last skip; None: no step was skipped. Reads the device."""
         self.collect(wait=True)
-        values = self._values()
-        unseen = values[OVERFLOW] + values[FAULT] > self._known[OVERFLOW] + self._known[FAULT]
-        if (
-            int(values[SKIPPED]) in REASONS
-            and self._rule is not None
-            and (unseen or self.last is None)
-        ):
-            return self._explain(
-                int(sum(values[:3])), values, Attached(self._rule, ())
-            )  # a CUDA graph left it
+        values, known = self._values(), self._known
+        unseen = values[OVERFLOW] + values[FAULT] > known[OVERFLOW] + known[FAULT]
+        if values[SKIPPED] and self._rule is not None and (unseen or self.last is None):
+            # a CUDA graph left it: nobody was told of its decisions one by one
+            exact = values[CLEAN] == known[CLEAN]
+            return self._explain(int(sum(values[:3])), exact, values, Attached(self._rule, ()))
         return self.last
 
 
-def _data(batches: Sequence[Snapshot]) -> Iterator[list[tuple[str, Tensor]]]:
-    """What came into the forwards from outside, with where it was among the arguments."""
-    for batch in batches:
-        with contextlib.suppress(BatchGoneError):  # somebody has written to it since
-            yield list(tensors_in(batch.arguments(), batch.made))
-
-
-def _rank() -> str:
+def _rank() -> list[str]:
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return f"rank {torch.distributed.get_rank()}: " if initialized else ""
+    return [f"rank {torch.distributed.get_rank()}"] if initialized else []

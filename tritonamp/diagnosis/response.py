@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonamp.diagnosis.causes import BACKWARD, EXHAUSTED, FORWARD, Explanation
+from tritonamp.diagnosis.causes import Explanation
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.replay import (
     NOT_REPRODUCED,
@@ -88,8 +88,8 @@ class Response:
         self._in_a_row += 1
         raises = self._policy.on_nonfinite == "raise" and self._in_a_row >= self._policy.raise_after
         text = explanation.text
-        self._seen += self._can_be_found(explanation)
-        if self._can_be_found(explanation) and (
+        self._seen += explanation.cause.replayable
+        if explanation.cause.replayable and (
             self._seen <= FIRST_REPLAYS or _is_power_of_two(self._seen)
         ):
             report, fault = self.replay()
@@ -97,15 +97,12 @@ class Response:
             text += f"\n{report}"
             if fault is not None and self._policy.on_nonfinite == "heal":
                 text += self._count(fault)
-        elif self._can_be_found(explanation):
+        elif explanation.cause.replayable:
             text += f" FaultReport {self._seen}: only those at powers of two run again by themselves now."
         if raises:
             raise NonFiniteError(text)
         news = _is_power_of_two(self._in_a_row) or "Healed" in text
         logger.log(logging.WARNING if news else logging.INFO, text)
-
-    def _can_be_found(self, explanation: Explanation) -> bool:
-        return explanation.cause in (FORWARD, BACKWARD, EXHAUSTED)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
         """The cause of the last skip, with the report of a replay if there was one or one is asked
