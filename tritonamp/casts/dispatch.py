@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from tritonamp.casts.active import active, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.op_table import Rule, op_table
+from tritonamp.frames import Role, plays
 
 
 class _Registration:
@@ -102,6 +103,7 @@ class _Op:
 def _implementation(op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
     stock = _Op(op, key_name)
 
+    @plays(Role.RULE)
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         found = None if thread.in_rule else active()
         if found is None:

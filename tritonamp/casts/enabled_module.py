@@ -12,6 +12,7 @@ from tritonamp.casts import active, dispatch
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.frames import Role, plays
 from tritonamp.policy import HALF_DTYPES, Policy
 
 
@@ -143,6 +144,7 @@ class _WithForward(Swapped):
         return {"forward": forward}
 
 
+@plays(Role.EDGE)
 def enabled_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:

@@ -3,7 +3,6 @@
 import bisect
 import os
 import sys
-import sysconfig
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tritonamp import kernels
 from tritonamp.forecast.unrounded import (
     Magnitudes,
     Unrounded,
@@ -22,6 +20,7 @@ from tritonamp.forecast.unrounded import (
     unrounded,
     values_of,
 )
+from tritonamp.frames import Role, outwards
 from tritonamp.policy import HALF_DTYPES
 
 FILLS = """
@@ -45,13 +44,6 @@ NORMS = (
     "cudnn_batch_norm",
     "_native_batch_norm_legit",
 )
-_OURS = os.path.dirname(os.path.dirname(__file__))
-LIBRARY = (
-    "<",
-    _OURS + os.sep,
-    *(os.path.dirname(str(m.__file__)) + os.sep for m in (torch, kernels)),
-)
-STDLIB, PACKAGES = sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}"
 
 
 class Location(NamedTuple):
@@ -253,11 +245,9 @@ def _is_view(func: Any) -> bool:
 
 
 def _line() -> str:
-    """The innermost line of the user's code, as "file:number"."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(LIBRARY) and (PACKAGES in name or not name.startswith(STDLIB)):
-            return f"{name.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"
-        frame = frame.f_back
+    """Return the innermost line of the user's code, as "file:number"; "" without any."""
+    for frame, role in outwards(sys._getframe(2)):
+        if role is Role.USER:
+            file = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
+            return f"{file}:{frame.f_lineno}"
     return ""

@@ -3,31 +3,17 @@ forward.
 """
 
 import dataclasses
-import functools
 import sys
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tritonamp import kernels
 from tritonamp.diagnosis.replay.calls import is_watched
 from tritonamp.diagnosis.replay.verdicts import Place
-
-_OURS = Path(__file__).parents[2]
-_TORCH = Path(torch.__file__).parent
-_STDLIB = Path(sysconfig.get_paths()["stdlib"])
-# the frame in which a rule of the op table runs
-_RULE = (str(_OURS / "casts" / "dispatch.py"), "implementation")
-# the frame in which an enabled model's inputs and outputs are cast
-_EDGE = (str(_OURS / "casts" / "enabled_module.py"), "enabled_forward")
-_DEMO = _OURS / "demo"  # stands for a user
-_REPLAY = Path(__file__).parent / "search.py"
-_KERNELS = Path(kernels.__file__).parent
+from tritonamp.frames import Role, outwards, role_of
 
 
 class Names:
@@ -178,43 +164,26 @@ class PlaceTracker:
                 and module not in self._modules[-1:]
             ):
                 self._modules.append(module)
-            if _owner(frame.f_code) == "user":
+            if role_of(frame.f_code) is Role.USER:
                 file, line = frame.f_code.co_filename, traceback.tb_lineno
             traceback = traceback.tb_next
         return self._place("", file, line)
 
 
-@functools.lru_cache(maxsize=4096)
-def _owner(code: CodeType) -> str:
-    """Whose code it is; "rule", "edge" and "replay" are ours."""
-    for owner, known in (("rule", _RULE), ("edge", _EDGE)):
-        if (code.co_filename, code.co_name) == known:
-            return owner
-    if code.co_filename == str(_REPLAY):
-        return "replay"
-    file = Path(code.co_filename)
-    ours = (_OURS in file.parents and _DEMO not in file.parents) or _KERNELS in file.parents
-    stdlib = _STDLIB in file.parents and "site-packages" not in file.parts
-    return (
-        "library"
-        if ours or stdlib or _TORCH in file.parents or file.name.startswith("<frozen")
-        else "user"
-    )
+def _walk(innermost: FrameType | None) -> tuple[FrameType | None, bool, str | None, int]:
+    """Walk from an op outwards to the first code of the user's.
 
-
-def _walk(frame: FrameType | None) -> tuple[FrameType | None, bool, str | None, int]:
-    """From an op outwards: the frame of a rule if it is in one, whether the wrapper of an enabled
-    model comes before any code of the user's, file and line of that code.
+    Returns:
+        the frame of a rule if the op is in one, whether the wrapper of an enabled model comes
+        before any code of the user's, file and line of that code.
     """
     rule, at_edge = None, False
-    while frame is not None:
-        owner = _owner(frame.f_code)
-        if owner == "user":
+    for frame, role in outwards(innermost):
+        if role is Role.USER:
             return rule, at_edge, frame.f_code.co_filename, frame.f_lineno
-        if owner == "replay":
+        if role is Role.REPLAY:
             break
-        if owner == "rule":
+        if role is Role.RULE:
             rule = frame
-        at_edge = at_edge or owner == "edge"
-        frame = frame.f_back
+        at_edge = at_edge or role is Role.EDGE
     return rule, at_edge, None, 0

@@ -18,11 +18,13 @@ from tritonamp.diagnosis.replay.places import Names, storage
 from tritonamp.diagnosis.replay.snapshots import devices, restore_training, training_flags
 from tritonamp.diagnosis.replay.verdicts import Event, Place, judge
 from tritonamp.diagnosis.replay.watching import DOES_NOT_FIT, Watch
+from tritonamp.frames import Role, plays
 
 NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
 MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
 
 
+@plays(Role.REPLAY)
 def find_fault(
     model: nn.Module | Iterable[nn.Module],
     run: Callable[[], Any],
