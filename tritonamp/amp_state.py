@@ -4,11 +4,13 @@ import math
 import re
 from typing import Any, NamedTuple
 
+from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
 _SINCE = {"healed", "faults"}  # not in older states
 _SCALER = set(GradScaler("cpu").state_dict())
+_SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
 
 
@@ -17,7 +19,7 @@ class ResumeState(NamedTuple):
 
     Attributes:
         scalers: states of scalers by loss_id; None: they say nothing about those of this policy.
-        counts: decisions by outcome.
+        counts: how many decisions had each outcome of ``COUNTS``.
         loss_scale: of the policy.
         healed: names of modules.
         faults: what ``Response`` counts, and the gradients of the last good step, which faults are
@@ -25,18 +27,17 @@ class ResumeState(NamedTuple):
     """
 
     scalers: dict[int, dict[str, Any]] | None
-    counts: tuple[int, int, int]
+    counts: dict[str, int]
     loss_scale: str | float
     healed: list[str]
     faults: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, which ``parse_state`` takes."""
+        scalers = {str(loss_id): state for loss_id, state in (self.scalers or {}).items()}
         return {
-            "loss_scalers": {
-                str(loss_id): state for loss_id, state in (self.scalers or {}).items()
-            },
-            "counts": list(self.counts),
+            "loss_scalers": scalers,
+            "counts": self.counts,
             "loss_scale": self.loss_scale,
             "healed": self.healed,
             "faults": self.faults,
@@ -44,7 +45,7 @@ class ResumeState(NamedTuple):
 
 
 def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
-    """From a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of
+    """Read a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of
     ``apex.amp``.
 
     Args:
@@ -60,14 +61,15 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
         scale = scaler_state["scale"]
         if not (isinstance(scale, (int, float)) and math.isfinite(scale)):
             raise ValueError(
-                f"amp.load_state_dict: loss_id {loss_id} has the scale {scale!r}, allowed are finite ones"
+                f"amp.load_state_dict: expected finite scales, got {scale!r} for loss_id {loss_id}"
             )
     if state.loss_scale == loss_scale:
         return state
     if loss_scale != "dynamic":
         raise ValueError(
-            f"amp.load_state_dict: the state has loss_scale={state.loss_scale!r}, this policy has the fixed "
-            f"{loss_scale!r}: enable with loss_scale={state.loss_scale!r}, or leave this state out"
+            f"amp.load_state_dict: expected loss_scale={loss_scale!r}, which this policy fixes, "
+            f"got a state with {state.loss_scale!r}: enable with loss_scale={state.loss_scale!r}, "
+            "or leave this state out"
         )
     return state._replace(scalers=None)  # a fixed scale is no reason to begin with it
 
@@ -75,11 +77,12 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
     if _OWN <= keys <= _OWN | _SINCE and all(map(_is_scaler, state_dict["loss_scalers"].values())):
-        scalers = {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()}
-        clean, overflow, fault = state_dict["counts"]
-        healed, faults = list(state_dict.get("healed") or []), dict(state_dict.get("faults") or {})
         return ResumeState(
-            scalers, (clean, overflow, fault), state_dict["loss_scale"], healed, faults
+            {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()},
+            _counts(state_dict["counts"]),
+            state_dict["loss_scale"],
+            list(state_dict.get("healed") or []),
+            dict(state_dict.get("faults") or {}),
         )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
@@ -89,26 +92,29 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
             for key, state in state_dict.items()
         }
     else:
-        got = (
-            f"the keys {_listed(keys)}"
-            if isinstance(state_dict, dict)
-            else type(state_dict).__name__
-        )
+        is_dict = isinstance(state_dict, dict)
+        got = f"the keys {_listed(keys)}" if is_dict else type(state_dict).__name__
         raise ValueError(
-            f"amp.load_state_dict: got {got}; allowed are those of amp.state_dict() ({sorted(_OWN)}), of a GradScaler "
-            f"({sorted(_SCALER)}) and of apex.amp (loss_scaler0, ...)"
+            f"amp.load_state_dict: expected the keys of amp.state_dict() ({sorted(_OWN)}), of a "
+            f"GradScaler ({sorted(_SCALER)}) or of apex.amp (loss_scaler0, ...), got {got}"
         )
-    same = all(
-        state["scale"] == loss_scale for state in scalers.values()
-    )  # they do not tell whether it was fixed
-    return ResumeState(scalers, (0, 0, 0), loss_scale if same else "dynamic", [], {})
+    # they do not tell whether it was fixed
+    same = all(state["scale"] == loss_scale for state in scalers.values())
+    none = dict.fromkeys(COUNTS, 0)
+    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {})
+
+
+def _counts(counts: Any) -> dict[str, int]:
+    """Read counts by name, or the list of three that older states hold."""
+    if isinstance(counts, list) and len(counts) == len(COUNTS):
+        return dict(zip(COUNTS, counts, strict=True))
+    if not isinstance(counts, dict) or set(counts) != set(COUNTS):
+        raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
+    return dict(counts)
 
 
 def _is_scaler(state: Any) -> bool:
-    return isinstance(state, dict) and _SCALER <= set(state) <= _SCALER | {
-        "_hysteresis_tracker",
-        "_ceiling",
-    }
+    return isinstance(state, dict) and _SCALER <= set(state) <= _SCALER | _SCALER_SINCE
 
 
 def _is_apex(item: tuple[Any, Any]) -> bool:
@@ -127,4 +133,4 @@ def _from_apex(state: dict[str, Any], scaler: GradScaler) -> dict[str, Any]:
 
 def _listed(keys: set[Any]) -> str:
     names = sorted(map(str, keys))
-    return f"{names[:20]}" + f" and {len(names) - 20} more" * (len(names) > 20)
+    return f"{names[:20]}" + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -136,9 +136,8 @@ def test_from_level_to_level(
     )
     if level in FIXED and saved not in FIXED:
         before = amp.state_dict()
-        with pytest.raises(
-            ValueError, match=r"the state has loss_scale='dynamic', this policy has the fixed 1\.0"
-        ):
+        text = r"expected loss_scale=1\.0, which this policy fixes, got a state with 'dynamic'"
+        with pytest.raises(ValueError, match=text):
             amp.load_state_dict(of_amp)
         assert amp.state_dict() == before
     else:
@@ -147,6 +146,22 @@ def test_from_level_to_level(
         assert amp.stats()["scale"] == (1.0 if level in FIXED else 2.0**16)
     train(other, 3, 4)
     assert all(torch.isfinite(p).all() for p in amp.master_params())
+
+
+def test_counts_have_names_and_older_states_a_list(enabled: Callable[..., Run]) -> None:
+    new, old = enabled("O2"), enabled("O2", seed=1)
+    train(new, 0, 2)
+    state = new[2].state_dict()
+    assert state["counts"] == {"clean": 2, "scale_overflows": 0, "forward_faults": 0}
+    old[2].load_state_dict({**state, "counts": [5, 3, 2]})
+    assert old[2].state_dict()["counts"] == {
+        "clean": 5,
+        "scale_overflows": 3,
+        "forward_faults": 2,
+    }
+    stats = old[2].stats()
+    assert (stats["steps"], stats["skipped"]) == (5, 5)
+    assert (stats["scale_overflows"], stats["forward_faults"]) == (3, 2)
 
 
 def test_healed_modules_mean_nothing_where_all_is_fp32(enabled: Callable[..., Run]) -> None:
@@ -566,26 +581,34 @@ def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> No
     [
         (
             lambda run: run[0].state_dict(),
-            r"got the keys \['first.bias', .*allowed are .*of apex.amp \(loss_scaler0",
+            r"expected the keys .*of apex.amp \(loss_scaler0, .*got the keys \['first.bias', ",
         ),
         (
             lambda run: {str(n): n for n in range(50)},
-            r"got the keys \['0', .* and 30 more; allowed are",
+            r"expected the keys .*got the keys \['0', .* and 30 more$",
         ),
-        (lambda run: run[1].state_dict(), r"got the keys \['param_groups', 'state'\]; allowed are"),
-        (lambda run: [run[2].state_dict()], "got list; allowed are"),
-        (lambda run: {}, r"got the keys \[\]; allowed are"),
+        (lambda run: run[1].state_dict(), r"expected .*got the keys \['param_groups', 'state'\]$"),
+        (lambda run: [run[2].state_dict()], "expected the keys .*got list$"),
+        (lambda run: {}, r"expected the keys .*got the keys \[\]$"),
         (
             lambda run: {"loss_scaler0": {"loss_scale": 1.0}},
-            r"got the keys \['loss_scaler0'\]; allowed are",
+            r"expected the keys .*got the keys \['loss_scaler0'\]$",
         ),
         (
             lambda run: {**run[2].state_dict(), "healed": ["gone"]},
             r"got the module name 'gone'; the model's modules",
         ),
         (
+            lambda run: {**run[2].state_dict(), "counts": [1, 2]},
+            r"expected counts of \['clean', 'scale_overflows', 'forward_faults'\], got \[1, 2\]",
+        ),
+        (
+            lambda run: {**run[2].state_dict(), "counts": {"clean": 1}},
+            r"expected counts of \['clean', .*, got \{'clean': 1\}",
+        ),
+        (
             lambda run: {**run[2].scaler.state_dict(), "scale": float("nan")},
-            "loss_id 0 has the scale nan, allowed",
+            "expected finite scales, got nan for loss_id 0",
         ),
     ],
 )

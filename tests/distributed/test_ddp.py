@@ -464,7 +464,8 @@ def parted(how: str, steps: int) -> list[str]:
             if rank == 1 and step == 1 and how == "scale":
                 amp.scaler.update(2.0**7)
             if rank == 1 and step == 1 and how == "steps":
-                amp.load_state_dict({**amp.state_dict(), "counts": [7, 0, 0]})
+                counts = {"clean": 7, "scale_overflows": 0, "forward_faults": 0}
+                amp.load_state_dict({**amp.state_dict(), "counts": counts})
     except RuntimeError as error:
         said.append(f"{step}: {error}")
     logging.getLogger("tritonamp").removeHandler(handler)

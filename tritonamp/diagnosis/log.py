@@ -32,6 +32,8 @@ from tritonamp.readback import Readback, Reading
 logger = logging.getLogger("tritonamp")
 
 HISTORY = 1000  # steps
+COUNTS = {"clean": CLEAN, "scale_overflows": OVERFLOW, "forward_faults": FAULT}
+"""Outcomes of decisions, as states name them, to where they are counted."""
 _KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
 _LONG_RUN = 8  # skips in a row that are worth a warning
 
@@ -253,10 +255,10 @@ class StepLog:
             return [*self._loaded, *[0.0] * (RECORD - _KEPT)]
         return self._numbers.tolist()
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return how many decisions were clean, scale overflows, forward faults. Reads the device."""
-        clean, overflow, fault = self._values()[:3]
-        return int(clean), int(overflow), int(fault)
+    def counts(self) -> dict[str, int]:
+        """Return how many decisions had each outcome of ``COUNTS``. Reads the device."""
+        values = self._values()
+        return {name: int(values[slot]) for name, slot in COUNTS.items()}
 
     def stats(self) -> dict[str, Any]:
         """Return the numbers as plain values. Reads the device."""
@@ -278,11 +280,11 @@ class StepLog:
         return values[NORM], values[AMAX]
 
     def load_counts(
-        self, counts: tuple[int, int, int], last_good: tuple[float, float] = (0.0, 0.0)
+        self, counts: Mapping[str, int], last_good: Sequence[float] = (0.0, 0.0)
     ) -> None:
         """Continue from what ``counts`` and ``last_good`` returned."""
         self.collect(wait=True)
-        self._loaded = [float(n) for n in (*counts, *last_good)]
+        self._loaded = [float(n) for n in (*(counts[name] for name in COUNTS), *last_good)]
         self._known = self._loaded[:3]
         self._run.clear()
         if self._numbers is not None:
