@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tritonamp.diagnosis.replay.faults import FaultReport
-from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, Operand, Place, family, judge
+from tritonamp.diagnosis.replay.known_ops import family
+from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, Operand, Place, judge
 
 PLACE = Place("encoder.layer.3.attn", "Attention", "matmul", str(Path(__file__)), 1)
 

@@ -1,7 +1,6 @@
 """Runs a failing batch again, and finds the op where inf or NaN begins. Leaves no trace."""
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,16 +11,18 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.ambient import preserve
+from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.calls import floats, is_finite
 from tritonamp.diagnosis.replay.faults import FaultReport
+from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
 from tritonamp.diagnosis.replay.places import Names, storage
 from tritonamp.diagnosis.replay.snapshots import devices, restore_training, training_flags
 from tritonamp.diagnosis.replay.verdicts import Event, Place, judge
-from tritonamp.diagnosis.replay.watching import DOES_NOT_FIT, Watch
+from tritonamp.diagnosis.replay.watching import Watch
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.frames import Role, plays
 
 NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
-MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
 
 
 @plays(Role.REPLAY)
@@ -71,8 +72,8 @@ def find_fault(
 @contextlib.contextmanager
 def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
     """Puts everything back that a forward and a backward change."""
-    for precise in _precise(models):
-        precise.push()  # what the next forward would do, before anything is recorded
+    for values in _fp32_values(models):
+        values.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
     flags = training_flags(modules)
     buffers = [(module, dict(module._buffers)) for module in modules]
@@ -182,8 +183,8 @@ class _Replay:
 
     def _master_is_finite(self, tensor: Tensor) -> bool:
         return any(
-            tensor in precise and is_finite(precise.get(tensor))
-            for precise in _precise(self.models)
+            tensor in values and is_finite(values.get(tensor))
+            for values in _fp32_values(self.models)
         )
 
     # backward
@@ -206,7 +207,7 @@ class _Replay:
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
     ) -> FaultReport | None:
         """What made gradients non-finite, or all of them zero."""
-        backward = _Backward(output, grad_outputs, self.scale, list(self.params.values()))
+        backward = Backward(output, grad_outputs, self.scale, list(self.params.values()))
         grads = backward.gradients(self.scale)
         if all(map(is_finite, grads)):
             return None if any(bool(g.any()) for g in grads) else self._vanished(backward)
@@ -230,7 +231,7 @@ class _Replay:
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
         )
 
-    def _vanished(self, backward: "_Backward") -> FaultReport | None:
+    def _vanished(self, backward: Backward) -> FaultReport | None:
         fits = backward.smallest_scale(self.scale)
         if fits is None:
             return None  # they are zero at every scale: no matter of precision
@@ -246,79 +247,7 @@ class _Replay:
 _RESULT = Place(None, "", "", None, 0)
 
 
-class _Backward:
-    """The backward from some outputs to the parameters, at one loss scale or another.
-
-    Args:
-        output: tensors; those that require a gradient are gone back from.
-        grad_outputs: what arrives there at loss scale ``scale``; None: the output is a loss.
-    """
-
-    def __init__(
-        self,
-        output: Any,
-        grad_outputs: Sequence[Tensor | None] | None,
-        scale: float,
-        params: list[Tensor],
-    ) -> None:
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        pairs = zip(outputs, grad_outputs or [None] * len(outputs), strict=True)
-        kept = [
-            (t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)
-        ]
-        self.outputs, self.seeds = [t for t, _ in kept], [g for _, g in kept]
-        self.scale, self.params = scale, params
-
-    def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
-        """Of the parameters, as they are stored; parameters that the outputs do not depend on are
-        left out.
-        """
-        if any(g is not None for g in self.seeds):
-            outputs, seeds = (
-                self.outputs,
-                [g * (scale / self.scale) for g in self.seeds if g is not None],
-            )
-        else:
-            outputs, seeds = [t.float() * scale for t in self.outputs], None
-        try:
-            grads: Any = torch.autograd.grad(
-                outputs, self.params, seeds, retain_graph=True, allow_unused=True
-            )
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            torch.autograd.backward(
-                outputs, seeds, retain_graph=True
-            )  # the one way into checkpoints of this kind
-            grads = tuple(p.grad for p in self.params)
-            for p in self.params:
-                p.grad = None
-        return list(grads) if keep_none else [g for g in grads if g is not None]
-
-    def fits(self, exponent: int) -> bool:
-        """Whether all gradients are finite at a loss scale of 2**exponent."""
-        return all(map(is_finite, self.gradients(2.0**exponent)))
-
-    def largest_scale(self, below: float) -> float | None:
-        """The largest power of two at which all gradients are finite, found by halving the range."""
-        low, high = MIN_EXPONENT, math.frexp(below)[1]
-        if not self.fits(low):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(middle) else (low, middle)
-        return 2.0**low
-
-    def smallest_scale(self, above: float) -> float | None:
-        """The smallest power of two at which some gradient is not zero."""
-        for exponent in range(math.frexp(above)[1], MAX_EXPONENT):
-            grads = self.gradients(2.0**exponent)
-            if any(bool((torch.isfinite(g) & (g != 0)).any()) for g in grads):
-                return 2.0**exponent
-        return None
-
-
-def _precise(models: list[nn.Module]) -> list[Any]:
+def _fp32_values(models: list[nn.Module]) -> list[Fp32Values]:
     """The FP32 values behind the half tensors of enabled models."""
     enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
     return [m._tritonamp.fp32_values for m in enabled]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tritonamp.diagnosis.replay.known_ops import family
+
 
 @dataclass(frozen=True)
 class Place:
@@ -108,30 +110,6 @@ class Event:
             and self.exact is not None
             and math.isfinite(self.exact)
         )
-
-
-FAMILIES = {
-    "matmul": """mm bmm addmm addbmm baddbmm mv addmv addr dot vdot inner outer matmul linear bilinear einsum tensordot
-        linalg_multi_dot linalg_vecdot chain_matmul convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-        conv_transpose3d conv_tbc addmm_activation scaled_dot_product_attention lstm gru rnn_tanh rnn_relu""",
-    "square": "pow square var std var_mean std_mean norm linalg_vector_norm mse_loss cdist dist",
-    "reduction": "sum mean cumsum prod cumprod nansum trace logcumsumexp add_reduce nll_loss cross_entropy_loss",
-    "exp": "exp exp2 expm1 sinh cosh softplus logsumexp logaddexp",
-    "softmax": "softmax log_softmax safe_softmax scaled_dot_product_attention cross_entropy_loss",
-    "divide": "div divide true_divide reciprocal rsqrt addcdiv pow",
-    "product": "mul multiply",
-    "average": "mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d nll_loss_forward "
-    "nll_loss2d_forward cross_entropy_loss mse_loss",
-    "log": "log log2 log10 log1p xlogy logit",
-    "root": "sqrt acos asin acosh atanh arccos arcsin erfinv lgamma norm linalg_vector_norm std dist cdist",
-    "cast": "to_copy copy to",
-}
-
-
-def family(op: str) -> set[str]:
-    """The families that an op's name belongs to: "_softmax.int" is a "softmax"."""
-    name = op.split(".")[0].strip("_").removeprefix("native_")
-    return {key for key, names in FAMILIES.items() if name in names.split()}
 
 
 @dataclass(frozen=True)

@@ -11,36 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.diagnosis.replay.calls import Call, amax, floats, is_finite, is_watched
+from tritonamp.diagnosis.replay.known_ops import (
+    ADDS_A_NUMBER,
+    DIVISORS,
+    DOES_NOT_FIT,
+    ON_PURPOSE,
+    UNWRITTEN,
+    are_same,
+    differ,
+    family,
+    is_masked,
+)
 from tritonamp.diagnosis.replay.places import Names, PlaceTracker, Rule, storage
-from tritonamp.diagnosis.replay.verdicts import Event, Operand, Place, family
-
-UNWRITTEN = {
-    "empty",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "empty_like",
-    "empty_permuted",
-    "resize",
-}
-ADDS_A_NUMBER = {"add", "sub", "rsub", "clamp", "clamp_min"}
-ON_PURPOSE = {
-    "nan_to_num",
-    "where",
-    "masked_fill",
-    "isfinite",
-}  # what these replace was meant to be replaced
-DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
-DIVISORS = {
-    "div": 1,
-    "divide": 1,
-    "true_divide": 1,
-    "addcdiv": 2,
-    "reciprocal": 0,
-    "rsqrt": 0,
-    "pow": 0,
-}
-DIVISORS |= {"log": 0, "log2": 0, "log10": 0, "xlogy": 1, "logit": 0}
+from tritonamp.diagnosis.replay.verdicts import Event, Operand, Place
 
 
 class Watch(TorchDispatchMode):
@@ -156,7 +139,7 @@ class Watch(TorchDispatchMode):
         """
         causes = [self.origin(t, place) for t in call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
-        masked = nan and _is_masked(call)
+        masked = nan and is_masked(call)
         if masked:  # log(0) may stand for a mask, too
             causes = [
                 e for e in causes if not e.quiet and not ("log" in family(e.place.op) and e.zero)
@@ -214,7 +197,7 @@ class Watch(TorchDispatchMode):
             masked=masked,
             constant=constant,
             rounding=rounded,
-            squares=name == "mul" and _are_same(call.args),
+            squares=name == "mul" and are_same(call.args),
         )
         self.events.append(event)
         return event
@@ -279,7 +262,7 @@ class Watch(TorchDispatchMode):
             return
         limit = torch.finfo(met[0][1].dtype).max
         other = floats(call.again(lambda t: t.clamp(-limit, limit)))
-        if other and other[0].shape == result.shape and _differ(result, other[0]):
+        if other and other[0].shape == result.shape and differ(result, other[0]):
             met[0][1].absorbed = place
 
     # numbers that round to zero
@@ -305,25 +288,3 @@ class Watch(TorchDispatchMode):
             self.zeroed = Event(
                 place, "backward", result.dtype, str(call.func), inputs, exact=values[0]
             )
-
-
-def _is_masked(call: Call) -> bool:
-    """Whether it is a softmax with a line of nothing but -inf."""
-    if "softmax" not in family(call.signature.name) and "attention" not in call.signature.name:
-        return False
-    dim = call.args[1] if "softmax" in call.signature.name else -1
-    lines = [t for t in call.inputs() if t.dim() > 0 or dim in (0, -1)]
-    return any(bool((t == -math.inf).all(dim).any()) for t in lines)
-
-
-def _are_same(args: tuple[Any, ...]) -> bool:
-    first, second = args[:2]
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return False
-    return first.dtype is second.dtype and torch.equal(first, second)
-
-
-def _differ(result: Tensor, other: Tensor) -> bool:
-    """By more than 1 %, anywhere; numbers that vanish beside FP32's smallest do not count."""
-    other = other.double()
-    return bool(((result.double() - other).abs() > 0.01 * other.abs() + 2.0**-126).any())

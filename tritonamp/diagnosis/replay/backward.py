@@ -1,0 +1,85 @@
+"""One backward run again at other loss scales: which of them all gradients survive."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tritonamp.diagnosis.replay.calls import is_finite
+
+MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
+
+
+class Backward:
+    """The backward from some outputs to the parameters, at one loss scale or another.
+
+    Args:
+        output: tensors; those that require a gradient are gone back from.
+        grad_outputs: what arrives there at loss scale ``scale``; None: the output is a loss.
+    """
+
+    def __init__(
+        self,
+        output: Any,
+        grad_outputs: Sequence[Tensor | None] | None,
+        scale: float,
+        params: list[Tensor],
+    ) -> None:
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        pairs = zip(outputs, grad_outputs or [None] * len(outputs), strict=True)
+        kept = [
+            (t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)
+        ]
+        self.outputs, self.seeds = [t for t, _ in kept], [g for _, g in kept]
+        self.scale, self.params = scale, params
+
+    def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
+        """Of the parameters, as they are stored; parameters that the outputs do not depend on are
+        left out.
+        """
+        if any(g is not None for g in self.seeds):
+            outputs, seeds = (
+                self.outputs,
+                [g * (scale / self.scale) for g in self.seeds if g is not None],
+            )
+        else:
+            outputs, seeds = [t.float() * scale for t in self.outputs], None
+        try:
+            grads: Any = torch.autograd.grad(
+                outputs, self.params, seeds, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            torch.autograd.backward(
+                outputs, seeds, retain_graph=True
+            )  # the one way into checkpoints of this kind
+            grads = tuple(p.grad for p in self.params)
+            for p in self.params:
+                p.grad = None
+        return list(grads) if keep_none else [g for g in grads if g is not None]
+
+    def fits(self, exponent: int) -> bool:
+        """Whether all gradients are finite at a loss scale of 2**exponent."""
+        return all(map(is_finite, self.gradients(2.0**exponent)))
+
+    def largest_scale(self, below: float) -> float | None:
+        """The largest power of two at which all gradients are finite, found by halving the range."""
+        low, high = MIN_EXPONENT, math.frexp(below)[1]
+        if not self.fits(low):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return 2.0**low
+
+    def smallest_scale(self, above: float) -> float | None:
+        """The smallest power of two at which some gradient is not zero."""
+        for exponent in range(math.frexp(above)[1], MAX_EXPONENT):
+            grads = self.gradients(2.0**exponent)
+            if any(bool((torch.isfinite(g) & (g != 0)).any()) for g in grads):
+                return 2.0**exponent
+        return None

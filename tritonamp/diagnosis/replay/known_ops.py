@@ -1,0 +1,88 @@
+"""What is known of torch's ops by their names, and of what they compute."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.diagnosis.replay.calls import Call
+
+UNWRITTEN = {
+    "empty",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_like",
+    "empty_permuted",
+    "resize",
+}
+ADDS_A_NUMBER = {"add", "sub", "rsub", "clamp", "clamp_min"}
+ON_PURPOSE = {
+    "nan_to_num",
+    "where",
+    "masked_fill",
+    "isfinite",
+}
+"""What these replace was meant to be replaced."""
+DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
+DIVISORS = {
+    "div": 1,
+    "divide": 1,
+    "true_divide": 1,
+    "addcdiv": 2,
+    "reciprocal": 0,
+    "rsqrt": 0,
+    "pow": 0,
+    "log": 0,
+    "log2": 0,
+    "log10": 0,
+    "xlogy": 1,
+    "logit": 0,
+}
+"""The argument that must not be zero, by its number."""
+
+FAMILIES = {
+    "matmul": """mm bmm addmm addbmm baddbmm mv addmv addr dot vdot inner outer matmul linear bilinear einsum tensordot
+        linalg_multi_dot linalg_vecdot chain_matmul convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+        conv_transpose3d conv_tbc addmm_activation scaled_dot_product_attention lstm gru rnn_tanh rnn_relu""",
+    "square": "pow square var std var_mean std_mean norm linalg_vector_norm mse_loss cdist dist",
+    "reduction": "sum mean cumsum prod cumprod nansum trace logcumsumexp add_reduce nll_loss cross_entropy_loss",
+    "exp": "exp exp2 expm1 sinh cosh softplus logsumexp logaddexp",
+    "softmax": "softmax log_softmax safe_softmax scaled_dot_product_attention cross_entropy_loss",
+    "divide": "div divide true_divide reciprocal rsqrt addcdiv pow",
+    "product": "mul multiply",
+    "average": "mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d nll_loss_forward "
+    "nll_loss2d_forward cross_entropy_loss mse_loss",
+    "log": "log log2 log10 log1p xlogy logit",
+    "root": "sqrt acos asin acosh atanh arccos arcsin erfinv lgamma norm linalg_vector_norm std dist cdist",
+    "cast": "to_copy copy to",
+}
+
+
+def family(op: str) -> set[str]:
+    """The families that an op's name belongs to: "_softmax.int" is a "softmax"."""
+    name = op.split(".")[0].strip("_").removeprefix("native_")
+    return {key for key, names in FAMILIES.items() if name in names.split()}
+
+
+def is_masked(call: Call) -> bool:
+    """Whether it is a softmax with a line of nothing but -inf."""
+    if "softmax" not in family(call.signature.name) and "attention" not in call.signature.name:
+        return False
+    dim = call.args[1] if "softmax" in call.signature.name else -1
+    lines = [t for t in call.inputs() if t.dim() > 0 or dim in (0, -1)]
+    return any(bool((t == -math.inf).all(dim).any()) for t in lines)
+
+
+def are_same(args: tuple[Any, ...]) -> bool:
+    first, second = args[:2]
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return False
+    return first.dtype is second.dtype and torch.equal(first, second)
+
+
+def differ(result: Tensor, other: Tensor) -> bool:
+    """By more than 1 %, anywhere; numbers that vanish beside FP32's smallest do not count."""
+    other = other.double()
+    return bool(((result.double() - other).abs() > 0.01 * other.abs() + 2.0**-126).any())
