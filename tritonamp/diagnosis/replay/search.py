@@ -71,9 +71,9 @@ def find_fault(
 
 @contextlib.contextmanager
 def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
-    """Puts everything back that a forward and a backward change."""
-    for values in _fp32_values(models):
-        values.push()  # what the next forward would do, before anything is recorded
+    """Put everything back that a forward and a backward change."""
+    for fp32_values in _fp32_values(models):
+        fp32_values.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
     flags = training_flags(modules)
     buffers = [(module, dict(module._buffers)) for module in modules]
