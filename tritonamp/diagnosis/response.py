@@ -98,7 +98,10 @@ class Response:
             if fault is not None and self._policy.on_nonfinite == "heal":
                 text += self._count(fault)
         elif explanation.cause.replayable:
-            text += f" FaultReport {self._seen}: only those at powers of two run again by themselves now."
+            text += (
+                f" Fault {self._seen}: only those at powers of two run again by themselves "
+                "now."
+            )
         if raises:
             raise NonFiniteError(text)
         news = _is_power_of_two(self._in_a_row) or "Healed" in text
@@ -130,7 +133,8 @@ class Response:
             runs = [(run, {})]
         if not runs:
             return (
-                "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace).",
+                "Not replayed: no forward led to it that could be run again (a compiled one "
+                "leaves no trace).",
                 None,
             )
         for function, known in runs:
@@ -164,7 +168,8 @@ class Response:
         self._log.collect(wait=True)
         if not self._log.batches:
             raise RuntimeError(
-                "write_bundle: got no failing batch: no step was skipped whose forward could run again"
+                "write_bundle: got no failing batch: no step was skipped whose forward could run "
+                "again"
             )
         _, fault = self.replay()
         snapshot = self._log.batches[-1]
@@ -181,7 +186,8 @@ class Response:
         self._healed.append(module)
         self._seen = 0
         return (
-            f"\nHealed: {module or 'the model'} computes in FP32 from now on, after {HEAL_AFTER} faults there; "
+            f"\nHealed: {module or 'the model'} computes in FP32 from now on, after {HEAL_AFTER} "
+            "faults there; "
             f"amp.unheal({module!r}) undoes it."
         )
 
@@ -191,7 +197,8 @@ def _is_power_of_two(n: int) -> bool:
 
 
 _IN_THE_LOSS = (
-    "Run again, the model's output is finite, but the gradient that came back to it was not: look in the loss, which "
+    "Run again, the model's output is finite, but the gradient that came back to it was not: look "
+    "in the loss, which "
     "is computed from it outside of the model."
 )
 

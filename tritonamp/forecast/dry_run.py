@@ -87,7 +87,8 @@ def dry_run(
                 else "the model, the loss or the backward"
             )
             raise RuntimeError(
-                f"tritonamp.check: {where} failed in the dry run, in FP32: {type(error).__name__}: {error}"
+                f"tritonamp.check: {where} failed in the dry run, in FP32: "
+                f"{type(error).__name__}: {error}"
             ) from error
         finally:
             amp.disable()

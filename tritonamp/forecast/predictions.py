@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonamp.forecast.advice import Finding, bce, keep, short
 from tritonamp.forecast.dry_run import DryRun
+from tritonamp.forecast.findings import Finding, bce, keep, short
 from tritonamp.forecast.recording import Note, TensorRecord
 from tritonamp.forecast.unrounded import pooled, rounds_to_inf
 from tritonamp.policy import Policy
@@ -234,7 +234,10 @@ def _of_note(note: Note, dtype: torch.dtype) -> Finding:
         return bce(module, line)
     if kind == "function":
         why = f"the autograd Function {detail} does not say what it does under autocast"
-        advice = 'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with custom_bwd'
+        advice = (
+            'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with '
+            "custom_bwd"
+        )
         return Finding(kind, module, why, advice, False, line=line)
     weight, why, advice = {
         "constant": (
@@ -249,7 +252,8 @@ def _of_note(note: Note, dtype: torch.dtype) -> Finding:
         ),
         "eps": (
             0.9,
-            f"{detail}, which is zero in {half}: its smallest number is {info.smallest_normal * info.eps:.1g}",
+            f"{detail}, which is zero in {half}: its smallest number is "
+            f"{info.smallest_normal * info.eps:.1g}",
             "compute this on x.float(), or use a larger eps",
         ),
         "divisor": (
@@ -279,7 +283,10 @@ def _loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Fin
             return
         why = "the gradient overflows at every loss scale"
         if seen.max_scale >= MIN_SCALE:
-            largest = f"2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does not overflow"
+            largest = (
+                f"2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does not "
+                "overflow"
+            )
             why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
         cures = tuple(

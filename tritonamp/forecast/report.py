@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.checks import check_models
-from tritonamp.forecast.advice import Finding, look, parameters, short
+from tritonamp.forecast.advice import look
 from tritonamp.forecast.dry_run import dry_run
+from tritonamp.forecast.findings import Finding, short
 from tritonamp.forecast.predictions import BATCH, MIN_SCALE, Outlook, outlook, predictions
 from tritonamp.forecast.recording import TensorRecord
+from tritonamp.forecast.weights import parameters
 from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
 from tritonamp.policy import HALF_DTYPES, O0, O3, Policy, resolve
 
@@ -103,7 +105,8 @@ def check(
     policy = resolve(level, dtype)
     if isinstance(model, (list, tuple)):
         raise ValueError(
-            f"model: got {type(model).__name__}, allowed is one torch.nn.Module: check models one by one"
+            f"model: got {type(model).__name__}, allowed is one torch.nn.Module: check models one "
+            "by one"
         )
     (model,) = check_models([model], O3)  # one that is half already is something to report
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -111,7 +114,8 @@ def check(
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ValueError(
-                f"optimizer: got {type(each).__name__}, allowed is a torch.optim.Optimizer, a list, or None"
+                f"optimizer: got {type(each).__name__}, allowed is a torch.optim.Optimizer, a "
+                "list, or None"
             )
     inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     findings = [*look(model, optimizers, loss_fn, policy)]
@@ -209,7 +213,10 @@ def _report(forecast: Forecast) -> Iterator[str]:
         return
     origins = [finding for finding in forecast.findings if finding.kind != "follows"]
     problems = sum(finding.problem for finding in origins)
-    yield f"{forecast.model} in {half}: {problems} problem{'s' * (problems != 1)}, {len(origins) - problems} of advice"
+    yield (
+        f"{forecast.model} in {half}: {problems} problem{'s' * (problems != 1)}, "
+        f"{len(origins) - problems} of advice"
+    )
     for number, finding in enumerate(origins[:SHOWN], 1):
         line = f" ({finding.line})" if finding.line else ""
         yield from _wrapped(
@@ -254,7 +261,10 @@ def _scale(seen: Outlook) -> str:
     if seen.max_scale < MIN_SCALE:
         return f"no loss scale fits, the gradient in {seen.limited_by} overflows at every one"
     if seen.lost:
-        return f"no loss scale fits, at {_power(seen.max_scale)} the gradient of {seen.lost[0]} is zero"
+        return (
+            f"no loss scale fits, at {_power(seen.max_scale)} the gradient of {seen.lost[0]} is "
+            "zero"
+        )
     limit = (
         f" ({_power(seen.max_scale)} is the largest, for {seen.limited_by})"
         if seen.limited_by
@@ -277,4 +287,7 @@ def _policy_line(forecast: Forecast) -> str:
     ]
     if not changed:
         return "policy: as asked for"
-    return f"policy: {', '.join(changed)}. tritonamp.enable(model, optimizer, policy=forecast.policy) takes it"
+    return (
+        f"policy: {', '.join(changed)}. tritonamp.enable(model, optimizer, "
+        "policy=forecast.policy) takes it"
+    )

@@ -199,7 +199,8 @@ class _Replay:
         )
         if asked and not possible:
             raise ValueError(
-                "backward=True: run must return one scalar that requires a gradient, or give grad_outputs"
+                "backward=True: run must return one scalar that requires a gradient, or give "
+                "grad_outputs"
             )
         return possible and asked is not False and bool(self.params)
 
@@ -264,4 +265,7 @@ def _outcome(result: Tensor, is_loss: bool) -> str:
     state = "NaN" if bool(result.isnan().any()) else "inf"
     if is_loss:
         return f"the loss is {state}"
-    return f"the output has {state}: {int((~torch.isfinite(result)).sum())} of {result.numel()} values are not finite"
+    return (
+        f"the output has {state}: {int((~torch.isfinite(result)).sum())} of {result.numel()} "
+        "values are not finite"
+    )

@@ -80,7 +80,8 @@ class Snapshot:
         changed = [i for i, (now, then) in enumerate(versions) if now != then]
         if changed:
             raise BatchGoneError(
-                f"the batch was changed in place after the forward (tensor {changed[0]} of its arguments), so the "
+                f"the batch was changed in place after the forward (tensor {changed[0]} of its "
+                "arguments), so the "
                 "forward cannot be run again: write to a copy of it"
             )
         return given
@@ -140,7 +141,8 @@ def _alive(value: Any) -> Any:
     value = value()
     if value is None:
         raise BatchGoneError(
-            "the batch of this forward is gone, so it cannot be run again: keep a reference to it until after "
+            "the batch of this forward is gone, so it cannot be run again: keep a reference to it "
+            "until after "
             "optimizer.step(), or have snapshots hold it (weak=False)"
         )
     return value

@@ -125,7 +125,8 @@ _KEEP = "keep it in FP32: {keep}"
 VERDICTS = {
     "matmul_overflow": Verdict(
         "the product is {value}, {multiple} times the {limit} that {format} ends at",
-        f"Normalise or scale what goes into it (attention: scale q before q @ k, or normalise q and k), or {_KEEP}.",
+        "Normalise or scale what goes into it (attention: scale q before q @ k, or normalise q "
+        f"and k), or {_KEEP}.",
     ),
     "square_overflow": Verdict(
         "a square is {value}, {multiple} times the {limit} that {format} ends at",
@@ -145,15 +146,18 @@ VERDICTS = {
     ),
     "constant_overflow": Verdict(
         "the constant {scalar} does not fit {format}, which ends at {limit}",
-        "Write float('-inf') or torch.finfo(x.dtype).min for a mask; for other constants compute in FP32.",
+        "Write float('-inf') or torch.finfo(x.dtype).min for a mask; for other constants compute "
+        "in FP32.",
     ),
     "cast_overflow": Verdict(
-        "{named}a finite {value} was cast to {format}, {multiple} times the {limit} that it ends at",
+        "{named}a finite {value} was cast to {format}, {multiple} times the {limit} that it ends "
+        "at",
         f"Bring the value into range before the cast, or {_KEEP}.",
     ),
     "masked_row": Verdict(
         "a row of this softmax is -inf everywhere, and its sum of exponentials is 0/0",
-        "Leave one entry of each row unmasked, or write zeros over such rows with torch.where before the softmax.",
+        "Leave one entry of each row unmasked, or write zeros over such rows with torch.where "
+        "before the softmax.",
     ),
     "vanished_eps": Verdict(
         "eps={eps} rounds to zero in {eps_format}, and {op} meets a zero",
@@ -161,12 +165,14 @@ VERDICTS = {
     ),
     "zero_by_zero": Verdict(
         "0/0",
-        "Clamp the divisor, or handle the empty case (all masked, all equal) apart; if it is zero in half only (a "
+        "Clamp the divisor, or handle the empty case (all masked, all equal) apart; if it is zero "
+        "in half only (a "
         f"square of small numbers), {_KEEP}.",
     ),
     "division_by_zero": Verdict(
         "a divisor is zero",
-        f"Clamp it from below by a number that {{format}} holds; if it is not zero in FP32, {_KEEP}.",
+        f"Clamp it from below by a number that {{format}} holds; if it is not zero in FP32, "
+        f"{_KEEP}.",
     ),
     "domain_error": Verdict(
         "{op} has no value there: its argument is {argument}",
@@ -174,7 +180,8 @@ VERDICTS = {
     ),
     "infinite_constant": Verdict(
         "an infinity that was written as a constant met inf - inf, 0 * inf or the loss",
-        "Mask with torch.where or masked_fill after the arithmetic, or use torch.finfo(x.dtype).min in place of inf.",
+        "Mask with torch.where or masked_fill after the arithmetic, or use "
+        "torch.finfo(x.dtype).min in place of inf.",
     ),
     "data": Verdict(
         "inf or NaN came in with the batch: {names}{samples}",
@@ -193,22 +200,27 @@ VERDICTS = {
         "Look there: behind an output is the loss, behind a kernel of your own its inputs.",
     ),
     "scale_too_high": Verdict(
-        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that {format} ends at; "
+        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
+        "{format} ends at; "
         "all gradients fit at {fits}",
-        "Nothing, if it is rare: the scale comes down by itself. If this layer alone holds the scale down, {keep}.",
+        "Nothing, if it is rare: the scale comes down by itself. If this layer alone holds the "
+        "scale down, {keep}.",
     ),
     "gradient_overflow": Verdict(
-        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that {format} ends at, and "
+        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
+        "{format} ends at, and "
         "no loss scale from 1 up fits",
         f"Make the loss or the gradient of this op smaller, or {_KEEP}.",
     ),
     "backward_nan": Verdict(
         "the forward is finite, the gradient of {op} is not: {reason}",
-        "Put a harmless value in before {op} where it is not differentiable (torch.where after it does not stop "
+        "Put a harmless value in before {op} where it is not differentiable (torch.where after it "
+        "does not stop "
         "0 * inf in the backward), or clamp its argument.",
     ),
     "vanished_gradients": Verdict(
-        "all gradients are zero: at loss scale {scale} they are below what {format} holds; not so at {fits}",
+        "all gradients are zero: at loss scale {scale} they are below what {format} holds; not so "
+        "at {fits}",
         "Use a dynamic loss scale, or a fixed one of {fits} or more; bfloat16 needs none.",
     ),
     "unknown": Verdict(

@@ -1,0 +1,61 @@
+"""What there is to know before training, one thing at a time."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know before training.
+
+    Attributes:
+        kind: "overflow", "vanishing", "constant", "adam eps"...
+        where: path of a module, full name of a parameter, or what else it is about; "" is the
+            model's own forward.
+        why: what happens.
+        advice: what to do.
+        problem: training would fail or lose accuracy; otherwise it is advice.
+        weight: by which findings are sorted, worst first.
+        modules: paths of modules whose computing in FP32 cures it.
+        line: of the user's code, "file:number", where one is to blame.
+    """
+
+    kind: str
+    where: str
+    why: str
+    advice: str
+    problem: bool = True
+    weight: float = 1.0
+    modules: tuple[str, ...] = ()
+    line: str = ""
+
+
+def bce(where: str, line: str = "") -> Finding:
+    why = (
+        "binary_cross_entropy takes probabilities: in half they round to 0 and 1, and autocast "
+        "refuses it"
+    )
+    return Finding(
+        "BCELoss",
+        where,
+        why,
+        "use BCEWithLogitsLoss and leave out the sigmoid",
+        weight=1e6,
+        line=line,
+    )
+
+
+def keep(module: str) -> str:
+    """Advice for what a module cannot do in half."""
+    if module:
+        return f'keep it in FP32: fp32_modules=["{module}"]'
+    return (
+        "make this part a module of its own and keep it in FP32, or compute it on x.float() in "
+        "disable_casts()"
+    )
+
+
+def short(dtype: torch.dtype) -> str:
+    """ "float16"."""
+    return str(dtype).removeprefix("torch.")

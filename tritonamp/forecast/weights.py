@@ -1,0 +1,140 @@
+"""What parameters and buffers tell about mixed precision: values, formats, averaged copies."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.casts.model import NORMS, fp32_modules
+from tritonamp.forecast.findings import Finding, keep, short
+from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf
+from tritonamp.policy import HALF_DTYPES, Policy
+
+
+def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
+    """Values that the half format cannot hold, in parameters that are stored or used in half."""
+    dtype, top = policy.dtype, torch.finfo(policy.dtype).max
+    fp32 = {id(p) for p in fp32_parameters(model, policy)}
+    for name, param in model.named_parameters():
+        if not param.is_floating_point() or not param.numel():
+            continue
+        owner, sizes = name.rpartition(".")[0], magnitudes(param.detach().float())
+        if not bool(param.detach().isfinite().all()):
+            yield Finding(
+                "non-finite",
+                name,
+                "it holds inf or NaN already",
+                "load or initialise it again",
+                True,
+                1e30,
+            )
+        elif id(param) in fp32 or not (policy.cast_model or policy.op_policy):
+            continue
+        elif sizes.overflows(dtype):
+            why = (
+                f"its largest value is {sizes.amax:.3g}, {sizes.amax / top:.3g} times the largest "
+                f"{short(dtype)}"
+            )
+            yield Finding(
+                "overflow", name, why, keep(owner), weight=sizes.amax / top, modules=(owner,)
+            )
+        elif sizes.amax and sizes.vanishing(dtype) > 0.99:
+            why = f"its largest value is {sizes.amax:.2g}, which is zero in {short(dtype)}"
+            yield Finding("vanishing", name, why, keep(owner), modules=(owner,))
+
+
+def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
+    kept = fp32_modules(model, policy)
+    norms = [m for m in model.modules() if isinstance(m, NORMS)] if policy.op_policy else []
+    for module in (*kept, *norms):
+        yield from module.parameters()
+
+
+def already_half(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
+    half = [
+        (f"{path}.{name}".lstrip("."), module, p.dtype)
+        for path, module in modules.items()
+        for name, p in module.named_parameters(recurse=False)
+        if p.dtype in HALF_DTYPES
+    ]
+    if half and not policy.half_parameters:
+        yield Finding(
+            "half model",
+            half[0][0],
+            f"{len(half)} parameters are {short(half[0][2])} already "
+            f"({_some([name for name, _, _ in half])}): the "
+            "values that FP32 master weights would hold are lost",
+            "load the model in FP32, or call model.float() before building the optimizer; enable "
+            "makes the half copies",
+            weight=1e20,
+        )
+    norms = [name for name, module, _ in half if isinstance(module, NORMS)]
+    if norms:
+        why = f"{len(norms)} parameters of normalisation layers are half ({_some(norms)})"
+        yield Finding(
+            "half norm", norms[0].rpartition(".")[0], why, "keep them in FP32, as level O2 does"
+        )
+
+
+def averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
+    """Averaged copies: an AveragedModel, or a frozen module with the values of one that is trained."""
+    found: list[str] = []
+    for path, module in modules.items():
+        averaged = isinstance(module, torch.optim.swa_utils.AveragedModel)
+        half = policy.cast_model or any(p.dtype in HALF_DTYPES for p in module.parameters())
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if (
+            half
+            and not inside
+            and (averaged or any(_is_copy(module, other) for other in modules.values()))
+        ):
+            found.append(path)
+            why = (
+                "a copy that is averaged"
+                if averaged
+                else "a frozen copy of a module that is trained"
+            )
+            yield Finding(
+                "average",
+                path,
+                f"{why}: if it follows in small steps, these round away in half",
+                f'keep it in FP32 (fp32_modules=["{path}"]), and update it from '
+                "amp.master_params()",
+                problem=averaged,
+                modules=(path,) if averaged and path else (),
+            )
+
+
+def _is_copy(module: nn.Module, original: nn.Module) -> bool:
+    if type(module) is not type(original) or module is original:
+        return False
+    copies, originals = list(module.parameters()), list(original.parameters())
+    if not copies or len(copies) != len(originals) or any(p.requires_grad for p in copies):
+        return False
+    pairs = list(zip(copies, originals, strict=True))
+    return any(p.requires_grad for p in originals) and all(
+        a is not b and torch.equal(a, b) for a, b in pairs
+    )
+
+
+def buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
+    top = rounds_to_inf(policy.dtype)
+    for path, module in modules.items():
+        for name, buffer in module.named_buffers(recurse=False):
+            if isinstance(module, NORMS) or not buffer.is_floating_point() or not buffer.numel():
+                continue
+            sizes = magnitudes(buffer.detach().float())
+            if sizes.amax >= top:
+                half = policy.cast_model and not policy.op_policy
+                yield Finding(
+                    "constant",
+                    f"{path}.{name}".lstrip("."),
+                    f"the buffer holds {sizes.amax:.3g}, which is inf in {short(policy.dtype)}"
+                    + ("" if half else "; at this level it stays FP32, but a cast would reach it"),
+                    'use float("-inf") or torch.finfo(x.dtype).min for masks',
+                    problem=half,
+                )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
