@@ -31,7 +31,12 @@ class Forwards:
     def before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Snapshot | None:
-        """A forward is about to run. None: of no interest, or followed by somebody else."""
+        """Record a forward that is about to run.
+
+        Returns:
+            what ``after`` and ``failed`` take; None: the forward is of no interest, or followed by
+            somebody else.
+        """
         if not torch.is_grad_enabled() or _is_traced():
             return None
         snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)))
@@ -42,8 +47,9 @@ class Forwards:
         return snapshot
 
     def _was_made(self, value: Any) -> bool:
-        """Whether it is no data, but what a model has made: of this forward's graph, or an output,
-        detached or not.
+        """Return whether a value is no data, but what a model has made.
+
+        That is: of this forward's graph, or an output, detached or not.
         """
         if not isinstance(value, Tensor):
             return False
@@ -51,7 +57,7 @@ class Forwards:
         return value.grad_fn is not None or value.untyped_storage()._cdata in made
 
     def after(self, snapshot: Snapshot, output: Any) -> None:
-        """The forward has returned ``output``."""
+        """Note the output of a forward."""
         tensors = [
             t for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided
         ]
@@ -60,12 +66,12 @@ class Forwards:
             snapshot.follow(output)
 
     def failed(self, snapshot: Snapshot) -> None:
-        """The forward has raised: it led to nothing."""
+        """Forget a forward that has raised: it led to nothing."""
         if snapshot in self._snapshots:
             self._snapshots.remove(snapshot)
 
     def pop_all(self) -> list[Snapshot]:
-        """The forwards of the decision that is being made."""
+        """Hand over the forwards of the decision that is being made, and begin anew."""
         taken = list(self._snapshots)
         self._snapshots.clear()
         return taken
@@ -94,13 +100,14 @@ def _floating(arguments: Any, without: frozenset[int]) -> Iterator[tuple[str, Te
 
 
 def _detached(value: Any) -> Any:
-    """Without the graph that it came from."""
+    """Return a tensor without the graph that it came from, other values as they are."""
     return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
 def _is_traced() -> bool:
-    """Also while a CUDA graph is captured: its replays do not come by here, and generators must not
-    be asked.
+    """Return whether a snapshot would be wrong: functorch, tracing, a dispatch mode or capture.
+
+    Replays of a CUDA graph do not run Python, and its capture must not ask generators.
     """
     functorch = torch._C._functorch.peek_interpreter_stack() is not None
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -27,8 +27,9 @@ logger = logging.getLogger("tritonamp")
 HEAL_AFTER = 2  # faults in one module
 FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
 HEALED_BY_FP32 = frozenset(
-    """matmul_overflow square_overflow reduction_overflow exp_overflow overflow constant_overflow cast_overflow
-    weight_overflow vanished_eps zero_by_zero division_by_zero gradient_overflow""".split()
+    """matmul_overflow square_overflow reduction_overflow exp_overflow overflow constant_overflow
+    cast_overflow weight_overflow vanished_eps zero_by_zero division_by_zero
+    gradient_overflow""".split()
 )
 
 
@@ -52,7 +53,7 @@ class Response:
         self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
 
     def __call__(self, skipped: bool) -> None:
-        """A decision was made.
+        """Answer a decision.
 
         Raises:
             NonFiniteError: under "raise", where a lower scale cannot help.
@@ -63,16 +64,20 @@ class Response:
             self._in_a_row = 0
 
     def state(self) -> dict[str, Any]:
-        """What the answers to later faults depend on, as plain values."""
+        """Return what the answers to later faults depend on, as plain values."""
         return {"in_a_row": self._in_a_row, "seen": self._seen, "by_module": dict(self._faults)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The reverse; of an empty one, a new beginning."""
+        """Restore what ``state`` returned; an empty one is a new beginning."""
         self._in_a_row, self._seen = state.get("in_a_row", 0), state.get("seen", 0)
         self._faults = Counter(state.get("by_module", {}))
 
     def share(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes over what any rank has counted; ``states`` are those of all, this one's among them."""
+        """Take over what any rank has counted.
+
+        Args:
+            states: those of all ranks, this one's among them.
+        """
         by_module = Counter[str]()
         for state in states:
             by_module |= Counter(state["by_module"])
@@ -98,18 +103,17 @@ class Response:
             if fault is not None and self._policy.on_nonfinite == "heal":
                 text += self._count(fault)
         elif explanation.cause.replayable:
-            text += (
-                f" Fault {self._seen}: only those at powers of two run again by themselves "
-                "now."
-            )
+            text += f" Fault {self._seen}: only those at powers of two run again by themselves now."
         if raises:
             raise NonFiniteError(text)
         news = _is_power_of_two(self._in_a_row) or "Healed" in text
         logger.log(logging.WARNING if news else logging.INFO, text)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
-        """The cause of the last skip, with the report of a replay if there was one or one is asked
-        for.
+        """Return the cause of the last skip, with the report of a replay if there is one.
+
+        Args:
+            replay: run the batch again now; a function: run that.
         """
         explanation = self._log.explanation()
         if explanation is None:
@@ -123,8 +127,10 @@ class Response:
         return f"{explanation.text}\n{earlier}{report}"
 
     def replay(self, run: Callable[[], Any] | None = None) -> tuple[str, FaultReport | None]:
-        """Runs the forwards of the last skip again, or ``run``; a report, and the fault where there
-        was one.
+        """Run the forwards of the last skip again, or ``run``.
+
+        Returns:
+            the report in words, and the fault if one was found.
         """
         runs: list[tuple[Callable[[], Any], dict[str, Any]]] = [
             (b.run, _known(b)) for b in self._log.batches
@@ -160,7 +166,7 @@ class Response:
         )
 
     def write_bundle(self, folder: str | Path) -> Path:
-        """Writes what it takes to run the failing batch of the last skip again elsewhere.
+        """Write what it takes to run the failing batch of the last skip again elsewhere.
 
         Raises:
             RuntimeError: there is no such batch.
@@ -204,8 +210,9 @@ _IN_THE_LOSS = (
 
 
 def _known(batch: Snapshot) -> dict[str, Any]:
-    """What ``find_fault`` can make use of. Gradients that came in bad say nothing about the model's
-    backward.
+    """Return what ``find_fault`` can make use of.
+
+    Gradients that came in bad say nothing about the model's backward.
     """
     grads = batch.grad_outputs
     if grads is not None and not all(g is None or bool(torch.isfinite(g).all()) for g in grads):

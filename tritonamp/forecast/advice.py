@@ -31,7 +31,7 @@ def look(
     loss_fn: Callable[..., Any] | None,
     policy: Policy,
 ) -> list[Finding]:
-    """Everything that can be said without data."""
+    """Return everything that can be said without data."""
     modules = dict(model.named_modules())
     return [
         *parameters(model, policy),

@@ -30,7 +30,9 @@ NAMES = {
     "to": "the cast to half",
 }
 REMEDIES = {
-    "a sum of products of large values; normalise or scale down its inputs": "linear matmul convolution",
+    "a sum of products of large values; normalise or scale down its inputs": (
+        "linear matmul convolution"
+    ),
     "on x.float() it fits; in half, dividing by the inf gives zeros and no NaN": "mul pow square",
     "a sum of many values; sum in FP32": "sum cumsum mean add",
     "exp of more than 11 does not fit; subtract the maximum first": "exp expm1 sinh cosh",
@@ -76,7 +78,7 @@ class Outlook:
 
 
 def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
-    """Reads ``records`` as if ``dtype`` were the half format."""
+    """Read ``records`` as if ``dtype`` were the half format."""
     stored = [r for r in records if r.half and not r.scaled]
     grads = [r for r in records if r.half and r.scaled]
     top = max(grads, key=lambda r: r.sizes.amax, default=None)
@@ -99,7 +101,7 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
 
 
 def largest_scale(amax: float, dtype: torch.dtype) -> float:
-    """The largest power of two, at most 2^24, times which ``amax`` does not overflow."""
+    """Return the largest power of two, at most 2^24, times which ``amax`` does not overflow."""
     if amax == 0:
         return MAX_SCALE
     scale = 2.0 ** math.floor(math.log2(rounds_to_inf(dtype) / amax))
@@ -127,7 +129,7 @@ def _is_noise(gradient: TensorRecord) -> bool:
 
 
 def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
-    """What would go wrong in ``policy.dtype``."""
+    """Yield what would go wrong in ``policy.dtype``."""
     if not any(note.kind == "infinite" for note in run.notes):  # which FP32 would not have
         yield from _non_finite(run)
     if policy.cast_model or policy.op_policy:

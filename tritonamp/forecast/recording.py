@@ -24,8 +24,9 @@ from tritonamp.frames import Role, outwards
 from tritonamp.policy import HALF_DTYPES
 
 FILLS = """
-    masked_fill masked_fill_ fill fill_ full full_like new_full clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_
-    hardtanh hardtanh_ threshold threshold_ constant_pad_nd index_fill index_fill_
+    masked_fill masked_fill_ fill fill_ full full_like new_full clamp clamp_ clamp_min clamp_min_
+    clamp_max clamp_max_ hardtanh hardtanh_ threshold threshold_ constant_pad_nd index_fill
+    index_fill_
 """.split()
 """torch refuses their scalar where the dtype does not hold it, whatever the tensor's values are."""
 ADDS = "add add_ sub sub_ rsub clamp clamp_ clamp_min clamp_min_".split()
@@ -116,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self.notes[Note(kind, place or self._place(), detail)] = None
 
     def place_of(self, node: Any) -> Location:
-        """Where the forward op of an autograd node ran."""
+        """Return where the forward op of an autograd node ran."""
         at = bisect.bisect_right(self._nodes, node._sequence_nr()) - 1
         return self._places[at] if at >= 0 else Location("", "")
 
@@ -126,7 +127,7 @@ class Recorder(TorchDispatchMode):
         return Location(self.modules[-1] if self.modules else "", _line())
 
     def _in_backward(self) -> bool:
-        """A checkpointed segment that runs again inside backward is forward."""
+        """Return whether this is a backward; a checkpointed segment that runs again is forward."""
         return torch._C._current_autograd_node() is not None and not self.modules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +173,7 @@ class Recorder(TorchDispatchMode):
             self.records.append(record)
 
     def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Location) -> None:
-        """The same values, in part or as a whole, perhaps rounded to half only now."""
+        """Give an output that holds the values of an input, perhaps rounded, its record."""
         if not sources or record_of(output) is not None:
             return
         source = sources[0]
@@ -232,12 +233,12 @@ class Recorder(TorchDispatchMode):
 
 
 def record_of(tensor: Tensor | None) -> TensorRecord | None:
-    """What was measured of a tensor of the run."""
+    """Return what was measured of a tensor of the run."""
     return getattr(tensor, "_record", None)
 
 
 def _is_view(func: Any) -> bool:
-    """Whether the results of an op share memory with its inputs."""
+    """Return whether the results of an op share memory with its inputs."""
     returns = func._schema.returns
     return bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns

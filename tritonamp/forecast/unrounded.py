@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tritonamp.policy import HALF_DTYPES
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
-_SAME_DTYPE = "mm bmm addmm baddbmm mv addmv dot convolution convolution_backward index_put index_put_".split()
+_SAME_DTYPE = """
+    mm bmm addmm baddbmm mv addmv dot convolution convolution_backward index_put index_put_
+""".split()
 """Refuse mixed dtypes, which torch finds out only on values."""
 
 
@@ -54,7 +56,7 @@ class Unrounded(Tensor):
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The FP32 values of a half tensor; every other tensor as it is."""
+    """Return the FP32 values of a half tensor; every other tensor as it is."""
     if isinstance(tensor, Unrounded):
         return tensor.values
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
@@ -66,8 +68,9 @@ def unrounded(
     kwargs: dict[str, Any],
     refused: Callable[[str], None] | None = None,
 ) -> Any:
-    """``func(*args, **kwargs)`` of an aten op, in FP32 where it would be half; results say the
-    dtype they would have.
+    """Compute ``func(*args, **kwargs)`` of an aten op in FP32 where it would be half.
+
+    The results say the dtype that they would have.
 
     Args:
         refused: called with torch's message where the dtypes would be refused; the op is computed
@@ -121,7 +124,7 @@ def _outer(value: Any, dtype: torch.dtype | None) -> Any:
 def _dtypes(
     func: Any, args: Any, kwargs: Any, refused: Callable[[str], None] | None
 ) -> list[torch.dtype | None] | None:
-    """Dtypes of the results as torch has them, or None where shapes and dtypes alone do not tell."""
+    """Return the dtypes that torch gives the results; None where shapes and dtypes do not tell."""
     try:
         results = tree_flatten(func(*tree_map(_shape, args), **tree_map(_shape, kwargs)))[0]
     except NotImplementedError:
@@ -193,7 +196,7 @@ class Magnitudes(NamedTuple):
 
 
 def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
-    """The sizes of all values together."""
+    """Return the sizes of all values together."""
     every = list(sizes)
     exponents: Counter[int] = Counter()
     for one in every:
@@ -208,13 +211,13 @@ def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def rounds_to_inf(dtype: torch.dtype) -> float:
-    """The smallest magnitude that becomes inf: half a step above the largest number of ``dtype``."""
+    """Return the smallest magnitude that becomes inf: half a step above the largest number."""
     info = torch.finfo(dtype)
     return 2.0 ** math.ceil(math.log2(info.max)) * (1 - info.eps / 4)
 
 
 def rounds_to_zero(dtype: torch.dtype) -> float:
-    """The largest magnitude that becomes zero: half the smallest subnormal of ``dtype``."""
+    """Return the largest magnitude that becomes zero: half the smallest subnormal of ``dtype``."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps / 2
 
@@ -223,7 +226,7 @@ _INF_BITS = 0x7F800000
 
 
 def magnitudes(values: Tensor) -> Magnitudes:
-    """Measures ``values``, float32 of any shape with at least one element. Waits for the device."""
+    """Measure ``values``, float32 of any shape with at least one element. Waits for the device."""
     bits = values.detach().contiguous().view(torch.int32).flatten() & 0x7FFFFFFF
     sizes = torch.where(bits < _INF_BITS, bits, 0)
     counts = torch.bincount(sizes >> 23, minlength=255).tolist()

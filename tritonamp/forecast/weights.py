@@ -12,7 +12,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 
 def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
-    """Values that the half format cannot hold, in parameters that are stored or used in half."""
+    """Yield parameters, stored or used in half, whose values the half format cannot hold."""
     dtype, top = policy.dtype, torch.finfo(policy.dtype).max
     fp32 = {id(p) for p in fp32_parameters(model, policy)}
     for name, param in model.named_parameters():
@@ -77,7 +77,7 @@ def already_half(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Find
 
 
 def averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
-    """Averaged copies: an AveragedModel, or a frozen module with the values of one that is trained."""
+    """Yield averaged copies: an AveragedModel, or a frozen module that equals a trained one."""
     found: list[str] = []
     for path, module in modules.items():
         averaged = isinstance(module, torch.optim.swa_utils.AveragedModel)

@@ -37,8 +37,12 @@ class Backward:
         self.scale, self.params = scale, params
 
     def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
-        """Of the parameters, as they are stored; parameters that the outputs do not depend on are
-        left out.
+        """Return the gradients of the parameters, as they are stored.
+
+        Args:
+            scale: the loss scale.
+            keep_none: with None for parameters that the outputs do not depend on, which are left
+                out otherwise.
         """
         if any(g is not None for g in self.seeds):
             outputs, seeds = (
@@ -63,11 +67,11 @@ class Backward:
         return list(grads) if keep_none else [g for g in grads if g is not None]
 
     def fits(self, exponent: int) -> bool:
-        """Whether all gradients are finite at a loss scale of 2**exponent."""
+        """Return whether all gradients are finite at a loss scale of 2**exponent."""
         return all(map(is_finite, self.gradients(2.0**exponent)))
 
     def largest_scale(self, below: float) -> float | None:
-        """The largest power of two at which all gradients are finite, found by halving the range."""
+        """Return the largest power of two at which all gradients are finite, by bisection."""
         low, high = MIN_EXPONENT, math.frexp(below)[1]
         if not self.fits(low):
             return None
@@ -77,7 +81,7 @@ class Backward:
         return 2.0**low
 
     def smallest_scale(self, above: float) -> float | None:
-        """The smallest power of two at which some gradient is not zero."""
+        """Return the smallest power of two at which some gradient is not zero."""
         for exponent in range(math.frexp(above)[1], MAX_EXPONENT):
             grads = self.gradients(2.0**exponent)
             if any(bool((torch.isfinite(g) & (g != 0)).any()) for g in grads):

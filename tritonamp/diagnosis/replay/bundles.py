@@ -16,7 +16,10 @@ from tritonamp.policy import Policy
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype)
 
-_SCRIPT = '''"""Runs a failing batch again. Complete make_model and, if there is one, loss; then: python replay.py"""
+_SCRIPT = '''"""Run a failing batch again.
+
+Complete make_model and, if there is one, loss; then: python replay.py
+"""
 
 from pathlib import Path
 
@@ -30,7 +33,9 @@ SCALE = {scale!r}  # the loss scale of that step
 
 
 def make_model():
-    raise NotImplementedError("return the model, in FP32 and on its device, as it was given to tritonamp.enable")
+    raise NotImplementedError(
+        "return the model, in FP32 and on its device, as it was given to tritonamp.enable"
+    )
 
 
 def loss(output):
@@ -57,7 +62,7 @@ def write_bundle(
     *,
     weights: bool = True,
 ) -> Path:
-    """Writes what it takes to run a forward again elsewhere; returns the folder.
+    """Write what it takes to run a forward again elsewhere, and return the folder.
 
     inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)`` takes
     it), weights.pt (the model's ``state_dict``), policy.json, report.txt, fault.json, and
@@ -109,8 +114,9 @@ def _plain(value: Any) -> Any:
 
 
 def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
-    """The forward that ``write_bundle`` wrote down, of ``model``, which should have the same
-    weights.
+    """Return the forward of ``model`` that ``write_bundle`` wrote down.
+
+    The model should have the same weights.
     """
     device = next((str(p.device) for p in model.parameters()), "cpu")
     state = torch.load(Path(folder) / "inputs.pt", map_location=device, weights_only=True)

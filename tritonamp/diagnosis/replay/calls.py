@@ -1,4 +1,4 @@
-"""One op as torch dispatched it: what it reads and writes, and what it would give for other inputs."""
+"""One op as torch dispatched it: what it reads and writes, and what other inputs would give."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ OVERWRITES = {
 
 
 def is_watched(value: Any) -> bool:
-    """Whether it is a tensor that can hold inf: floating, dense, in memory, of torch's own class."""
+    """Return whether a value can hold inf: a floating, dense tensor of torch's own class."""
     return (
         isinstance(value, Tensor)
         and type(value) in (Tensor, nn.Parameter, nn.Buffer)
@@ -36,24 +36,29 @@ def is_watched(value: Any) -> bool:
 
 
 def floats(value: Any) -> list[Tensor]:
-    """The tensors in ``value`` that can hold inf."""
+    """Return the tensors in ``value`` that can hold inf."""
     return [leaf for leaf in tree_leaves(value) if is_watched(leaf)]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all of it is. Waits for the device."""
+    """Return whether all of a tensor is finite. Waits for the device."""
     return bool(torch.isfinite(tensor).all())
 
 
 def amax(tensor: Tensor) -> float:
-    """The largest finite magnitude; 0 where there is none."""
+    """Return the largest finite magnitude; 0 where there is none."""
     magnitudes = tensor.detach().abs()
     return float(torch.where(torch.isfinite(magnitudes), magnitudes, 0).amax())
 
 
 class Signature(NamedTuple):
-    """What an op's schema says: arguments that it writes to, by place or name, and those whose
-    content it ignores.
+    """What an op's schema says.
+
+    Attributes:
+        name: the op's, without underscores around it.
+        written: the arguments that it writes to, by number or name.
+        overwritten: those of them whose content it ignores.
+        random: whether it draws random numbers.
     """
 
     name: str
@@ -64,7 +69,7 @@ class Signature(NamedTuple):
 
 @functools.cache
 def signature(func: Any) -> Signature:
-    """Of an OpOverload."""
+    """Return which arguments an OpOverload writes and overwrites, and whether it is random."""
     name = func.overloadpacket.__name__.strip("_")
     written = {
         argument.name if argument.kwarg_only else i
@@ -92,22 +97,23 @@ class Call(NamedTuple):
         return signature(self.func)
 
     def pick(self, keys: frozenset[int | str], among: bool = True) -> list[Any]:
-        """The arguments that are (or are not) among ``keys``."""
+        """Return the arguments that are (``among=False``: that are not) among ``keys``."""
         named: dict[int | str, Any] = dict(enumerate(self.args))
         named.update(self.kwargs)
         return [value for key, value in named.items() if (key in keys) is among]
 
     def inputs(self) -> list[Tensor]:
-        """The floating tensors that it reads."""
+        """Return the floating tensors that the op reads."""
         return floats(self.pick(self.signature.overwritten, among=False))
 
     def scalars(self) -> tuple[float, ...]:
-        """Floating Python numbers among the arguments."""
+        """Return the floating Python numbers among the arguments."""
         return tuple(v for v in tree_leaves([self.args, self.kwargs]) if type(v) is float)
 
     def map(self, change: Callable[[Any], Any], keys: frozenset[int | str] | None = None) -> "Call":
-        """The call with ``change`` applied to every leaf of its arguments, or only of those among
-        ``keys``.
+        """Return the call with ``change`` applied to every leaf of its arguments.
+
+        With ``keys``, only of the arguments among these.
         """
 
         def changed(key: int | str, value: Any) -> Any:
@@ -119,8 +125,9 @@ class Call(NamedTuple):
         )
 
     def again(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
-        """The result for changed floating tensors, in ``dtype``; None where the op cannot be run
-        again.
+        """Return the result for changed floating tensors, in ``dtype``.
+
+        None where the op cannot be run again.
         """
         if self.signature.random:
             return None
@@ -149,11 +156,14 @@ class Call(NamedTuple):
             return None
 
     def in_float64(self) -> list[Tensor]:
-        """The floating results in float64; none where the op cannot be run again."""
+        """Return the floating results in float64; none where the op cannot be run again."""
         return floats(self.again(lambda t: t.to(torch.float64, copy=True), torch.float64))
 
     def exact(self, result: Tensor) -> float | None:
-        """The largest magnitude in float64 where ``result`` is not finite; see ``Event.exact``."""
+        """Return the largest magnitude in float64 where ``result`` is not finite.
+
+        See ``Event.exact``.
+        """
         found = next((t for t in self.in_float64() if t.shape == result.shape), None)
         if found is None:
             return None

@@ -17,7 +17,9 @@ UNWRITTEN = {
     "empty_permuted",
     "resize",
 }
+"""Give memory that nobody has written to."""
 ADDS_A_NUMBER = {"add", "sub", "rsub", "clamp", "clamp_min"}
+"""What an eps is given to."""
 ON_PURPOSE = {
     "nan_to_num",
     "where",
@@ -43,31 +45,35 @@ DIVISORS = {
 """The argument that must not be zero, by its number."""
 
 FAMILIES = {
-    "matmul": """mm bmm addmm addbmm baddbmm mv addmv addr dot vdot inner outer matmul linear bilinear einsum tensordot
-        linalg_multi_dot linalg_vecdot chain_matmul convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-        conv_transpose3d conv_tbc addmm_activation scaled_dot_product_attention lstm gru rnn_tanh rnn_relu""",
+    "matmul": """mm bmm addmm addbmm baddbmm mv addmv addr dot vdot inner outer matmul linear
+        bilinear einsum tensordot linalg_multi_dot linalg_vecdot chain_matmul convolution conv1d
+        conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc addmm_activation
+        scaled_dot_product_attention lstm gru rnn_tanh rnn_relu""",
     "square": "pow square var std var_mean std_mean norm linalg_vector_norm mse_loss cdist dist",
-    "reduction": "sum mean cumsum prod cumprod nansum trace logcumsumexp add_reduce nll_loss cross_entropy_loss",
+    "reduction": """sum mean cumsum prod cumprod nansum trace logcumsumexp add_reduce nll_loss
+        cross_entropy_loss""",
     "exp": "exp exp2 expm1 sinh cosh softplus logsumexp logaddexp",
     "softmax": "softmax log_softmax safe_softmax scaled_dot_product_attention cross_entropy_loss",
     "divide": "div divide true_divide reciprocal rsqrt addcdiv pow",
     "product": "mul multiply",
-    "average": "mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d nll_loss_forward "
-    "nll_loss2d_forward cross_entropy_loss mse_loss",
+    "average": """mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d
+        nll_loss_forward nll_loss2d_forward cross_entropy_loss mse_loss""",
     "log": "log log2 log10 log1p xlogy logit",
-    "root": "sqrt acos asin acosh atanh arccos arcsin erfinv lgamma norm linalg_vector_norm std dist cdist",
+    "root": """sqrt acos asin acosh atanh arccos arcsin erfinv lgamma norm linalg_vector_norm std
+        dist cdist""",
     "cast": "to_copy copy to",
 }
+"""Names of ops that fail in the same ways."""
 
 
 def family(op: str) -> set[str]:
-    """The families that an op's name belongs to: "_softmax.int" is a "softmax"."""
+    """Return the families that an op's name belongs to: "_softmax.int" is a "softmax"."""
     name = op.split(".")[0].strip("_").removeprefix("native_")
     return {key for key, names in FAMILIES.items() if name in names.split()}
 
 
 def is_masked(call: Call) -> bool:
-    """Whether it is a softmax with a line of nothing but -inf."""
+    """Return whether a call is a softmax with a row of nothing but -inf."""
     if "softmax" not in family(call.signature.name) and "attention" not in call.signature.name:
         return False
     dim = call.args[1] if "softmax" in call.signature.name else -1
@@ -76,6 +82,7 @@ def is_masked(call: Call) -> bool:
 
 
 def are_same(args: tuple[Any, ...]) -> bool:
+    """Return whether the first two arguments are equal tensors: their product is a square."""
     first, second = args[:2]
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
@@ -83,6 +90,9 @@ def are_same(args: tuple[Any, ...]) -> bool:
 
 
 def differ(result: Tensor, other: Tensor) -> bool:
-    """By more than 1 %, anywhere; numbers that vanish beside FP32's smallest do not count."""
+    """Return whether two results differ by more than 1 % anywhere.
+
+    Numbers that vanish beside FP32's smallest do not count.
+    """
     other = other.double()
     return bool(((result.double() - other).abs() > 0.01 * other.abs() + 2.0**-126).any())

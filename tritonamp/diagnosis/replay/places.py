@@ -36,12 +36,12 @@ class Names:
                 self._weights.setdefault(storage(tensor), {})[front + name] = tensor
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of all parameters and buffers."""
+        """Yield name and tensor of all parameters and buffers."""
         for own in self._weights.values():
             yield from own.items()
 
     def weight(self, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Name and tensor of the parameter or buffer that ``tensor`` is, or is a view into."""
+        """Return name and tensor of the parameter or buffer that ``tensor`` is or looks into."""
         for name, weight in self._weights.get(storage(tensor), {}).items():
             if 0 <= tensor.data_ptr() - weight.data_ptr() < weight.nbytes:
                 return name, weight
@@ -49,7 +49,7 @@ class Names:
 
 
 def storage(tensor: Tensor) -> int:
-    """The same number for all views of one memory."""
+    """Return the same number for all views of one memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -76,7 +76,7 @@ class PlaceTracker:
         self._makers: dict[int, Place] = {}  # by storage
 
     def begin(self) -> None:
-        """From now on, modules say when they are entered and left."""
+        """Have modules say when they are entered and left, until ``end``."""
         hooks = nn.modules.module
         self._hooks = [
             hooks.register_module_forward_pre_hook(self._entered),
@@ -84,7 +84,7 @@ class PlaceTracker:
         ]
 
     def end(self) -> None:
-        """Takes the hooks off."""
+        """Take off the hooks that ``begin`` registered."""
         for hook in self._hooks:
             hook.remove()
 
@@ -99,13 +99,13 @@ class PlaceTracker:
             self._modules.pop()
 
     def made(self, results: list[Tensor], place: Place) -> None:
-        """``results`` come from an op at ``place``."""
+        """Note that ``results`` come from an op at ``place``."""
         self._makers.update((storage(t), place) for t in results)
 
     def current(
         self, op: str, inputs: list[Tensor], in_backward: bool
     ) -> tuple[Place, Rule | None]:
-        """Where the op that is being dispatched belongs.
+        """Return where the op that is being dispatched belongs, and the rule above it.
 
         Args:
             op: its name, if no rule of the op table stands above it.
@@ -151,9 +151,7 @@ class PlaceTracker:
         )
 
     def of_traceback(self, traceback: Any) -> Place:
-        """Where an exception was raised: the innermost frame of the user's, and the innermost
-        module.
-        """
+        """Return where an exception was raised: innermost line of the user's, innermost module."""
         file, line = None, 0
         while traceback is not None:
             frame = traceback.tb_frame

@@ -1,4 +1,4 @@
-"""Runs a failing batch again, and finds the op where inf or NaN begins. Leaves no trace."""
+"""Run a failing batch again, and find the op where inf or NaN begins. Leaves no trace."""
 
 import contextlib
 import warnings
@@ -37,7 +37,7 @@ def find_fault(
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
 ) -> FaultReport | None:
-    """The first op that makes inf or NaN out of finite numbers and matters to the result, or None.
+    """Find the first op that makes inf or NaN out of finite numbers and matters to the result.
 
     Afterwards parameters, buffers, ``.grad``, random number generators, training flags and autocast
     are, bit for bit, what they were; also if ``run`` raises. Attributes of other kinds that a
@@ -115,8 +115,9 @@ class _Replay:
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
     def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
-        """What ``run`` returns; the FaultReport itself where torch refuses a constant that the format
-        cannot hold.
+        """Return what ``run`` returns, watched.
+
+        Where torch refuses a constant that the format cannot hold: the report of that.
         """
         with self.watch, warnings.catch_warnings():
             warnings.filterwarnings(
@@ -148,7 +149,7 @@ class _Replay:
         )
 
     def fault_of_forward(self, output: Any, silent: bool) -> FaultReport | None:
-        """What made the output non-finite; else what made it wrong."""
+        """Report what made the output non-finite; else what made it wrong."""
         if isinstance(output, FaultReport):
             return output
         results = floats(output)
@@ -192,7 +193,7 @@ class _Replay:
     def wants_backward(
         self, output: Any, asked: bool | None, grad_outputs: Sequence[Tensor | None] | None
     ) -> bool:
-        """Whether there is something to run backward from, and it was not declined."""
+        """Return whether there is something to run backward from, and it was not declined."""
         losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         possible = bool(losses) and (
             grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1)
@@ -207,7 +208,7 @@ class _Replay:
     def fault_of_backward(
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
     ) -> FaultReport | None:
-        """What made gradients non-finite, or all of them zero."""
+        """Report what made gradients non-finite, or all of them zero."""
         backward = Backward(output, grad_outputs, self.scale, list(self.params.values()))
         grads = backward.gradients(self.scale)
         if all(map(is_finite, grads)):
@@ -249,7 +250,7 @@ _RESULT = Place(None, "", "", None, 0)
 
 
 def _fp32_values(models: list[nn.Module]) -> list[Fp32Values]:
-    """The FP32 values behind the half tensors of enabled models."""
+    """Return the FP32 values behind the half tensors of those models that are enabled."""
     enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
     return [m._tritonamp.fp32_values for m in enabled]
 

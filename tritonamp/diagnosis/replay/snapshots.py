@@ -30,7 +30,7 @@ def restore_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
 
 
 def devices(model: nn.Module) -> set[torch.device]:
-    """Where parameters and buffers are."""
+    """Return the devices of parameters and buffers."""
     return {t.device for t in [*model.parameters(), *model.buffers()]}
 
 
@@ -70,7 +70,7 @@ class Snapshot:
         self._grads: dict[int, Tensor] = {}
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``args`` and ``kwargs``.
+        """Return ``args`` and ``kwargs``.
 
         Raises:
             BatchGoneError: a tensor among them is gone, or was written to since.
@@ -87,7 +87,7 @@ class Snapshot:
         return given
 
     def run(self) -> Any:
-        """The forward again, under the generators, grad mode, autocast and training flag of the
+        """Run the forward again, under generators, grad mode, autocast and training flag of the
         first time.
 
         The random numbers go on from there, for a loss that draws some, too.
@@ -107,8 +107,9 @@ class Snapshot:
             restore_training(flags)
 
     def follow(self, output: Any) -> Any:
-        """Remembers the output while it lives, and the gradients that arrive at it. Returns
-        ``output``.
+        """Remember the output while it lives, and the gradients that arrive at it.
+
+        Returns ``output``.
         """
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]

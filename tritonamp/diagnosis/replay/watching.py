@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _before(self, call: Call) -> Call:
-        """The call with copies of what it is about to write to."""
+        """Return the call with copies of what it is about to write to."""
         written = call.signature.written
         if not written:
             return call
@@ -134,8 +134,9 @@ class Watch(TorchDispatchMode):
     # inf and NaN
 
     def _cause(self, call: Call, place: Place, rule: Rule | None, bad: list[Tensor]) -> Event:
-        """The event behind results that are not finite: an earlier one that reached this op, or a
-        new one.
+        """Return the event behind results that are not finite.
+
+        It is an earlier one that reached this op, or a new one.
         """
         causes = [self.origin(t, place) for t in call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
@@ -203,7 +204,7 @@ class Watch(TorchDispatchMode):
         return event
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
-        """The event behind a tensor that is not finite; ``place`` is where it was met."""
+        """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
         known = self._origins.get(storage(tensor))
         if known is not None:
             return known
@@ -247,8 +248,9 @@ class Watch(TorchDispatchMode):
         return event
 
     def _note_absorbed(self, call: Call, place: Place, result: Tensor) -> None:
-        """Where inf of an overflow became finite: would the format's largest number, in its place,
-        give the same?
+        """Note where inf of an overflow became a finite number that it should not have become.
+
+        Put in its place, the format's largest number would give another result.
         """
         if self.in_backward or call.signature.name in ON_PURPOSE:
             return

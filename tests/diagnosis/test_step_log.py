@@ -1,0 +1,220 @@
+"""What the log makes of numbers as a device might have noted them, read one by one or with gaps."""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tritonamp.diagnosis.log import StepLog
+from tritonamp.kernels.decide import (
+    AMAX,
+    CLEAN,
+    FAULT,
+    NORM,
+    OVERFLOW,
+    RECORD,
+    SCALE,
+    SKIPPED,
+    SKIPPED_SCALE,
+    ScaleRule,
+)
+
+RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
+
+
+class Noted:
+    """A log of one parameter, and the decisions that the device notes for it."""
+
+    def __init__(self, speaks: bool = False, tensors: Mapping[Tensor, str] | None = None) -> None:
+        self.param = nn.Parameter(torch.ones(1))
+        self.log = StepLog(lambda: {self.param: "p"}, lambda: tensors or {}, torch.float16, speaks)
+        self.params = [[self.param]]
+        self.numbers = self.log.record(self.params, torch.device("cpu")).numbers
+
+    def decide(
+        self,
+        *outcomes: int,
+        rule: ScaleRule = RULE,
+        amax: float = math.inf,
+        scale: float = 1024.0,
+        read: bool = True,
+    ) -> None:
+        """Note decisions; with ``read`` the log is told after the last of them."""
+        for outcome in outcomes:
+            self.numbers[outcome] += 1
+            self.numbers[SCALE] = scale
+            if outcome == CLEAN:
+                self.numbers[NORM], self.numbers[AMAX] = 3.0, 2.0
+            else:
+                self.numbers[SKIPPED], self.numbers[SKIPPED_SCALE] = outcome, scale
+                self.numbers[RECORD] = amax
+        if read:
+            self.log.decided(rule, ())
+            self.log.collect(wait=True)
+
+    @property
+    def last(self) -> str:
+        found = self.log.explanation()
+        return "" if found is None else found.text
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message.split(":")[0] for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_faults_are_said_at_powers_of_two_and_a_long_run_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    noted = Noted(speaks=True)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for _ in range(17):
+            noted.decide(FAULT)
+    assert warned(caplog) == [
+        "step 1 skipped (1 of 1)",
+        "step 2 skipped (2 of 2)",
+        "step 4 skipped (4 of 4)",
+        "step 8 skipped (8 of 8, the last 8 in a row)",
+        "step 16 skipped (16 of 16)",
+    ]
+    assert len(caplog.records) == 17
+    assert all("amp.explain(replay=True)" in message for message in caplog.messages)
+
+
+def test_overflows_are_said_where_eight_come_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted(speaks=True)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for outcomes in ([OVERFLOW] * 7, [CLEAN], [OVERFLOW] * 9, [CLEAN], [OVERFLOW] * 8):
+            for outcome in outcomes:
+                noted.decide(outcome)
+    assert warned(caplog) == [
+        "step 16 skipped (15 of 16, the last 8 in a row)",
+        "step 26 skipped (24 of 26, the last 8 in a row)",
+    ]
+
+
+@pytest.mark.parametrize("gap", [(CLEAN, OVERFLOW), (OVERFLOW, OVERFLOW)], ids=str)
+def test_a_run_with_a_gap_is_no_run(gap: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted(speaks=True)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for outcomes in (*[(OVERFLOW,)] * 7, gap, *[(OVERFLOW,)] * 6):
+            noted.decide(*outcomes)
+        assert warned(caplog) == []
+        noted.decide(OVERFLOW)
+    assert len(warned(caplog)) == 1
+
+
+def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted(speaks=True)
+    counts = {"clean": 4, "scale_overflows": 2, "forward_faults": 1}
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for _ in range(7):
+            noted.decide(OVERFLOW)
+        noted.log.load_counts(counts, (5.0, 6.0))
+        assert noted.log.counts() == counts and noted.log.last_good() == (5.0, 6.0)
+        noted.decide(OVERFLOW)
+    assert warned(caplog) == []
+    assert caplog.messages[-1].startswith("step 8 skipped (4 of 8): scale overflow: ")
+    assert noted.log.history[-1].step == 8
+
+
+def test_steps_and_skips_are_kept_one_by_one() -> None:
+    noted = Noted()
+    noted.decide(CLEAN, scale=4.0)
+    noted.decide(OVERFLOW, scale=8.0)
+    noted.decide(rule=RULE)  # nothing new, as where nothing was decided
+    one, two = noted.log.history
+    assert one == (1, None, 4.0, 3.0, (), "")
+    assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last)
+    assert noted.log.last_scale == 8.0
+    assert noted.log.last_good() == (3.0, 2.0)
+    assert noted.log.stats() == {
+        "steps": 1,
+        "skipped": 1,
+        "scale_overflows": 1,
+        "forward_faults": 0,
+        "last_skip_reason": "scale overflow",
+        "grad_norm": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "unread", "begins"),
+    [
+        ([CLEAN], [CLEAN, OVERFLOW], "step <= 3 skipped (1 of 3): scale overflow"),
+        ([CLEAN], [OVERFLOW], "step 2 skipped (1 of 2): scale overflow"),
+        ([FAULT], [FAULT, CLEAN], "step <= 3 skipped (2 of 3): forward fault"),
+        ([FAULT], [CLEAN], "step 1 skipped (1 of 1): forward fault"),
+    ],
+)
+def test_what_a_replayed_graph_has_left(before: list[int], unread: list[int], begins: str) -> None:
+    noted = Noted()
+    noted.decide(*before)
+    noted.decide(*unread, read=False)
+    assert noted.last.startswith(begins)
+    reason = begins.partition(": ")[2]
+    assert noted.log.stats()["last_skip_reason"] == reason
+
+
+def test_a_gap_with_clean_steps_in_it_is_told() -> None:
+    noted = Noted()
+    noted.decide(CLEAN, FAULT)
+    assert noted.last.startswith("step <= 2 skipped (1 of 2): forward fault: ")
+    noted.decide(FAULT, FAULT)
+    assert noted.last.startswith("step 4 skipped (3 of 4): forward fault: ")
+
+
+def test_before_any_decision_nothing_was_skipped() -> None:
+    noted = Noted()
+    assert noted.log.explanation() is None
+    noted.decide(CLEAN)
+    assert noted.log.explanation() is None
+    assert noted.log.stats()["last_skip_reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "scale", "text"),
+    [
+        (RULE, 1024.0, "The scale was lowered"),
+        (RULE._replace(min_scale=1024.0), 1024.0, "The scale is at its minimum"),
+        (RULE._replace(min_scale=1024.0, max_scale=1024.0), 1024.0, "The scale is fixed"),
+        (RULE._replace(max_scale=1024.0), 1024.0, "The scale was lowered"),
+    ],
+)
+def test_the_rule_of_the_scale_is_looked_at(rule: ScaleRule, scale: float, text: str) -> None:
+    noted = Noted()
+    noted.decide(OVERFLOW, rule=rule, scale=scale)
+    assert text in noted.last
+
+
+def test_the_magnitude_of_the_last_good_step_tells_a_nan() -> None:
+    """Sudden where it was 2 at scale 8, not where it was 2 * 512."""
+    noted = Noted()
+    noted.decide(CLEAN)
+    noted.numbers[NORM] = 1e6
+    noted.decide(OVERFLOW, amax=math.nan, scale=8.0)
+    assert noted.log.history[-1].cause == "backward fault"
+    noted.numbers[AMAX] = 2.0 * 512
+    noted.decide(OVERFLOW, amax=math.nan, scale=8.0)
+    assert noted.log.history[-1].cause == "scale overflow"
+
+
+def test_since_when_parameters_are_bad() -> None:
+    weight = nn.Parameter(torch.tensor([math.nan]))
+    noted = Noted(tensors={weight: "w"})
+    noted.decide(CLEAN)
+    for seen in ("at step 2", "since step 2", "since step 2"):
+        noted.decide(FAULT)
+        assert f"seen {seen}: w" in noted.last
+    noted.decide(CLEAN)
+    noted.decide(FAULT)
+    assert "seen at step 6: w" in noted.last
+    with torch.no_grad():
+        weight.fill_(1.0)
+    noted.decide(FAULT)
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    noted.decide(FAULT)
+    assert "seen at step 8: w" in noted.last
