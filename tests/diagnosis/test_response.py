@@ -150,6 +150,17 @@ def test_replay_on_request(start: Callable[..., Run]) -> None:
     assert "The replay failed: KeyError: 'gone'" in run.amp.explain(replay=lambda: {}["gone"])
 
 
+def test_later_faults_run_again_at_powers_of_two(start: Callable[..., Run], caplog: Any) -> None:
+    run = start(level="O2", on_nonfinite="explain")
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for i in range(9):
+            run.step(i)
+    *replayed, last = [text for text in caplog.messages if text.startswith("step ")]
+    assert len(replayed) == 8 and all("op matmul" in text for text in replayed)
+    assert "op matmul" not in last
+    assert last.endswith(" Fault 9: only those at powers of two run again by themselves now.")
+
+
 def test_a_fault_of_the_loss_is_not_blamed_on_the_model(
     start: Callable[..., Run], caplog: Any
 ) -> None:

@@ -218,3 +218,13 @@ def test_since_when_parameters_are_bad() -> None:
         weight.fill_(math.nan)
     noted.decide(FAULT)
     assert "seen at step 8: w" in noted.last
+
+
+def test_numbers_stay_where_they_are_until_the_ranks_are_others() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    log = StepLog(lambda: {first: "first", second: "second"}, dict, torch.float16)
+    cpu = torch.device("cpu")
+    numbers = log.record([[first]], cpu, [4, 6]).numbers
+    assert log.record([[first], [second]], cpu, [4, 6]).numbers is numbers
+    numbers[RECORD:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert log.record([[first]], cpu, [5, 7]).numbers[RECORD:].tolist() == [0.0, 0.0, 3.0, 4.0]
