@@ -50,7 +50,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "tritonamp.ranks": {"Ranks": _ranks},
     "tritonamp.diagnostics": {"NonFiniteError": NonFiniteError, "StepRecord": StepRecord},
     "tritonamp.replay": {name: getattr(replay, name) for name in _REPLAY},
-    "tritonamp.replay.faults": {"Fault": replay.Fault},
+    "tritonamp.replay.faults": {"Fault": replay.FaultReport},
 }
 
 
