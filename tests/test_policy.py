@@ -116,7 +116,7 @@ def test_scales_loss(level: str, scaled: bool) -> None:
 @pytest.mark.parametrize(
     "given",
     ["head", nn.LayerNorm, ["head", nn.LayerNorm], (name for name in ("head",)), {"head"}],
-    ids=repr,
+    ids=["name", "class", "list", "generator", "set"],
 )
 def test_fp32_modules_becomes_a_tuple(given: Any) -> None:
     modules = resolve("O1", fp32_modules=given).fp32_modules

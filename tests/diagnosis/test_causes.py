@@ -129,22 +129,28 @@ def test_scale_overflow_and_what_it_leaves(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("fields", "value", "cause"),
     [
-        ({"loss_scale": 1.0}, INF, "backward fault"),
-        ({"dtype": torch.bfloat16}, NAN, "backward fault"),
-        ({"loss_scale": 4.0}, INF, "scale exhausted"),
-        (
+        pytest.param({"loss_scale": 1.0}, INF, "backward fault", id="1"),
+        pytest.param({"dtype": torch.bfloat16}, NAN, "backward fault", id="bfloat16"),
+        pytest.param({"loss_scale": 4.0}, INF, "scale exhausted", id="4"),
+        pytest.param(
             {"scaler": tritonamp.GradScaler("cpu", init_scale=2.0, min_scale=2.0)},
             NAN,
             "scale exhausted",
+            id="at-its-floor",
         ),
-        (
+        pytest.param(
             {"scaler": tritonamp.GradScaler("cpu", init_scale=0.5, min_scale=0.25)},
             INF,
             "backward fault",
+            id="below-1",
         ),
-        ({"scaler": tritonamp.GradScaler("cpu", init_scale=2.0)}, NAN, "scale overflow"),
+        pytest.param(
+            {"scaler": tritonamp.GradScaler("cpu", init_scale=2.0)},
+            NAN,
+            "scale overflow",
+            id="above-its-floor",
+        ),
     ],
-    ids=str,
 )
 def test_gradients_that_no_scale_helps(
     start: Callable[..., Run],
