@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
 from tritonamp.casts import dispatch
 from tritonamp.kernels.device import INTERPRETED, triton_version
 
+pytest_plugins = ["covering"]  # --full, and what runs without it
+
 if INTERPRETED and triton_version() < "3.7":
     # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
     # no index of
@@ -26,9 +28,10 @@ if INTERPRETED and triton_version() < "3.7":
 
     interpreter._patch_lang_tensor = _patch
 
-torch.set_num_threads(
-    1
-)  # small tensors: threads that wait for a busy core cost more than they bring
+# Tensors are small and a process of the tests has each core: threads would only wait for one
+# another. The variable is for the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

@@ -1,0 +1,163 @@
+"""Which tests run: everything with ``--full``, a covering sample without.
+
+pytest                                a sample, without the slow tests
+pytest tests/step                     the same of one folder
+pytest --full                         every case of every test
+pytest tests/step/test_loop.py        every case of what is named: files, tests,
+pytest -k softmax; pytest -m ranks    and what -k, -m and --lf pick
+
+A covering sample of a parametrised test: few of its cases, and yet every row of each of its
+``parametrize`` marks, and every value of each parametrised fixture, is in one of them. What only a
+combination of values shows is left to ``--full``, which CI runs.
+"""
+
+import ast
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLOW = {
+    "ranks": "starts two processes that meet through gloo",
+    "clients": "needs Lightning, Accelerate or Transformers",
+    "crash": "kills processes half-way through a write",
+    "demo": "trains the demo's models or draws its pictures",
+    "static": "compiles kernels for GPUs that need not be there",
+    "compiled": "waits for torch.compile",
+}
+SLOW_FILES = pytest.StashKey[list[str]]()
+REPORT = pytest.StashKey[str]()
+
+
+def covering(cases: Sequence[Collection[Hashable]]) -> list[int]:
+    """Return the positions of few cases in which every value of all cases appears.
+
+    Greedy: again and again the first of the cases with the most values that are still missing.
+    Where all combinations are there, these are the fewest that there can be.
+    """
+    values = [frozenset(case) for case in cases]
+    missing = frozenset().union(*values)
+    chosen = []
+    while missing:
+        best = max(range(len(values)), key=lambda i: len(values[i] & missing))
+        missing -= values[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def rows(item: pytest.Item) -> list[tuple[int, str]]:
+    """Return which row of each ``parametrize``, which value of each fixture the case has.
+
+    ``_idlist`` has been pytest's own, one id for each, since 2.4; the public id is all of them
+    joined by hyphens, and ids may hold hyphens.
+    """
+    callspec: Any = getattr(item, "callspec", None)
+    return list(enumerate(callspec._idlist)) if callspec else [(0, "the only case")]
+
+
+def sample(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield a covering sample of each test's cases."""
+    for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        yield from (cases[i] for i in covering([rows(case) for case in cases]))
+
+
+def file_marks(path: Path) -> set[str]:
+    """Return which slow marks a file's ``pytestmark`` holds, without importing the file."""
+    text = path.read_text()
+    if "pytestmark" not in text:
+        return set()
+    marks = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    names = {n.attr for mark in marks for n in ast.walk(mark) if isinstance(n, ast.Attribute)}
+    return names & SLOW.keys()
+
+
+def takes_all(config: pytest.Config) -> bool:
+    """Whether every case was asked for, or something by its name."""
+    option = config.option
+    named = any("::" in arg or arg.endswith(".py") for arg in config.args)
+    last_failed = getattr(option, "lf", False)  # not there with -p no:cacheprovider
+    return bool(named or option.full or option.keyword or option.markexpr or last_failed)
+
+
+# tests/conftest.py takes these hooks over
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run every case of every test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SLOW_FILES] = []
+    for name, meaning in SLOW.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}; left out unless asked for")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Start a process for each core, as ``-n auto --dist loadfile`` does.
+
+    That is no matter for addopts: benchmarks want the machine for themselves, one named test is
+    done before processes have started, -s and --pdb need this one, and there may be no xdist.
+    """
+    option = config.option
+    if getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput"):
+        return
+    if option.capture == "no" or option.usepdb or option.trace or "::" in "".join(config.args):
+        return
+    option.numprocesses = "auto"
+    option.maxprocesses = option.maxprocesses or 8  # a process takes about 1 GB
+    if option.dist == "no":
+        option.dist = "loadfile"  # the fixtures of a module are made once
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if not takes_all(config):
+        return "cases: a covering sample, without slow tests (--full runs all)"
+    return "cases: all" if config.option.full else "cases: all of what is named"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip slow files before they are imported: that alone takes seconds for some."""
+    path = collection_path
+    if not path.name.startswith("test_") or takes_all(config) or not file_marks(path):
+        return None
+    config.stash[SLOW_FILES].append(path.name)
+    return True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a covering sample of the tests without a slow mark."""
+    if takes_all(config):
+        return
+    quick = [item for item in items if not any(map(item.get_closest_marker, SLOW))]
+    kept = list(sample(quick))
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    files = len(config.stash[SLOW_FILES])
+    config.stash[REPORT] = (
+        f"{len(kept)} of {len(items)} cases, and none of {files} files marked as "
+        f"{', '.join(SLOW)}: --full runs all"
+    )
+    items[:] = kept
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the report of a worker to the process that prints it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cases"] = session.config.stash.get(REPORT, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[REPORT] = getattr(node, "workeroutput", {}).get("cases", "")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if report := config.stash.get(REPORT, ""):
+        terminalreporter.write_line(report)

@@ -1,0 +1,113 @@
+"""What runs without --full: the sample itself, and pytest on a small project of its own."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from covering import SLOW, covering, file_marks
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (4, 4), (3, 1, 5), (2, 2, 2, 2)], ids=str)
+def test_of_all_combinations_as_many_as_the_longest_parameter_has_values(
+    sizes: tuple[int, ...],
+) -> None:
+    cases = [list(enumerate(case)) for case in itertools.product(*map(range, sizes))]
+    chosen = covering(cases)
+    assert len(chosen) == max(sizes)
+    assert {value for i in chosen for value in cases[i]} == {v for case in cases for v in case}
+
+
+def test_of_some_combinations_every_value() -> None:
+    cases = ["ab", "bc", "cd", "da", "e"]
+    assert covering(cases) == [0, 2, 4]  # in their order, the first of equals
+    assert covering([]) == []
+
+
+TESTS = """
+import pytest
+
+@pytest.fixture(params=["x", "y"])
+def fixture(request):
+    return request.param
+
+@pytest.mark.parametrize("a", [0, 1, 2])
+@pytest.mark.parametrize(("b", "c"), [(0, "-"), (1, "-"), (1, "-"), (1, "+")])
+def test_rows(fixture, a, b, c):
+    pass
+
+def test_plain():
+    pass
+
+@pytest.mark.crash
+def test_slow():
+    pass
+"""
+SLOW_FILE = """
+import pytest
+
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.ranks]
+
+def test_slow_too():
+    pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Run pytest on files that use covering.py, and return what it prints."""
+    (tmp_path / "test_rows.py").write_text(TESTS)
+    (tmp_path / "test_file.py").write_text(SLOW_FILE)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["covering"]\n')
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    here = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | here
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-p", "xdist", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        ).stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "header", "passed"),
+    [
+        ("-n0", "a covering sample", 5),
+        ("-n2 --dist load", "a covering sample", 5),
+        ("-p no:xdist -p no:cacheprovider", "a covering sample", 5),
+        ("-n0 --full", "cases: all\n", 27),
+        ("-n0 -k plain", "all of what is named", 1),
+        ("-n0 -m ranks", "all of what is named", 1),
+        ("-n0 test_rows.py", "all of what is named", 26),
+        ("test_rows.py::test_slow", "all of what is named", 1),
+        ("test_rows.py::test_rows[x-1--0-0]", "all of what is named", 1),
+    ],
+)
+def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed: int) -> None:
+    shown = run(*arguments.split())
+    assert f"cases: {header.removeprefix('cases: ')}" in shown
+    assert f" {passed} passed" in shown
+    report = "5 of 26 cases, and none of 1 files marked as ranks, clients, crash"
+    assert (report in shown) == ("sample" in header)
+
+
+def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
+    assert "workers" not in run("test_rows.py::test_plain")
+    assert "workers" not in run("-s", "-k", "plain")
+    assert "workers" in run("-k", "plain")
+
+
+def test_slow_files_are_told_by_their_text(tmp_path: Path) -> None:
+    path = tmp_path / "test_file.py"
+    path.write_text(SLOW_FILE)
+    assert file_marks(path) == {"ranks"}
+    path.write_text("import pytest\n\n@pytest.mark.ranks\ndef test(): pass\n")
+    assert file_marks(path) == set()
+    found = {mark for path in Path(__file__).parent.rglob("test_*.py") for mark in file_marks(path)}
+    assert found <= SLOW.keys()
