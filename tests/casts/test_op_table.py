@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +144,11 @@ def samples() -> dict[str, list[Call]]:
     """For each op of torch's lists and of our differences: FP32 arguments, mostly from torch's
     operator database.
     """
+    # here, because that takes four seconds in every process that collects this file; and it would
+    # forbid changing torch.backends to every later test
+    with torch.backends.__allow_nonbracketed_mutation():
+        from torch.testing._internal.common_methods_invocations import op_db
+
     torch.manual_seed(0)
     calls: dict[str, list[Call]] = defaultdict(list)
     with recorder(sorted({*CUDA_LIST, *CPU_LIST, *OURS}), calls), warnings.catch_warnings():
@@ -152,7 +156,10 @@ def samples() -> dict[str, list[Call]]:
         for info in op_db:
             if FP32 not in info.dtypes:
                 continue
-            for sample, _ in zip(info.sample_inputs("cpu", FP32), range(3), strict=False):
+            # not sample_inputs: it looks for a unittest in the whole call stack for each sample,
+            # which takes minutes under pytest
+            inputs = info.sample_inputs_func(info, "cpu", FP32, False)
+            for sample, _ in zip(inputs, range(3), strict=False):
                 with (
                     contextlib.suppress(Exception),
                     torch.autocast("cpu", dtype=BF16),
@@ -820,6 +827,7 @@ def test_torch_func(transform: str, level: str) -> None:
 # torch.compile and checkpoints
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*torch._dynamo")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_compiled_equals_eager(level: str) -> None:
@@ -860,6 +868,7 @@ class Breaks(nn.Module):
         return y.exp()
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, at graph breaks
 @pytest.mark.parametrize("how", ["graph break", "read by the host", "disabled"])
 def test_the_rules_reach_all_parts_of_a_broken_graph(how: str) -> None:
@@ -886,6 +895,7 @@ def test_the_rules_reach_all_parts_of_a_broken_graph(how: str) -> None:
     amp.disable()
 
 
+@pytest.mark.compiled
 def test_a_trace_given_up_half_way_does_not_reach_the_next() -> None:
     torch.compiler.reset()
     model = Breaks("graph break")
