@@ -617,6 +617,7 @@ def test_sparse_gradients(handles: Any, device: torch.device) -> None:
         )
 
 
+@pytest.mark.compiled
 def test_compiled_model(handles: Any, device: torch.device) -> None:
     for level in LEVELS:
         model, _, x = make(device)
@@ -628,6 +629,7 @@ def test_compiled_model(handles: Any, device: torch.device) -> None:
         assert active.active_policy() is None
 
 
+@pytest.mark.compiled
 def test_enabling_a_compiled_wrapper_enables_the_original(
     handles: Any, device: torch.device
 ) -> None:

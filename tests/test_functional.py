@@ -352,6 +352,7 @@ def test_an_overwritten_output_is_noticed(device: torch.device, name: str) -> No
 # transforms
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # torch 2.11 tracing a Function

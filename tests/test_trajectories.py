@@ -468,6 +468,7 @@ def test_gradient_penalty(device: torch.device, level: str, optimizer: str) -> N
 # torch.compile
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*torch._dynamo")
 @pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD"), ("O2", "AdamW")])
 def test_traced(device: torch.device, level: str, optimizer: str) -> None:
@@ -477,6 +478,7 @@ def test_traced(device: torch.device, level: str, optimizer: str) -> None:
     assert_same_bits(train(run), plain(device, level, optimizer))
 
 
+@pytest.mark.compiled
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("level", "mode"), COMPILED)

@@ -553,6 +553,7 @@ def test_the_casts_of_initialize_end_with_the_last_model_that_asked_for_them() -
     assert (x @ x).dtype is FP32
 
 
+@pytest.mark.compiled
 def test_torch_compile_traces_the_casts(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).to(device)
     amp.initialize(model, opt_level="O1", verbosity=0)

@@ -198,6 +198,7 @@ def test_norms_stay_fp32_in_o2(kind: str, device: torch.device) -> None:
     assert finite
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["layer", "mixed rms"])
 def test_norms_compile_without_a_break(kind: str) -> None:
     norm = module(kind, torch.device("cpu"), torch.float32)

@@ -102,6 +102,7 @@ print("done")
 """
 
 
+@pytest.mark.ranks
 def test_two_ranks(tmp_path: Path) -> None:
     root = str(Path(tritonamp.__file__).parent.parent)
     environment = {

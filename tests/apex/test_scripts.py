@@ -244,6 +244,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="two processes on the CPU meet through gloo"
 )

@@ -800,6 +800,7 @@ def test_outputs_in_containers(container: str, level: str) -> None:
 COMPILED = [name for name in CONTAINERS if torch.__version__ >= "2.15" or name in BUILT_IN]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("container", COMPILED)
 def test_containers_compile_in_one_piece(container: str) -> None:
     torch.compiler.reset()

@@ -326,6 +326,7 @@ def test_names_that_are_no_function(kind: str, owner: Any, name: str) -> None:
     tritonamp.enable(nn.Linear(1, 1)).disable()  # nothing was kept
 
 
+@pytest.mark.compiled
 def test_compiled_in_one_piece() -> None:
     torch.compiler.reset()
     half, wide, widest = (decorate(lambda x, y: x * 2 + y) for decorate in DECORATORS.values())

@@ -718,6 +718,7 @@ for at in range(1, 1000):
 """
 
 
+@pytest.mark.crash
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_sigkill_at_every_point(tmp_path):
     killed = [int(line) for line in output(script(KILL_EVERYWHERE, tmp_path))]
@@ -774,6 +775,7 @@ print("done")
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_ranks_save_one_path(tmp_path):
     folder = (

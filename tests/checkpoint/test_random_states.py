@@ -147,6 +147,7 @@ def saved_and_resumed(path: str, sharded: bool) -> list[Any]:
     return [expected, draw()]
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("sharded", [False, True], ids=["save", "save_sharded"])
 def test_each_rank_takes_its_own(pair: Pair, tmp_path: Path, sharded: bool) -> None:
@@ -172,6 +173,7 @@ def fails_on_one(path: str) -> str:
     return "saved"
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 def test_an_error_on_one_rank_is_one_on_all(pair: Pair, tmp_path: Path) -> None:
     first, second = fails_on_one(pair, path=str(tmp_path / "x"))

@@ -29,7 +29,10 @@ import tritonamp
 from tritonamp import load_sharded, save_sharded
 from tritonamp.checkpoint import distributed
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
 
 MESHES = {"one": (RANKS,), "copies": (RANKS, 1), "shards": (1, RANKS)}
 

@@ -11,6 +11,8 @@ from tritonamp.demo import LEVELS, data, memory
 from tritonamp.demo import train as example
 from tritonamp.demo.models import DigitNet
 
+pytestmark = pytest.mark.demo
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _threads():

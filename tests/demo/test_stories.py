@@ -11,6 +11,8 @@ from tritonamp.demo.sides import Setting, power_of_two
 from tritonamp.demo.stories import STORIES, shown
 from tritonamp.demo.too_large import BAD_BATCHES
 
+pytestmark = pytest.mark.demo
+
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog):

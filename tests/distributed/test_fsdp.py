@@ -26,7 +26,10 @@ from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
 
 STEPS = 6
 

@@ -19,7 +19,10 @@ from two_ranks import Pair, on_ranks, serve
 
 import tritonamp
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
 
 OPTIMIZERS = {
     "SGD": torch.optim.SGD,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import tritonamp
 from tritonamp.integrations.accelerate import enable
 
+pytestmark = pytest.mark.clients
+
 BATCHES = 8
 RUNS = [("O0", "AdamW"), ("O1", "SGD"), ("O1", "AdamW"), ("O2", "SGD"), ("O2", "AdamW"), ("O2", "optim.AdamW"),
         ("O3", "AdamW"), ("O5", "AdamW")]  # fmt: skip

@@ -26,6 +26,7 @@ import tritonamp
 from tritonamp.integrations.lightning import MixedPrecision
 
 pytestmark = [
+    pytest.mark.clients,
     # Lightning's advice: more workers in the loader, a validation loop
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings(

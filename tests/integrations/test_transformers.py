@@ -23,6 +23,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import tritonamp
 from tritonamp.integrations.transformers import enable
 
+pytestmark = pytest.mark.clients
+
 BATCHES, SIZE = 6, 4
 
 

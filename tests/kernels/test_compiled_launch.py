@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import torch
 from types import SimpleNamespace
@@ -92,6 +94,7 @@ print("done")
 """
 
 
+@pytest.mark.static
 def test_builds_and_their_arguments(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -351,6 +351,7 @@ def test_interpreter_is_refused(
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
 
 
+@pytest.mark.static
 def test_shipped_kernels_pass() -> None:
     """One size of each regime; all of them take minutes: ``python bench/static.py``."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
