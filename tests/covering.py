@@ -22,7 +22,8 @@ import pytest
 SLOW = {
     "ranks": "starts two processes that meet through gloo",
     "clients": "needs Lightning, Accelerate or Transformers",
-    "crash": "kills processes half-way through a write",
+    "crash": "kills or interrupts a process at many points",
+    "long": "takes hundreds of training steps",
     "demo": "trains the demo's models or draws its pictures",
     "static": "compiles kernels for GPUs that need not be there",
     "compiled": "waits for torch.compile",

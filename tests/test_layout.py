@@ -3,6 +3,7 @@ kernel file has.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import shutil
@@ -76,6 +77,12 @@ each_kernel_file = pytest.mark.parametrize("path", KERNEL_FILES, ids=shown)
 each_op_file = pytest.mark.parametrize("path", OP_FILES, ids=shown)
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return what ``path`` holds, parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def module_name(path: Path) -> str:
     """The dotted name that ``path`` is installed under."""
     parts = ["tritonamp", *path.relative_to(ROOT).with_suffix("").parts]
@@ -84,14 +91,19 @@ def module_name(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
     """Dotted names of everything that ``path`` imports, at any depth; ``from a import b`` counts as
     ``a.b``.
     """
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -170,7 +182,7 @@ def test_entry_points_use_public_names(path: Path) -> None:
     ]
     attributes = {
         node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == "tritonamp"
@@ -261,6 +273,5 @@ def test_every_op_file_has_a_test_file(path: Path) -> None:
 
 @each_kernel_file
 def test_kernels_never_wait_for_the_device(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
     assert not used & HOST_READS

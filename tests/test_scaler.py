@@ -77,6 +77,7 @@ def test_forward_faults_skip_and_leave_the_scale(device: torch.device, optimizer
     assert not torch.equal(before[0], model.weight)
 
 
+@pytest.mark.long
 def test_the_floor_keeps_a_healthy_model_healthy(device: torch.device) -> None:
     """Stock AMP ends with non-finite weights after some 150 halvings: 1/scale leaves FP32."""
     for optimizer in OPTIMIZERS:

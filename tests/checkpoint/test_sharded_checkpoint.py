@@ -721,6 +721,7 @@ def test_content_is_on_the_disk_before_it_gets_the_name_and_the_name_before_save
     assert set(log[last_write + 7 :]) <= {"unlink", "rmdir"}
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path: Path, before: int) -> None:
     log = calls(tmp_path, before)
@@ -745,6 +746,7 @@ def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path: Path, before: in
         assert read(folder) == 9
 
 
+@pytest.mark.crash
 def test_a_damaged_folder_never_costs_the_good_one_before_it(tmp_path: Path) -> None:
     log = calls(tmp_path, 2)
     for at in range(1, len(log) + 1):

@@ -204,6 +204,7 @@ def test_calibration_is_quiet_and_a_long_run_is_said_once(
     assert len([m for m in caplog.messages if "scale overflow" in m]) == 11
 
 
+@pytest.mark.long
 def test_no_false_alarm_in_a_thousand_steps(
     start: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -334,6 +334,7 @@ def plain_python(tmp_path: Path) -> Callable[[str], str]:
     return run
 
 
+@pytest.mark.compiled
 def test_a_traced_graph_holds_the_kernels(plain_python: Callable[[str], str]) -> None:
     """Three in the forward (softmax, sum, log_softmax), two in the backward: Inductor sees them."""
     assert plain_python(TRACE).split() == ["3", "2"]

@@ -102,6 +102,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("level", "optimizer"), STEPS)
 def test_thousands_of_steps_with_faults_of_all_kinds(
     device: torch.device, level: str, optimizer: str

@@ -519,6 +519,7 @@ print("interrupted", interrupted, "steps", done)
 """
 
 
+@pytest.mark.crash
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signal.setitimer")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
