@@ -364,3 +364,63 @@ def test_what_headroom_remembers_is_saved(device: torch.device) -> None:
 def test_headroom_takes_powers_of_two(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GradScaler("cpu", **settings)
+
+
+def test_what_headroom_remembers_goes_with_a_pickle_and_into_a_scaler_that_runs(
+    device: torch.device,
+) -> None:
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+
+    def running() -> GradScaler:
+        scaler = GradScaler(device.type, mode="headroom")
+        scaler.scale(one)
+        scaler.note(one.reshape(1))
+        scaler.move(zero, zero)
+        return scaler
+
+    scaler, other = running(), running()
+    scaler.move(one, zero)
+    copied = pickle.loads(pickle.dumps(scaler))
+    other.load_state_dict(scaler.state_dict())
+    for same in (copied, other):
+        same.scale(one)
+        assert same.scale_state.ceiling == scaler.scale_state.ceiling == 2.0**16
+    unused = pickle.loads(pickle.dumps(GradScaler(device.type, mode="headroom")))
+    unused.scale(one)
+    assert unused.scale_state.ceiling == 2.0**24
+    disabled = GradScaler(device.type, mode="headroom", enabled=False)
+    assert pickle.loads(pickle.dumps(disabled)).state_dict() == {}
+
+
+# backoff_on_fault
+
+
+@pytest.mark.parametrize("form", ["backward", "by hand"])
+@pytest.mark.parametrize("backoff", [True, False])
+def test_a_decision_moves_the_scale_once(device: torch.device, form: str, backoff: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler(device.type, init_scale=2.0**8, growth_interval=2, backoff_on_fault=backoff)
+    amp = tritonamp.enable(model, optimizer, level="O2", scaler=scaler)
+    x, scales = torch.randn(8, 4, device=device), []
+    for event in ["", "overflow", "", "", "fault", "", ""]:
+        loss = model(x).square().mean() * (float("nan") if event == "fault" else 1.0)
+        if form == "backward":
+            amp.backward(loss)
+        else:
+            scaler.scale(loss).backward()
+        if event == "overflow":
+            model.weight.grad[0, 0] = float("inf")
+        if form == "backward":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales[:4] == [2.0**8, 2.0**7, 2.0**7, 2.0**8]
+    assert scales[4:] == ([2.0**7, 2.0**7, 2.0**8] if backoff else [2.0**8, 2.0**8, 2.0**9])
+    causes = [record.cause for record in amp.history]
+    assert causes == [None, "scale overflow", None, None, "forward fault", None, None]
+    amp.disable()

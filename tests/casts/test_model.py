@@ -847,3 +847,35 @@ def test_gradients_that_exist_already_follow_the_dtype() -> None:
     assert torch.equal(model.weight.grad, grad.half())
     amp.disable()
     assert model.weight.grad.dtype is FP32
+
+
+class Whatever(nn.Module):
+    """Gives back what it was given besides its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        self.seen = others[0].weight.dtype, others[-1].x.dtype
+        return self.layer(x).sum(), others
+
+
+def test_only_what_moves_to_a_dtype_is_asked_to(device: torch.device) -> None:
+    """A module among the arguments stays as it is, and so do classes and objects of no ``to``."""
+
+    class Batch:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def to(self, dtype: torch.dtype) -> "Batch":
+            return Batch(self.x.to(dtype))
+
+    model, module, plain = Whatever().to(device), nn.Linear(2, 2), object()
+    amp = tritonamp.enable(model, level="O2")
+    given = (module, nn.Linear, Batch, plain, "text", 3)
+    _, got = model(torch.ones(1, 2, device=device), *given, Batch(torch.ones(2)))
+    amp.disable()
+    assert all(a is b for a, b in zip(given, got[:-1], strict=True))
+    assert module.weight.dtype is torch.float32
+    assert model.seen == (torch.float32, torch.float16)

@@ -587,3 +587,37 @@ def test_the_handler_of_ctrl_c_is_left_as_it_was(start: Callable[..., Run]) -> N
         assert signal.getsignal(signal.SIGINT) is ours
     finally:
         signal.signal(signal.SIGINT, mine)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_failed_step_takes_back_no_record_but_its_own(
+    start: Callable[..., Run], level: str
+) -> None:
+    """Nobody has read the record of the step before when memory runs out, at any point."""
+    run, undisturbed = start(level, backend="eager"), start(level, backend="eager")
+    for at in range(1, 40):
+        for one in (run, undisturbed):
+            one.amp.backward(one.loss(at))
+        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(at):
+            run.optimizer.step()
+        for one in (run, undisturbed):
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    assert run.numbers() == undisturbed.numbers()
+    assert len(run.amp.history) == 39
+
+
+def test_what_cannot_be_undone_keeps_its_record(start: Callable[..., Run]) -> None:
+    """Kernels decide without copies of what was before: the decision stands if the step fails."""
+    if start("O0").device.type == "cpu" and not _launch.INTERPRETED:
+        pytest.skip("no kernels here")
+    run = start("O2", backend="triton")
+    run.step(0)
+    run.amp.backward(run.loss(1))
+    betas = run.optimizer.param_groups[0].pop("betas")
+    with pytest.raises(KeyError):
+        run.optimizer.step()
+    run.optimizer.param_groups[0]["betas"] = betas
+    assert len(run.amp.history) == 2
+    run.optimizer.step()
+    assert [record.cause for record in run.amp.history] == [None, None]
