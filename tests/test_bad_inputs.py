@@ -91,7 +91,7 @@ def transposed(grad: Tensor) -> Tensor:
 def test_gradients_in_other_layouts(
     enable: Any, device: torch.device, level: str, kind: Any, form: Any
 ) -> None:
-    """Assigned by hand; the same numbers as from contiguous memory. A bad one among them is found."""
+    """Assigned by hand; the numbers are those of contiguous memory. A bad one is found."""
     runs = []
     for lays_out in (form, lambda grad: form(grad).contiguous()):
         model = net(device)
@@ -426,7 +426,7 @@ def test_backward_twice_and_step_twice(
 @each_optimizer
 @pytest.mark.parametrize("level", SCALED)
 def test_rates_that_change(enable: Any, device: torch.device, level: str, kind: Any) -> None:
-    """lr=0 moves no weight; lr as a tensor, and another weight decay, count from the next step on."""
+    """lr=0 moves no weight; a tensor as lr and another weight decay count from the next step."""
     model = net(device)
     optimizer = kind(model.parameters(), lr=0.0)
     amp = enable(model, optimizer, level=level)
@@ -533,7 +533,7 @@ class Squares(Dataset):  # type: ignore[type-arg]
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_data_loader_workers(enable: Any, device: torch.device) -> None:
-    """Workers are forked while the model is enabled, and a worker's own tensors know nothing of it."""
+    """Workers are forked while the model is enabled; a worker's own tensors know nothing of it."""
     runs = []
     for workers in (0, 2):
         model = net(device)

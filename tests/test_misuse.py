@@ -133,7 +133,10 @@ def test_models_that_are_none(model: Any) -> None:
 
 def test_half_model() -> None:
     model = net().half()
-    text = r"4 parameter\(s\) of torch.float16 already \(0.weight, 0.bias, 1.weight, ...\).*Load the model in FP32"
+    text = (
+        r"4 parameter\(s\) of torch.float16 already \(0.weight, 0.bias, 1.weight, ...\)"
+        ".*Load the model in FP32"
+    )
     for level in ("O0", "O1", "O2"):
         with pytest.raises(ValueError, match=text):
             tritonamp.enable(model, level=level)

@@ -626,7 +626,7 @@ def test_loading_respects_the_users_hooks(
 def test_fp32_state_of_torch_goes_into_half_parameters(
     device: torch.device, name: str, half: torch.dtype
 ) -> None:
-    """A run begun in FP32 with torch, continued with half parameters: the same as masters by hand."""
+    """A run begun in FP32 with torch goes on with half parameters: as with masters by hand."""
     wide = [Parameter(p.detach().float()) for p in parameters(device, half)]
     torchs = TORCHS[name](wide, lr=0.01)
     train(torchs, gradients(wide, 5))

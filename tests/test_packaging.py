@@ -168,7 +168,8 @@ def test_import_leaves_cuda_alone(tmp_path: Path) -> None:
 import torch
 def touched(*args, **kwargs):
     raise AssertionError("import tritonamp asked CUDA something")
-for name in "_lazy_init", "init", "is_available", "device_count", "current_device", "get_device_capability":
+names = "_lazy_init init is_available device_count current_device get_device_capability"
+for name in names.split():
     setattr(torch.cuda, name, touched)
 import tritonamp, tritonamp.kernels
 assert not torch.cuda.is_initialized()

@@ -287,7 +287,7 @@ def test_host_reads(device: torch.device, optimizer: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("form", ["backward", "by hand", "plain"])
 def test_headroom_is_back_soon_after_a_burst(device: torch.device, form: str) -> None:
-    """Forty bad backwards in a row; "plain": a GradScaler around a model and an optimizer of torch."""
+    """Forty bad backwards in a row; "plain": a GradScaler around torch's model and optimizer."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""The fault injector: each kind does what it says where it says, once, and leaves nothing behind."""
+"""The fault injector: each kind does what it says where it says, once, and leaves nothing."""
 
 import contextlib
 import math
@@ -114,7 +114,7 @@ def test_random_numbers_of_torch_are_left_alone(run: Run) -> None:
 
 
 def test_without_tritonamp(device: torch.device) -> None:
-    """For plain loops too; a half output overflows, an FP32 one holds what is too large for half."""
+    """For plain loops too; a half output overflows, an FP32 one holds more."""
     model = nn.Linear(2, 1, bias=False).to(device)
     injector = FaultInjector(model)
     x = torch.ones(1, 2, device=device)
@@ -205,5 +205,8 @@ def test_compile_failure_changes_nothing_outside(device: torch.device) -> None:
 
 
 def test_imported_only_when_asked_for(tmp_path: Path) -> None:
-    code = "import sys, tritonamp; assert 'tritonamp.testing' not in sys.modules; import tritonamp.testing"
+    code = (
+        "import sys, tritonamp; assert 'tritonamp.testing' not in sys.modules; "
+        "import tritonamp.testing"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -260,7 +260,7 @@ def clearing_the_model(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
 
 
 def evaluating(run: Run, x: Tensor, y: Tensor, factor: float, mode: Any) -> Tensor:
-    """Between backward and step, and after it; also on a batch that no training step would survive."""
+    """Between backward and step, and after it; also on a batch that no step would survive."""
     loss = run.loss(x, y, factor)
     run.amp.backward(loss)
     for _ in range(2):
@@ -288,8 +288,8 @@ def watched(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
 
 
 WAYS: list[Step] = [
-    accumulating, autograd_grad, functional_call, keeping_gradients, clearing_the_model, without_grad,
-    in_inference_mode, watched,
+    accumulating, autograd_grad, functional_call, keeping_gradients, clearing_the_model,
+    without_grad, in_inference_mode, watched,
 ]  # fmt: skip
 
 

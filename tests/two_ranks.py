@@ -95,7 +95,7 @@ class Pair:
 
 
 def serve(store: str, rank: str) -> None:
-    """What a rank does: reads names and arguments, writes a list with the result, or the traceback."""
+    """What a rank does: reads names and arguments, writes a list of the result, or an error."""
     importlib.import_module("conftest")  # what it does to Triton's interpreter
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
