@@ -20,10 +20,18 @@ import steps
 import torch
 
 import tritonamp
-from tritonamp.kernels import adamw, cast, decide, grad_stats, reduce, softmax, softmax_backward
+from tritonamp.kernels import (
+    _update_lists,
+    cast,
+    decide,
+    grad_stats,
+    reduce,
+    softmax,
+    softmax_backward,
+)
 from tritonamp.kernels import device as hardware
 
-LAUNCHING = adamw, cast, decide, grad_stats, reduce, softmax, softmax_backward
+LAUNCHING = _update_lists, cast, decide, grad_stats, reduce, softmax, softmax_backward
 
 
 @contextmanager

@@ -119,6 +119,20 @@ def adamw(kind: str, build: Build, device: torch.device) -> Work:
     return Work([optimizer.step])
 
 
+def stepping(
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    dtype: torch.dtype,
+    build: Build,
+    device: torch.device,
+) -> Work:
+    """``optimizer.step()`` alone, of parameters in ``dtype``."""
+    return Work([optimizer(parameters(build, device, dtype)).step])
+
+
+OUR_SGD = functools.partial(tritonamp.optim.SGD, lr=LR, momentum=0.9)
+TORCHS_SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
+
+
 def our_cast(build: Build, device: torch.device) -> Work:
     params = [p.detach() for p in parameters(build, device, torch.float32)]
     lists = TensorLists(params=params, copies=[p.to(HALF) for p in params])
@@ -233,6 +247,20 @@ def cases(toy: bool) -> list[Case]:
                 },
                 {"tritonamp": 28, "fused AdamW": 28},
                 ("adamw",),
+            ),
+            "SGD with momentum": (
+                20,
+                {
+                    "tritonamp": functools.partial(stepping, OUR_SGD, HALF),
+                    "fused SGD": functools.partial(
+                        stepping, functools.partial(TORCHS_SGD, fused=True), torch.float32
+                    ),
+                    "foreach SGD": functools.partial(
+                        stepping, functools.partial(TORCHS_SGD, foreach=True), torch.float32
+                    ),
+                },
+                {"tritonamp": 20, "fused SGD": 20},
+                ("sgd",),
             ),
             "gradient statistics": (
                 2,

@@ -43,7 +43,9 @@ class Swapped:
 @functools.cache
 def _generated(kind: type[Swapped], base: type) -> type:
     """Return the subclass of ``base`` for one kind: same name, module and signatures."""
-    namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace: dict[str, Any] = {
+        name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
     return type(base.__name__, (kind, base), {**namespace, **kind._members(base)})
 
 

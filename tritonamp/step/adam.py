@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class AdamRule(FusedRule):
     kinds = "an Adam or AdamW"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
     needs = ("lr", "betas", "eps", "weight_decay")
-    state_keys = {
+    state_keys: ClassVar[Mapping[str, str]] = {
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",
         "max_exp_avg_sqs": "max_exp_avg_sq",

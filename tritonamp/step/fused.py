@@ -3,7 +3,7 @@
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class FusedRule(ABC):
     kinds: str
     torch_step: Callable[..., Any] | None = None
     needs: Sequence[str]
-    state_keys: Mapping[str, str]
+    state_keys: ClassVar[Mapping[str, str]]
     optional: Sequence[str] = ()
     fresh: float = 0.0
     counts_steps: bool = False
@@ -65,6 +65,7 @@ class FusedRule(ABC):
 
     def refuse_sparse(self) -> None:
         """Raise what torch raises for sparse gradients; return where torch takes them."""
+        return
 
 
 class FusedStep:

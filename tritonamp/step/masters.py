@@ -50,7 +50,7 @@ class MasterWeights:
     # which tensors there are
 
     def adopt(self, group: dict[str, Any]) -> None:
-        """Put masters in the place of a group's half parameters, the optimizer's state with them."""
+        """Put masters, with their state, in the place of a group's half parameters."""
         for i, param in enumerate(group["params"]):
             if param in self._sources:
                 continue
@@ -199,7 +199,7 @@ class MasterWeights:
         self.decision = decision
 
     def unscale_(self, grad_scale: Tensor) -> None:
-        """Put ``grad_scale`` times the scaled gradients, plus those set aside, into the masters'."""
+        """Put ``grad_scale`` times the scaled gradients, plus any set aside, into the masters."""
         with torch.no_grad():
             for master, param in self._sources.items():
                 true = _unscaled(param.grad, master, grad_scale)

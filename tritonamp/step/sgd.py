@@ -1,7 +1,8 @@
 """SGD as a fused rule."""
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class SGDRule(FusedRule):
     kinds = "an SGD"
     torch_step = staticmethod(inspect.unwrap(torch.optim.SGD.step))
     needs = ("lr", "momentum", "dampening", "weight_decay")
-    state_keys = {"momentum_buffers": "momentum_buffer"}
+    state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
     optional = _sgd.OPTIONAL
     fresh = _sgd.NO_MOMENTUM_YET
     leaves_sparse_to_torch = True
