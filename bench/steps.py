@@ -132,6 +132,14 @@ def stepping(
 OUR_SGD = functools.partial(tritonamp.optim.SGD, lr=LR, momentum=0.9)
 TORCHS_SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
 
+OUR_LION = functools.partial(tritonamp.optim.Lion, lr=LR)
+
+
+def optimis_lion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from optimi import Lion
+
+    return Lion(params, lr=LR)
+
 
 def our_cast(build: Build, device: torch.device) -> Work:
     params = [p.detach() for p in parameters(build, device, torch.float32)]
@@ -261,6 +269,15 @@ def cases(toy: bool) -> list[Case]:
                 },
                 {"tritonamp": 20, "fused SGD": 20},
                 ("sgd",),
+            ),
+            "Lion": (
+                20,
+                {
+                    "tritonamp": functools.partial(stepping, OUR_LION, HALF),
+                    "optimi": functools.partial(stepping, optimis_lion, torch.bfloat16),
+                },
+                {"tritonamp": 20},
+                ("lion",),
             ),
             "gradient statistics": (
                 2,

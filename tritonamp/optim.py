@@ -14,10 +14,11 @@ from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, FusedStep, scalar
 from tritonamp.step.gradients import Gradients
+from tritonamp.step.lion import LION
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.state_loading import load_state
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion"]
 
 
 class _Fused:
@@ -159,3 +160,53 @@ class SGD(_Fused, torch.optim.SGD):
     """
 
     fused_rule: FusedRule = SGD_RULE
+
+
+class Lion(_Fused, torch.optim.Optimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023).
+
+    ::
+
+        update  = sign(beta1 * exp_avg + (1 - beta1) * grad)
+        param   = param * (1 - lr * weight_decay) - lr * update
+        exp_avg = beta2 * exp_avg + (1 - beta2) * grad
+
+    Parameters may be of any floating dtype; half ones get an FP32 ``exp_avg`` and an FP32 master
+    (``master_param`` in the state), and are the rounded master. With a GradScaler the step
+    unscales, and skips where ``found_inf`` is not 0, without a host read.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr: learning rate; a tenth to a third of AdamW's is usual.
+        betas: of the update, and of ``exp_avg``.
+        weight_decay: decoupled; three to ten times AdamW's is usual.
+        maximize: step along the gradient.
+
+    Raises:
+        ValueError: a hyperparameter out of its range.
+    """
+
+    fused_rule: FusedRule = LION
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not lr >= 0.0:
+            raise ValueError(f"lr: expected 0 or more, got {lr}")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {betas}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"weight_decay: expected 0 or more, got {weight_decay}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)

@@ -1,0 +1,196 @@
+"""One step of Lion over lists of tensors. 20 B/param with FP32 masters and half copies.
+
+Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Algorithm 2::
+
+    update = sign(beta1 * exp_avg + (1 - beta1) * grad)
+    param  = param * (1 - lr * weight_decay) - lr * update
+    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._multi_tensor import (
+    NUM_WARPS,
+    chunk_bounds,
+    element_pointer,
+    note_overflow,
+    shipped_lists,
+)
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
+from tritonamp.kernels.device import tl, triton
+
+_NUMBERS = 5  # of a rule
+_VEC = 4  # elements that a thread holds, as in adamw
+
+
+class LionRule(NamedTuple):
+    """Hyperparameters of one group."""
+
+    lr: float | Tensor
+    beta1: float | Tensor
+    beta2: float | Tensor
+    weight_decay: float
+    maximize: bool
+
+    def numbers(self) -> Sequence[float | Tensor]:
+        """Return what lion_kernel reads."""
+        return *self[:4], -1.0 if self.maximize else 1.0
+
+
+@triton.jit
+def _update(
+    offs, mask, params, grads, exp_avgs, copies, overflow_ptr, factor, rule,
+    COPY: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    lr, decay, beta1, weight1, beta2, weight2 = rule
+    p = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avgs + offs, mask=mask, other=0.0)
+    # unscale and clip
+    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
+    # weight decay
+    p *= decay
+    # update: as in torch, the sign of NaN is 0
+    c = beta1 * m + weight1 * grad
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
+    p -= lr * sign
+    # moment
+    m = beta2 * m + weight2 * grad
+
+    tl.store(exp_avgs + offs, m, mask=mask)
+    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
+    if COPY:
+        copy = p.to(copies.dtype.element_ty)
+        tl.store(copies + offs, copy, mask=mask)
+        note_overflow(overflow_ptr, p, copy, mask, VEC)
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def lion_kernel(
+    params_ptr, grads_ptr, exp_avgs_ptr, copies_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
+    groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, chunk,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr,
+    NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk. COPY is the copies' type, or None."""
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    row = tl.load(rows_ptr + tl.program_id(0))
+    number = tl.load(number_ptr + row)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    params = element_pointer(params_ptr, row, PARAM, VEC)
+    grads = element_pointer(grads_ptr, row, GRAD, VEC)
+    exp_avgs = element_pointer(exp_avgs_ptr, row, tl.float32, VEC)
+    copies = params
+    if COPY is not None:
+        copies = element_pointer(copies_ptr, row, COPY, VEC)
+    # once: the compiler cannot know that the stores leave them alone
+    rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
+    lr, beta1, beta2 = tl.load(rule_ptr), tl.load(rule_ptr + 1), tl.load(rule_ptr + 2)
+    rule = (
+        lr.to(tl.float32), (1.0 - lr * tl.load(rule_ptr + 3)).to(tl.float32),
+        beta1.to(tl.float32), (1.0 - beta1).to(tl.float32),
+        beta2.to(tl.float32), (1.0 - beta2).to(tl.float32),
+    )  # fmt: skip
+    factor = tl.load(grad_scale_ptr) * tl.load(rule_ptr + 4).to(tl.float32)
+    overflow = overflow_ptr + number
+    j = tl.arange(0, BLOCK)
+    for at in range(begin, whole, BLOCK):
+        _update(
+            at + j, at + j < whole, params, grads, exp_avgs, copies, overflow, factor, rule,
+            COPY is not None, VEC,
+        )  # fmt: skip
+    if whole < end:
+        offs = whole + tl.arange(0, VEC)
+        _update(
+            offs, offs < end, params, grads, exp_avgs, copies, overflow, factor, rule,
+            COPY is not None, VEC,
+        )  # fmt: skip
+
+
+_LISTS = "params", "grads", "exp_avgs", "copies"
+
+
+def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    with lists.tensors.launches(("params", "exp_avgs", "copies")) as tables:
+        calls: list[tuple[Any, ...]] = []
+        for t in tables:
+            rules, groups = lists.numbers(t.device)
+            scalars = lists.scalars(t.device, grad_scale, found_inf)
+            operands = (
+                *(t.pointers[name] for name in _LISTS),
+                *(t.numel, t.first, t.number, t.rows),
+                *(groups, rules, *scalars, lists.overflow(t.device)),
+            )
+            vec = _VEC if t.aligned else 1
+            types = t.type("params"), t.type("grads"), t.type("copies")
+            constants = (*types, _NUMBERS, vec, 32 * NUM_WARPS * vec)
+            grid = t.chunks, 1, 1
+            calls.append((lion_kernel, grid, operands, (t.chunk,), constants, NUM_WARPS))
+        lists.launch_all(calls)
+
+
+def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    updates = EagerUpdate(found_inf)
+    for param, grad, exp_avg, copy, number in lists.rows(_LISTS):
+        lr, beta1, beta2, weight_decay, maximize = lists.rules[lists.groups[number]]
+        compute = torch.promote_types(param.dtype, torch.float32)
+        p, grad, m = param.to(compute), grad.to(compute), exp_avg
+        # unscale and clip
+        if grad_scale is not None:
+            grad = grad * grad_scale.to(grad.device)
+        if maximize:
+            grad = -grad
+        # weight decay
+        p = p * (1 - lr * weight_decay)
+        # update
+        p = p - lr * (beta1 * m + (1 - beta1) * grad).sign()
+        # moment
+        m = beta2 * m + (1 - beta2) * grad
+
+        updates.store(exp_avg, m)
+        updates.store(param, p)
+        if copy is not param:
+            updates.store_copy(copy, p, lists.overflow(param.device)[number])
+    updates.carry_out()
+
+
+def lion(
+    lists: UpdateLists,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    backend: str = "auto",
+) -> None:
+    """Update parameters, moments and half copies in place, with arithmetic in FP32.
+
+    Args:
+        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
+            floating dtype, moments in FP32 ("exp_avgs"; FP64 for FP64 parameters, which are stepped
+            on in FP64), copies, and their hyperparameters.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
+        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+    """
+    LION.run(backend, lists.tensors.uses_triton(backend, LION), lists, grad_scale, found_inf)
+
+
+LION = Implementations(lion_triton, lion_torch)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
+    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
+    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
+    for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
+        lists = UpdateLists()
+        lists.tensors = shipped_lists(
+            aligned, params=param, grads=grad, exp_avgs=wide, copies=copy or "params"
+        )
+        lists.rules, lists.groups = [LionRule(0.1, 0.9, 0.99, 0.0, False)], [0]
+        name = f"lion {param} {grad} {copy}{'' if aligned else ' unaligned'}"
+        yield Shipped(name.replace("torch.", ""), lion_triton, (lists, None, None), 64, None, 0, 0)

@@ -1,0 +1,43 @@
+"""Lion as a fused rule."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels import lion as _lion
+from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.step.fused import FusedRule, scalar
+
+
+class LionRule(FusedRule):
+    """``tritonamp.optim.Lion``."""
+
+    kinds = "a Lion"
+    needs = ("lr", "betas", "weight_decay")
+    state_keys: ClassVar[Mapping[str, str]] = {"exp_avgs": "exp_avg"}
+
+    def update(
+        self,
+        lists: UpdateLists,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        backend: str,
+    ) -> None:
+        """Step once."""
+        _lion.lion(lists, grad_scale, found_inf, backend)
+
+    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:
+        """Return those of one group."""
+        beta1, beta2 = map(scalar, group["betas"])
+        return _lion.LionRule(
+            scalar(group["lr"]), beta1, beta2, group["weight_decay"], group["maximize"]
+        )
+
+    def refuse_sparse(self) -> None:
+        """Raise: the moment of every element moves at every step."""
+        raise RuntimeError("Lion does not support sparse gradients")
+
+
+LION = LionRule()
