@@ -252,7 +252,11 @@ class Stepper:
         params = [w.parameters() for w in decision.waiting]
         record = self._log.record(params, decision.scale.device, self._ranks.members)
         decision.decide(record, self._ranks, max_norm, **how)
-        self._log.decided(decision.scaler.rule, self._forwards.pop_all())
+        try:
+            self._log.decided(decision.scaler.rule, self._forwards.pop_all())
+        except BaseException:  # the log has nothing to take back then
+            decision.undo()
+            raise
 
     def _undo(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         w.release()
