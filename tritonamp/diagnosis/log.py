@@ -171,8 +171,9 @@ class StepLog:
         by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
         before = values[:RECORD] + by_rank + values[first:]
         numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
+        readback = Readback(numbers)  # takes memory: nothing is half-way if there is none
         self._numbers = numbers.to(device)
-        self._readback = Readback(numbers)
+        self._readback = readback
         self._ranks = ranks
         self._positions, self._params = {}, {}
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tritonamp.kernels._multi_tensor import TensorLists
-
-if TYPE_CHECKING:
-    from tritonamp.step.masters import MasterWeights
 
 
 class GradientState(Enum):
@@ -41,12 +38,3 @@ class Gradients(NamedTuple):
     lists: TensorLists
     params: Sequence[Tensor]
     any_sparse: bool = False
-
-
-class Scale(Protocol):
-    """What scaled gradients are scaled by: a decision, as their masters know it."""
-
-    grad_scale: Tensor
-
-    def unscale_early(self, weights: "MasterWeights") -> None:
-        """Unscale one optimizer's gradients because another loss is about to add its own."""

@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,19 @@ from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.gradients import Gradients, GradientState, Scale
+from tritonamp.step.gradients import Gradients, GradientState
 
 _grad = operator.attrgetter("grad")
 _is_sparse = operator.attrgetter("is_sparse")
+
+
+class Scale(Protocol):
+    """What scaled gradients are scaled by: a decision, as their masters know it."""
+
+    grad_scale: Tensor
+
+    def unscale_early(self, weights: "MasterWeights") -> None:
+        """Unscale one optimizer's gradients because another loss is about to add its own."""
 
 
 class MasterWeights:
