@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Start a process for each core, as ``-n auto --dist loadfile`` does.
+    """Start a process for each core, as ``-n auto --dist worksteal`` does.
 
     That is no matter for addopts: benchmarks want the machine for themselves, one named test is
     done before processes have started, -s and --pdb need this one, and there may be no xdist.
@@ -115,7 +115,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option.numprocesses = "auto"
     option.maxprocesses = option.maxprocesses or 8  # a process takes about 1 GB
     if option.dist == "no":
-        option.dist = "loadfile"  # the fixtures of a module are made once
+        # each process gets a row of neighbours, so that the fixtures of a module are made once or
+        # twice, and who is done takes half of what another has left
+        option.dist = "worksteal"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
