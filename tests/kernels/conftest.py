@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import every_test  # noqa: F401  # first: it asks for Triton's interpreter
 import pytest
 import torch
 from torch import Tensor
