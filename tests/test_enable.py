@@ -629,6 +629,13 @@ def test_compiled_model(handles: Any, device: torch.device) -> None:
         assert active.active_policy() is None
 
 
+def test_torchs_ops_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tritonamp.enable(nn.Linear(1, 1)).disable()
+    assert not dispatch.is_registered()
+    monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", None)
+    tritonamp.enable(nn.Linear(1, 1)).disable()
+
+
 @pytest.mark.compiled
 def test_enabling_a_compiled_wrapper_enables_the_original(
     handles: Any, device: torch.device

@@ -156,11 +156,16 @@ def overloads(names: list[str]) -> Iterator[str]:
                 yield qualified
 
 
-def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
-    """The op table of one device type: op to rule."""
+@functools.cache
+def _rules(device_type: str) -> dict[str, Rule]:
+    """Return the rules written here; asking torch for its ops each time is slow."""
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, _storage_rule)]
     if device_type == "cpu":
         rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
-    table = {op: rule for names, rule in rows for op in overloads(names)}
-    return {**table, **functions}
+    return {op: rule for names, rule in rows for op in overloads(names)}
+
+
+def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
+    """Return the op table of one device type: op to rule."""
+    return {**_rules(device_type), **functions}
