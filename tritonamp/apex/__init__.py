@@ -1,5 +1,4 @@
-"""Drop-in for NVIDIA apex: ``from tritonamp.apex import amp`` is the whole migration of an old
-script.
+"""Drop-in for NVIDIA apex: ``from tritonamp.apex import amp`` migrates an old script.
 
 Thin: levels, masters, loss scales and skipped steps are tritonamp's own. What this package adds are
 apex's names and arguments, and apex's lists of functions that run in half or in FP32 everywhere,
@@ -34,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Makes ``import apex`` in this process mean this package, for scripts that cannot be edited.
+    """Make ``import apex`` in this process mean this package, for scripts that cannot be edited.
 
     Call it before anything imports apex. ``import amp_C`` works then, too.
 

@@ -42,9 +42,14 @@ def multi_tensor_scale(
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
-    """``out = a * x + b * y`` for ``tensor_lists`` x, y, out.
+    """Compute ``out = a * x + b * y``.
 
     Args:
+        chunk_size: accepted and not needed.
+        noop_flag: set to 1 where a value is not finite.
+        tensor_lists: x, y, out.
+        a: the factor of x.
+        b: the factor of y.
         arg_to_check: where to look for values that are not finite: 0 in x, 1 in y, -1 in both.
     """
     xs, ys, outs = tensor_lists
@@ -59,7 +64,7 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of one list of tensors.
+    """Return the 2-norm of one list of tensors.
 
     Returns:
         the norm of all elements, shape (1,), and the norm of each tensor, shape (n,) with
@@ -91,13 +96,19 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Updates a loss scale that backs off at the ``hysteresis``-th overflow in a row, and at each
-    one that follows.
+    """Update a loss scale that backs off at the ``hysteresis``-th overflow in a row.
+
+    It also backs off at each overflow that follows.
 
     Args:
-        current_scale: float32, ``growth_tracker``, ``hysteresis_tracker``: int32, of one element,
-            updated in place.
+        current_scale: float32 of one element, updated in place.
+        growth_tracker: int32 of one element, updated in place: clean steps since the last change.
+        hysteresis_tracker: int32 of one element, updated in place: overflows until it backs off.
         found_inf: float32 of one element; not 0: an overflow.
+        growth_factor: the scale grows by it.
+        backoff_factor: the scale falls by it.
+        growth_interval: so many clean steps in a row raise the scale.
+        hysteresis: so many overflows in a row lower it.
 
     Returns:
         ``current_scale``.
@@ -107,9 +118,8 @@ def update_scale_hysteresis(
     backs_off = overflow & (hysteresis_tracker <= 0)
     grows = ~overflow & (growth_tracker + 1 == growth_interval)
     larger, smaller = current_scale * growth_factor, current_scale * backoff_factor
-    smaller = torch.where(
-        smaller < torch.finfo(smaller.dtype).tiny, 0, smaller
-    )  # a subnormal has no finite reciprocal
+    # a subnormal has no finite reciprocal
+    smaller = torch.where(smaller < torch.finfo(smaller.dtype).tiny, 0, smaller)
     larger = torch.where(torch.isfinite(larger), larger, current_scale)
     current_scale.copy_(torch.where(backs_off, smaller, torch.where(grows, larger, current_scale)))
     growth_tracker.copy_(torch.where(overflow | grows, 0, growth_tracker + 1))
@@ -130,10 +140,16 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """A step of Adagrad for ``tensor_lists`` gradients, parameters, sums of squares.
+    """Do a step of Adagrad.
 
     Args:
+        chunk_size: accepted and not needed.
+        noop_flag: accepted and not needed: a step is not skipped here.
+        tensor_lists: gradients, parameters, sums of squares.
+        lr: the learning rate.
+        eps: is added to the root of the sums.
         mode: 0 adds weight decay to the gradients, 1 decouples it.
+        weight_decay: the factor of the parameters in that.
     """
     grads, params, sums = map(_wide, tensor_lists)
     if mode == 0:
@@ -163,11 +179,21 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """A step of NovoGrad for ``tensor_lists`` gradients, parameters, first moments.
+    """Do a step of NovoGrad.
 
     Args:
+        chunk_size: accepted and not needed.
+        noop_flag: accepted and not needed: a step is not skipped here.
+        tensor_lists: gradients, parameters, first moments.
         grad_norms: float32, shape (n,): the running norm of each gradient, updated in place.
+        lr: the learning rate.
+        beta1: the decay of the first moments.
+        beta2: the decay of ``grad_norms``.
+        eps: is added to the norms.
         step: counted from 1.
+        bias_correction: not 0: corrects moments and norms for their start.
+        weight_decay: the factor of the parameters that is added.
+        grad_averaging: not 0: gradients enter the first moments times ``1 - beta1``.
         mode: 0 normalises and decays inside the first moment, 1 outside.
         norm_type: 2, or 0 for the largest absolute value.
     """
@@ -208,13 +234,24 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """A step of LAMB for ``tensor_lists`` gradients, parameters, first moments, second moments.
+    """Do a step of LAMB.
 
     Args:
+        chunk_size: accepted and not needed.
+        noop_flag: accepted and not needed: a step is not skipped here.
+        tensor_lists: gradients, parameters, first moments, second moments.
+        lr: the learning rate.
+        beta1: the decay of the first moments.
+        beta2: the decay of the second moments.
+        eps: is added to the root of the second moments.
         step: counted from 1.
+        bias_correction: not 0: corrects the moments for their start at 0.
+        weight_decay: the factor of the parameters that is added.
+        grad_averaging: not 0: gradients enter the first moments times ``1 - beta1``.
         mode: 0 adds weight decay to the gradients, 1 decouples it.
         global_grad_norm: one element; where it exceeds ``max_grad_norm``, gradients are scaled down
             by as much.
+        max_grad_norm: the largest norm that gradients keep.
         use_nvlamb: the trust ratio also where ``weight_decay`` is 0.
     """
     grads, params, moments, squares = map(_wide, tensor_lists)
@@ -271,12 +308,12 @@ def _list(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors themselves where they are FP32 or FP64, else FP32 copies."""
+    """Return the tensors themselves where they are FP32 or FP64, else FP32 copies."""
     return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
 def _store(lists: Lists, values: Lists) -> None:
-    """Rounds wide values into the tensors they belong to, where these are not the same."""
+    """Round wide values into the tensors they belong to, where these are not the same."""
     pairs = [
         (t, v)
         for pair in zip(lists, values, strict=True)
@@ -288,7 +325,7 @@ def _store(lists: Lists, values: Lists) -> None:
 
 
 def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Sets the flag where a tensor holds a value that is not finite: then so is its largest."""
+    """Set the flag where a tensor holds a value that is not finite: then so is its largest."""
     filled = [t for t in tensors if t.numel()]
     if filled:
         largest = [norm.float() for norm in torch._foreach_norm(filled, float("inf"))]

@@ -9,8 +9,9 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """``applier(op, noop_flag_buffer, tensor_lists, *args)`` calls ``op(chunk_size,
-    noop_flag_buffer, ...)``.
+    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
+
+    As ``applier(op, noop_flag_buffer, tensor_lists, *args)``.
     """
 
     available = True

@@ -42,14 +42,14 @@ _amp_state = AmpState()
 
 
 def warn_or_err(message: str) -> None:
-    """Raises RuntimeError, or prints where the user has set ``hard_override``."""
+    """Raise RuntimeError, or print where the user has set ``hard_override``."""
     if not _amp_state.hard_override:
         raise RuntimeError(message)
     print("Warning:  " + message)
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:
-    """Prints unless ``verbosity`` is 0; with ``rank0`` only there."""
+    """Print unless ``verbosity`` is 0; with ``rank0`` only there."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if _amp_state.verbosity > 0 and not (
         rank0 and distributed and torch.distributed.get_rank() != 0
@@ -58,8 +58,9 @@ def maybe_print(message: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that ``optimizer`` steps on: FP32 masters where there are any. Their gradients
-    are true ones after a ``scale_loss`` block.
+    """Return the tensors that ``optimizer`` steps on: FP32 masters where there are any.
+
+    Their gradients are true ones after a ``scale_loss`` block.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

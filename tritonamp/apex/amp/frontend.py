@@ -37,24 +37,29 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     patch_torch_functions_type: torch.dtype | None = None,
 ) -> Any:
-    """Mixed precision for models and optimizers, in place, before they are wrapped for parallel
-    training.
+    """Turn on mixed precision for models and optimizers, in place.
 
-    A model may be initialized again, with another optimizer; the earlier call for it is undone
-    first.
+    Call it before they are wrapped for parallel training. A model may be initialized again, with
+    another optimizer; the earlier call for it is undone first.
 
     Args:
         models: a module or a list of modules, in FP32.
         optimizers: an optimizer, a list of them, or None.
         enabled: False: nothing happens, and ``scale_loss`` yields the loss as it is.
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" half weights with FP32
-            masters; "O3" half; "O4" and "O5": O1 and O2 in bfloat16. The next five, and the last,
-            override a property of the level.
+            masters; "O3" half; "O4" and "O5": O1 and O2 in bfloat16.
+        cast_model_type: overrides the dtype that the level casts the models to; False: none.
+        patch_torch_functions: overrides whether the level casts around torch's functions.
+        keep_batchnorm_fp32: overrides whether BatchNorms stay FP32 where the models are cast.
+        master_weights: overrides whether the level has FP32 masters.
+        loss_scale: overrides the level's loss scale: "dynamic", or a number.
         cast_model_outputs: dtype of floating outputs of the models; None: FP32 where the model is
             cast.
         num_losses: loss_ids from 0 to below this have loss scales of their own.
         verbosity: 0: nothing is printed.
-        min_loss_scale, max_loss_scale: bounds of a dynamic loss scale; None: 2^-24.
+        min_loss_scale: lower bound of a dynamic loss scale; None: 2^-24.
+        max_loss_scale: upper bound of a dynamic loss scale.
+        patch_torch_functions_type: overrides the half dtype of the casts around functions.
 
     Returns:
         what it was given: models, or models and optimizers.
@@ -137,7 +142,7 @@ def _run_of(owner: Any) -> Run | None:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as LARC."""
+    """Return the optimizer inside a wrapper such as LARC."""
     while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optim"):
         optimizer = optimizer.optim
     return optimizer
@@ -169,9 +174,7 @@ def _start(
 
 
 def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -> None:
-    """The casts around torch's functions, as long as one of the models or optimizers that asked for
-    them is there.
-    """
+    """Cast around torch's functions while a model or optimizer that asked for it lives."""
     before = _amp_state.handle
     handle = init(
         loss_scale=properties.loss_scale,
@@ -180,9 +183,8 @@ def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -
     )
     types = {p.device.type for model in models for p in model.parameters()}
     if types and types != {"cpu"}:
-        handle.device_types = frozenset(
-            types
-        )  # what a script computes on the CPU beside its GPU stays FP32
+        # what a script computes on the CPU beside its GPU stays FP32
+        handle.device_types = frozenset(types)
     assert isinstance(handle, AmpHandle)
     forever = before.is_active() and before.owners is None
     handle.owners = None if forever else weakref.WeakSet(before.owners or ())
@@ -216,17 +218,19 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the scaled loss, for ``scaled_loss.backward()`` inside the block.
+    """Yield the scaled loss, for ``scaled_loss.backward()`` inside the block.
 
     After it the gradients of ``amp.master_params(optimizer)`` are true FP32 ones, and where they
     are not finite the next step of all ``optimizers`` is skipped and the loss scale lowered.
 
     Args:
+        loss: what the model was trained for in this step, a scalar.
         optimizers: the one or ones that this loss feeds.
         loss_id: which loss scale.
+        model: accepted and not needed.
         delay_unscale: the gradients keep the scale; a later block of the same loss and optimizers,
             without this, must come before the step.
-        model, delay_overflow_check: accepted and not needed: nothing here waits for the device.
+        delay_overflow_check: accepted and not needed: nothing here waits for the device.
 
     Raises:
         RuntimeError: no ``amp.initialize`` before, or an optimizer that did not go through it.
@@ -254,8 +258,9 @@ def scale_loss(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scales of the last ``initialize``: ``{"loss_scaler0": {"loss_scale": ...,
-    "unskipped": ...}, ...}``.
+    """Return the loss scales of the last ``initialize``.
+
+    They look like ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
     """
     destination = OrderedDict() if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
@@ -267,8 +272,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Takes what ``state_dict`` gave, in its order; states beyond ``num_losses`` are passed over,
-    with a warning.
+    """Load what ``state_dict`` returned, in its order.
+
+    States beyond ``num_losses`` are passed over, with a warning.
 
     Raises:
         RuntimeError: keys that are no loss scalers, listed; nothing was changed then.

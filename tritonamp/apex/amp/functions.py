@@ -15,22 +15,22 @@ _registered: list[UserFunction] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
-    """Decorator: while casts are on, ``function`` gets its floating tensors in float16."""
+    """Give ``function`` its floating tensors in float16 while casts are on; a decorator."""
     return wrap.half(function, torch.float16)
 
 
 def bfloat16_function(function: F) -> F:
-    """Decorator: while casts are on, ``function`` gets its floating tensors in bfloat16."""
+    """Give ``function`` its floating tensors in bfloat16 while casts are on; a decorator."""
     return wrap.half(function, torch.bfloat16)
 
 
 def float_function(function: F) -> F:
-    """Decorator: while casts are on, ``function`` gets its half tensors in FP32."""
+    """Give ``function`` its half tensors in FP32 while casts are on; a decorator."""
     return wrap.float_(function)
 
 
 def promote_function(function: F) -> F:
-    """Decorator: while casts are on, ``function`` gets FP32 where half and FP32 tensors meet."""
+    """Give ``function`` FP32 where half and FP32 tensors meet, while casts are on; a decorator."""
     return wrap.promote(function)
 
 
@@ -55,17 +55,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """The same for ``bfloat16_function``."""
+    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the bfloat16 list."""
     _register(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """The same for ``float_function``."""
+    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the FP32 list."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """The same for ``promote_function``."""
+    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the promote list."""
     _register(module, name, promote_function)
 
 
@@ -77,13 +77,13 @@ def init(
     allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
-    """Turns on the casts around torch's functions, in the whole process; those of an earlier call
-    end.
+    """Cast around torch's functions in the whole process; the casts of an earlier call end.
 
     Args:
         enabled: False: nothing happens, and the handle does nothing.
         loss_scale: of optimizers that ``handle.wrap_optimizer`` or ``handle.scale_loss`` are given.
         enable_caching: parameters are cast once an iteration.
+        verbose: accepted and not needed.
         allow_banned: banned functions get FP32 arguments, instead of refusing half ones.
         patch_type: the half dtype, torch.float16 or torch.bfloat16.
 

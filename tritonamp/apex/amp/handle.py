@@ -1,6 +1,4 @@
-"""The casts around torch's functions: whether they are on, the half copies of weights, and how to
-take them off.
-"""
+"""The casts around torch's functions, the half copies of weights, and how to take them off."""
 
 import contextlib
 import weakref
@@ -26,8 +24,9 @@ class UserFunction(NamedTuple):
 
 
 class AmpHandle:
-    """What ``amp.init`` returns, and ``_amp_state.handle`` after an ``amp.initialize`` of level O1
-    or O4.
+    """The casts of ``amp.init``, which returns it, or of an ``amp.initialize`` of level O1 or O4.
+
+    That of ``amp.initialize`` is ``_amp_state.handle``.
 
     Attributes:
         dtype: the half dtype.
@@ -45,10 +44,13 @@ class AmpHandle:
         dtype: torch.dtype = torch.float16,
         device_types: frozenset[str] = frozenset(("cpu", "cuda")),
     ) -> None:
-        self.loss_scale, self.dtype, self.device_types = loss_scale, dtype, device_types
+        self.loss_scale = loss_scale
+        self.dtype = dtype
+        self.device_types = device_types
         self.owners: weakref.WeakSet[Any] | None = None
         self.user_functions: list[UserFunction] = []
-        self._enable_caching, self._verbose = enable_caching, verbose
+        self._enable_caching = enable_caching
+        self._verbose = verbose
         self._is_active = True
         self._cache: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
@@ -69,16 +71,14 @@ class AmpHandle:
     # the functions
 
     def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Puts ``wrap(module.name)`` in the place of ``module.name``, where there is such a
-        function.
-        """
+        """Put ``wrap(module.name)`` in the place of ``module.name``, if there is one."""
         if not callable(getattr(module, name, None)):
             return
         self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
         setattr(module, name, wrap(getattr(module, name)))
 
     def _deactivate(self) -> None:
-        """Puts all functions back."""
+        """Put all functions back."""
         while self._all_wrappers:
             module, name, original = self._all_wrappers.pop()
             if original is _INHERITED:
@@ -89,7 +89,7 @@ class AmpHandle:
         self._clear_cache()
 
     def _end_with(self, owner: Any) -> None:
-        """The casts stay as long as ``owner``, and those that were owners before, live."""
+        """Keep the casts as long as ``owner``, or one of those that were owners before, lives."""
         if self.owners is not None:
             self.owners.add(owner)
             weakref.finalize(owner, _end_without_owners).atexit = False
@@ -143,13 +143,14 @@ class AmpHandle:
     # the API before ``amp.initialize``
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer with ``scale_loss``; ``num_loss`` of them are expected before each step."""
+        """Return an optimizer with ``scale_loss``; it expects ``num_loss`` losses a step."""
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yields the scaled loss; after its backward the gradients are true ones, and
-        ``optimizer.step()`` skips where they are not finite.
+        """Yield the scaled loss; after its backward the gradients are true ones.
+
+        Where they are not finite, ``optimizer.step()`` skips.
         """
         with OptimWrapper.of(optimizer, self).scale_loss(loss) as scaled:
             yield scaled
@@ -164,7 +165,7 @@ class NoOpHandle:
     user_functions: Sequence[UserFunction] = ()
 
     def is_active(self) -> bool:
-        """False."""
+        """Return False: nothing is cast."""
         return False
 
     @contextlib.contextmanager
@@ -176,12 +177,12 @@ class NoOpHandle:
         return tensor.to(dtype)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer whose ``scale_loss`` yields the loss."""
+        """Return an optimizer whose ``scale_loss`` yields the loss as it is."""
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yields the loss."""
+        """Yield the loss as it is."""
         yield loss
 
     def _clear_cache(self) -> None:

@@ -21,7 +21,9 @@ class OptimWrapper:
     """
 
     def __init__(self, optimizer: Optimizer, handle: Any, num_loss: int = 1) -> None:
-        self._optimizer, self._handle, self._num_loss = optimizer, handle, num_loss
+        self._optimizer = optimizer
+        self._handle = handle
+        self._num_loss = num_loss
         self._loss_idx = 0
         if handle.is_active() and getattr(optimizer, "_amp_stash", None) is None:
             policy = tritonamp.Policy(loss_scale=handle.loss_scale, half_parameters=True)
@@ -34,7 +36,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yields the scaled loss, for its backward inside the block."""
+        """Yield the scaled loss, for its backward inside the block."""
         run = getattr(self._optimizer, "_amp_stash", None)
         if run is None or not self._handle.is_active():
             yield loss

@@ -40,8 +40,9 @@ class Properties:
         return dataclasses.asdict(self)
 
     def policy(self, keep_outputs: bool) -> tritonamp.Policy:
-        """The Policy of the same meaning; functions are cast by apex's lists, so its op policy is
-        off.
+        """Return the Policy of the same meaning.
+
+        Functions are cast by apex's lists, so its op policy is off.
 
         Args:
             keep_outputs: half outputs stay half though the model is cast.
@@ -70,7 +71,7 @@ opt_levels = {
 
 
 def resolve(opt_level: str, **overrides: Any) -> Properties:
-    """The level's properties with those overridden that are not None.
+    """Return the level's properties with those overridden that are not None.
 
     Raises:
         RuntimeError: an unknown level, or overrides that contradict it.

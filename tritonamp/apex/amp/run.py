@@ -14,8 +14,9 @@ from tritonamp.apex.amp.scaler import LossScaler
 
 
 class Run:
-    """One ``Amp``, kept alive by its models and optimizers, whose ``_amp_stash`` it is; copies of
-    them have none.
+    """One ``Amp``, kept alive by its models and optimizers.
+
+    It is their ``_amp_stash``; copies of them have none.
     """
 
     def __init__(
@@ -26,7 +27,8 @@ class Run:
         bounds: tuple[float | None, float] = (None, 2.0**24),
         num_losses: int = 1,
     ) -> None:
-        self._models, self._optimizers = list(models), list(optimizers)
+        self._models = list(models)
+        self._optimizers = list(optimizers)
         to_enable = self._models or [_ParametersOf(optimizers)]
         params = (p for model in to_enable for p in model.parameters())
         device = self._device = next((p.device for p in params), torch.device("cpu"))
@@ -38,7 +40,8 @@ class Run:
             scaler=self.scalers[0].scaler if policy.loss_scale == "dynamic" else None,
             around_step=self._around_step,
         )
-        self._skips, self._fed = Skips(self._amp), set[Optimizer]()
+        self._skips = Skips(self._amp)
+        self._fed = set[Optimizer]()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in self._owners():
             owner._amp_stash = self
@@ -58,8 +61,9 @@ class Run:
         loss_id: int,
         delay_unscale: bool = False,
     ) -> Iterator[Tensor]:
-        """Yields the scaled loss; unless delayed, the gradients are true ones afterwards, and
-        judged.
+        """Yield the scaled loss, for its backward inside the block.
+
+        Unless delayed, the gradients are true ones afterwards, and judged.
         """
         if loss_id not in range(len(scalers)):
             raise IndexError(
@@ -80,8 +84,9 @@ class Run:
 
     @contextlib.contextmanager
     def _around_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Gradients of a plain ``loss.backward()`` are true ones where the parameters are their own
-        masters.
+        """Make the gradients of a plain ``loss.backward()`` true ones, for the step in the block.
+
+        That is needed where the parameters are their own masters.
         """
         with _amp_state.handle._disable_casts():
             if (
@@ -98,7 +103,7 @@ class Run:
         self._fed.discard(optimizer)
 
     def end_for(self, models: Sequence[nn.Module]) -> None:
-        """Puts everything back as it was before, for another ``initialize`` of ``models``.
+        """Put everything back as it was before, for another ``initialize`` of ``models``.
 
         Raises:
             RuntimeError: they are not all that this one was for.
@@ -145,8 +150,9 @@ class _Question(NamedTuple):
 
 
 class Skips:
-    """Prints a line for each skipped step as soon as its flag has arrived on the host: the device
-    is not waited for.
+    """Print a line for each skipped step.
+
+    It comes as soon as the flag has arrived on the host: the device is not waited for.
     """
 
     def __init__(self, amp: tritonamp.Amp) -> None:
@@ -154,7 +160,7 @@ class Skips:
         self._under_way: list[_Question] = []
 
     def look(self, question: _Question) -> None:
-        """Sends for the flag of a loss that was just judged."""
+        """Start copying the flag of a loss that was just judged."""
         found_inf = question.found_inf
         if _amp_state.verbosity <= 0 or (
             found_inf.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -9,12 +9,14 @@ INIT_LOSS_SCALE = 2.0**16
 
 
 class LossScaler:
-    """``_amp_state.loss_scalers[i]``: reads and sets a ``tritonamp.GradScaler``. Reading waits for
-    the device.
+    """``_amp_state.loss_scalers[i]``: reads and sets a ``tritonamp.GradScaler``.
+
+    Reading waits for the device.
 
     Args:
         loss_scale: "dynamic", or a number that stays.
-        min_loss_scale, max_loss_scale: bounds of a dynamic one; None: 2^-24.
+        min_loss_scale: lower bound of a dynamic one; None: 2^-24.
+        max_loss_scale: upper bound of a dynamic one.
         device: of the losses.
     """
 
@@ -25,7 +27,8 @@ class LossScaler:
         max_loss_scale: float,
         device: torch.device,
     ) -> None:
-        self.dynamic, self._device = loss_scale == "dynamic", device
+        self.dynamic = loss_scale == "dynamic"
+        self._device = device
         if not self.dynamic:
             self._make(float(loss_scale), float(loss_scale), float(loss_scale))
             return
@@ -40,7 +43,7 @@ class LossScaler:
         self.scaler.scale_tensor(self._device)
 
     def loss_scale(self) -> float:
-        """The scale that the next loss will get."""
+        """Return the scale that the next loss will get."""
         return self._loss_scale
 
     @property

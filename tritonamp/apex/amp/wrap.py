@@ -15,8 +15,9 @@ FLOATING = (torch.float32, *HALF_DTYPES)  # FP64 passes: whoever has it asked fo
 
 
 def _map(value: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``cast`` applied to every tensor in it that is to be cast: floating, on a
-    device that is.
+    """Return ``value`` with ``cast`` applied to every tensor in it that is to be cast.
+
+    Those are the floating ones on a device that has casts.
     """
     if isinstance(value, Tensor):
         return cast(value) if _concerned(value) else value
@@ -32,7 +33,7 @@ def _concerned(tensor: Tensor) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value`` that are to be cast."""
+    """Yield the tensors in ``value`` that are to be cast."""
     if isinstance(value, Tensor):
         if _concerned(value):
             yield value
@@ -46,7 +47,7 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def half(function: F, dtype: torch.dtype | None = None) -> F:
-    """``function`` gets ``dtype`` arguments; None: the half dtype of the casts."""
+    """Wrap ``function`` to get ``dtype`` arguments; None: the half dtype of the casts."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -61,8 +62,10 @@ def half(function: F, dtype: torch.dtype | None = None) -> F:
 
 
 def half_op(function: F) -> F:
-    """As ``half``, for an op of torch. On CPU it is computed in FP32 from the half arguments and
-    rounded once: half kernels are slow or missing there, and it is what a Tensor Core does.
+    """Wrap an op of torch as ``half`` does; on CPU it is computed in FP32 and rounded once.
+
+    It starts from the half arguments there: half kernels are slow or missing on CPU, and it is what
+    a Tensor Core does.
     """
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -81,8 +84,9 @@ _NOWHERE = torch.empty(0, device="meta")
 
 
 def half_layer(function: F) -> F:
-    """As ``half_op``, for the layers of recurrent nets. On CUDA autocast does it, which lays the
-    half weights out as cuDNN wants them.
+    """Wrap a layer of a recurrent net as ``half_op`` does.
+
+    On CUDA autocast does it, which lays the half weights out as cuDNN wants them.
     """
     on_cpu = half_op(function)
 
@@ -98,8 +102,9 @@ def half_layer(function: F) -> F:
 
 
 def any_input_dtype(check: F) -> F:
-    """``check(layer, input, ...)`` of a recurrent layer, which insists on the dtype of the weights,
-    sees that dtype.
+    """Wrap ``check(layer, input, ...)`` of a recurrent layer to see the dtype of the weights.
+
+    The check insists that the input has it.
     """
 
     @functools.wraps(check)
@@ -112,7 +117,7 @@ def any_input_dtype(check: F) -> F:
 
 
 def float_(function: F) -> F:
-    """``function`` gets FP32 arguments."""
+    """Wrap ``function`` to get FP32 arguments."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +129,7 @@ def float_(function: F) -> F:
 
 
 def promote(function: F) -> F:
-    """``function`` gets FP32 arguments where half and FP32 ones meet."""
+    """Wrap ``function`` to get FP32 arguments where half and FP32 ones meet."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +141,7 @@ def promote(function: F) -> F:
 
 
 def match_first(function: F) -> F:
-    """``function`` changes its first argument in place: the others get its dtype."""
+    """Wrap an in-place ``function`` to get all arguments in the dtype of the first."""
 
     @functools.wraps(function)
     def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +153,7 @@ def match_first(function: F) -> F:
 
 
 def refuse_half(function: F, message: str | None = None) -> F:
-    """``function`` raises NotImplementedError for half arguments."""
+    """Wrap ``function`` to raise NotImplementedError for half arguments."""
     name = getattr(function, "__name__", str(function))
     text = message or (
         f"{name} in place on a half tensor: its result belongs in FP32. Use {name.rstrip('_')} out "

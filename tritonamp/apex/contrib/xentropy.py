@@ -8,9 +8,7 @@ __all__ = ["SoftmaxCrossEntropyLoss"]
 
 
 class SoftmaxCrossEntropyLoss:
-    """``SoftmaxCrossEntropyLoss.apply(logits, labels, ...)``: the cross entropy of each row,
-    computed in FP32.
-    """
+    """The cross entropy of each row, computed in FP32, as ``apply(logits, labels, ...)``."""
 
     @staticmethod
     def apply(

@@ -42,7 +42,8 @@ class FP16_Optimizer:
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        self.optimizer, self.verbose = init_optimizer, verbose
+        self.optimizer = init_optimizer
+        self.verbose = verbose
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -87,7 +88,7 @@ class FP16_Optimizer:
         raise RuntimeError("FP16_Optimizer: save state_dict(), not the object")
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Clears the gradients of masters and parameters: zeros, or None."""
+        """Clear the gradients of masters and parameters: zeros, or None."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         for param in _flat(self.fp16_groups):
             if set_grads_to_None:
@@ -98,11 +99,13 @@ class FP16_Optimizer:
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Adds the scaled gradients of ``loss`` to the parameters'.
+        """Add the scaled gradients of ``loss`` to the parameters'.
 
         Args:
+            loss: what to differentiate, before scaling.
             update_master_grads: False leaves the masters for a call of ``update_master_grads``,
                 after the last of several losses.
+            retain_graph: as in ``torch.Tensor.backward``.
         """
         if self._unscaled:
             self._scale(_flat(self.fp32_from_fp32_groups), self.loss_scale)
@@ -131,7 +134,7 @@ class FP16_Optimizer:
         return bool(flag)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps on the masters and rounds them into the half parameters, or skips.
+        """Step on the masters and round them into the half parameters, or skip.
 
         Args:
             closure: calls ``zero_grad`` and ``backward`` of this object, returns the loss; called
@@ -181,7 +184,7 @@ class FP16_Optimizer:
         )
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The masters' gradients by group; None after an overflow."""
+        """Return the masters' gradients by group; None after an overflow."""
         if self.overflow:
             return None
         return [
@@ -190,7 +193,7 @@ class FP16_Optimizer:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, the masters and the loss scale, as tensors and plain values."""
+        """Return the optimizer's state, the masters and the loss scale as plain values."""
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,

@@ -21,22 +21,24 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Makes the BatchNorms with weights in ``module`` FP32 again, in place; returns it."""
+    """Make the BatchNorms with weights in ``module`` FP32 again, in place; return it."""
     for norm in filter(_is_affine_batch_norm, module.modules()):
         norm.float()
     return module
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """``network`` in half but for its BatchNorms, in place, behind a layer that makes the input
-    half.
+    """Make ``network`` half but for its BatchNorms, in place, and return it behind a cast.
+
+    The cast is a layer that makes the input half.
     """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Makes the floating parameters, gradients and buffers of ``module`` itself ``dtype``, not of
-    its children.
+    """Make the floating parameters, gradients and buffers of ``module`` itself ``dtype``.
+
+    Its children stay as they are.
     """
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
@@ -50,7 +52,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Makes ``network`` ``dtype`` in place, BatchNorms with weights excepted; returns it."""
+    """Make ``network`` ``dtype`` in place, BatchNorms with weights excepted; return it."""
     for module in network.modules():
         if not _is_affine_batch_norm(module):
             convert_module(module, dtype)
@@ -77,9 +79,10 @@ class FP16Model(nn.Module):
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of ``model`` that require a gradient, and FP32 masters of them.
+    """Return the parameters of ``model`` that require a gradient, and FP32 masters of them.
 
     Args:
+        model: whose parameters.
         flat_master: one master that holds all elements.
 
     Raises:
@@ -106,7 +109,7 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies gradients to the masters; both lists as ``prep_param_lists`` gave them."""
+    """Copy gradients to the masters; both lists as ``prep_param_lists`` returned them."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = parameters_to_vector(grads).float()
@@ -124,7 +127,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Rounds the masters into the parameters; both lists as ``prep_param_lists`` gave them."""
+    """Round the masters into the parameters; both lists as ``prep_param_lists`` returned them."""
     values = list(master_params)
     if flat_master:
         pieces = master_params[0].split([param.numel() for param in model_params])
@@ -134,5 +137,5 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> Any:
-    """The one value of a tensor, or of a sequence. Reads the device."""
+    """Return the one value of a tensor, or of a sequence. Reads the device."""
     return t.item() if hasattr(t, "item") else t[0]

@@ -14,11 +14,11 @@ class LossScaler:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a fixed scale does not look."""
+        """Return False: a fixed scale does not look."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """A step was taken, or skipped for ``overflow``."""
+        """Do nothing, whether a step was taken or skipped for ``overflow``."""
 
     @property
     def loss_scale(self) -> float:
@@ -27,17 +27,18 @@ class LossScaler:
     def scale_gradient(
         self, module: Any, grad_in: Iterable[Tensor], grad_out: Any
     ) -> tuple[Tensor, ...]:
-        """The gradients times the scale, as a module's backward hook returns them."""
+        """Return the gradients times the scale, as a module's backward hook does."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The backward of the scaled loss, which is FP32."""
+        """Do the backward of the scaled loss, which is FP32."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls by ``scale_factor`` at an overflow, not below 1, and rises after a
-    clean window.
+    """A loss scale that falls by ``scale_factor`` at an overflow and rises after a clean window.
+
+    It does not fall below 1.
 
     Args:
         init_scale: the scale of the first step.

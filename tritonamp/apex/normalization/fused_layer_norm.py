@@ -37,8 +37,9 @@ def _norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``norm`` in FP32 (FP64 for FP64 input), rounded to ``dtype``; torch does that by itself where
-    all have one.
+    """Compute ``norm`` in FP32 (FP64 for FP64 input), rounded to ``dtype``.
+
+    Torch does that by itself where all have one dtype.
     """
     shape, device_type = [shape] if isinstance(shape, int) else list(shape), input.device.type
     if torch.is_autocast_enabled(device_type) and input.is_floating_point():
@@ -127,9 +128,7 @@ def manual_rms_norm(
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights; the result has the input's
-    dtype.
-    """
+    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights, for half output."""
 
     def __init__(
         self,
@@ -153,9 +152,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight; the result has the input's
-    dtype.
-    """
+    """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight, for half output."""
 
     eps: float
 
@@ -227,7 +224,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
 
 def _check_affine(cls: type, kwargs: dict[str, Any]) -> None:
-    """The mixed modules have weights, and take no word on it."""
+    """Refuse a word on the affine weights, which the mixed modules always have."""
     if "elementwise_affine" in kwargs:
         warnings.warn(
             f"{cls.__name__} does not support `elementwise_affine` argument", stacklevel=3

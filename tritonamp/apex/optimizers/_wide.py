@@ -11,8 +11,9 @@ Group = dict[str, Any]
 
 
 class WideOptimizer(Optimizer):
-    """Base of the fused optimizers: state is FP32 (FP64 for FP64 parameters), arithmetic too,
-    parameters are rounded.
+    """Base of the fused optimizers: FP32 state and arithmetic (FP64 for FP64 parameters).
+
+    Parameters are rounded.
 
     A half parameter that steps here alone has no FP32 master, as in apex: small updates are lost to
     rounding. Under ``tritonamp.enable`` and ``amp.initialize`` the optimizer steps on FP32 masters.
@@ -49,11 +50,11 @@ class WideOptimizer(Optimizer):
         return loss
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
-        """Steps on the parameters that have gradients, by group."""
+        """Do the step on the parameters that have gradients, by group."""
         raise NotImplementedError
 
     def _states(self, name: str, params: Sequence[Tensor]) -> list[Tensor]:
-        """The state ``name`` of each parameter, zeros in its shape at first."""
+        """Return the state ``name`` of each parameter, zeros in its shape at first."""
         for param in params:
             if name not in self.state[param]:
                 dtype = torch.promote_types(param.dtype, torch.float32)
@@ -69,9 +70,7 @@ class WideOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the state of half parameters becomes FP32, where torch would make it
-        half.
-        """
+        """Load as torch does, but make the state of half parameters FP32, not half."""
         loaded: list[dict[str, Any]] = []  # what the user's own hooks make of it
         with_hook = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
         try:
@@ -93,6 +92,6 @@ def grads_of(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def count_step(group: Group) -> int:
-    """The number of this step, from 1; apex counts by group."""
+    """Count this step and return its number, from 1; apex counts by group."""
     group["step"] = group.get("step", 0) + 1
     return group["step"]

@@ -84,9 +84,9 @@ class FusedLAMB(WideOptimizer):
             )
 
     def _grads(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """The true gradients."""
+        """Return the true gradients."""
         return grads_of(params)
 
     def _targets(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """What is updated."""
+        """Return the tensors that the step updates."""
         return list(params)

@@ -11,8 +11,9 @@ from tritonamp.apex.optimizers.fused_lamb import FusedLAMB
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """``FusedLAMB`` that keeps an FP32 master of each half parameter in its state, and unscales by
-    itself.
+    """``FusedLAMB`` that unscales by itself and keeps an FP32 master of each half parameter.
+
+    The masters are in its state. With a GradScaler the step reads on the host whether to skip.
 
     With a GradScaler the step reads on the host whether to skip.
 
@@ -75,7 +76,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         ]
 
     def _master(self, param: Tensor) -> Tensor:
-        """The FP32 master; the parameter wins where somebody else wrote to it."""
+        """Return the FP32 master; the parameter wins where somebody else wrote to it."""
         master = self.state[param].get("master_param", param)
         master = torch.where(master.to(param.dtype) == param, master, param).float()
         self.state[param]["master_param"] = master

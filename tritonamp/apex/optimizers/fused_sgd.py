@@ -10,8 +10,9 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, grads_of
 
 
 class FusedSGD(WideOptimizer):
-    """``torch.optim.SGD`` with apex's arguments, in FP32 arithmetic; bit for bit the same on FP32
-    parameters.
+    """``torch.optim.SGD`` with apex's arguments, in FP32 arithmetic.
+
+    On FP32 parameters it is the same bit for bit.
 
     Args:
         wd_after_momentum: adds the weight decay to the update, not to the gradient.
@@ -79,8 +80,9 @@ class FusedSGD(WideOptimizer):
     def _momenta(
         self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The momenta after this step, as they are stored: those of half parameters are half, and
-        step as rounded.
+        """Return the momenta after this step, as they are stored.
+
+        Those of half parameters are half, and step as rounded.
         """
         for param, grad in zip(params, grads, strict=True):
             state = self.state[param]

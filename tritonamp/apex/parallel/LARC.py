@@ -33,7 +33,9 @@ class LARC(Optimizer):
         eps: float = 1e-8,
     ) -> None:  # not Optimizer's: it has no parameters of its own
         self.optim = optimizer
-        self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not there yet, while a copy is being built
@@ -94,7 +96,7 @@ class LARC(Optimizer):
 
     @torch.no_grad()
     def _adapt(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Puts weight decay and local rates into the gradients; not where a norm is 0."""
+        """Put weight decay and local rates into the gradients; not where a norm is 0."""
         if not params:
             return
         grads = [p.grad for p in params if p.grad is not None]

@@ -20,10 +20,9 @@ _LOCAL_BUFFERS: dict[str, Any] = {
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """``torch.nn.parallel.DistributedDataParallel`` with apex's arguments. Wrap after
-    ``amp.initialize``.
+    """``torch.nn.parallel.DistributedDataParallel`` with apex's arguments.
 
-    Buffers stay each rank's own, as in apex.
+    Wrap after ``amp.initialize``. Buffers stay each rank's own, as in apex.
 
     Args:
         message_size: elements of a bucket.
@@ -33,8 +32,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average: False sums them over the processes.
         gradient_predivide_factor: divides before the reduction, and multiplies by it after it where
             averaging.
-        allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-            allreduce_communicators, prof: make no difference; torch overlaps by itself.
+        allreduce_trigger_params: makes no difference, as the next four: torch overlaps by itself.
+        retain_allreduce_buffers: makes no difference.
+        num_allreduce_streams: makes no difference.
+        allreduce_communicators: makes no difference.
+        prof: makes no difference.
 
     Raises:
         ValueError: ``shared_param``, or ``delay_allreduce`` with what it excludes.
@@ -78,11 +80,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def enable_allreduce(self) -> None:
-        """The next backward reduces gradients."""
+        """Have the next backward reduce gradients."""
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
-        """The next backward leaves gradients as they are, for accumulation."""
+        """Have the next backward leave gradients as they are, for accumulation."""
         self.require_backward_grad_sync = False
 
 
@@ -90,7 +92,7 @@ def _reduce_bucket(
     options: tuple[bool, float, float],
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
 ) -> torch.futures.Future[Tensor]:
-    """Sums a bucket over all processes, with the factors before and after."""
+    """Sum a bucket over all processes, with the factors before and after."""
     in_fp32, divisor, rate = options
     buffer = bucket.buffer()
     values = (buffer.float() if in_fp32 else buffer).div_(divisor)

@@ -32,7 +32,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         fuse_relu: bool = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
-        self.channel_last, self.fuse_relu = channel_last, fuse_relu
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalises ``input``; ``z``, of its shape, is added before the ReLU."""
@@ -47,8 +48,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """``module`` with every BatchNorm in it replaced by a SyncBatchNorm of the same parameters and
-    statistics.
+    """Return ``module`` with a SyncBatchNorm in the place of every BatchNorm in it.
+
+    Parameters and statistics are the same ones.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     for norm in converted.modules():
@@ -59,8 +61,9 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The process group of this rank where all ranks form groups of ``group_size``; 0: None, all of
-    them.
+    """Return this rank's process group where all ranks form groups of ``group_size``.
+
+    0: None, which is all ranks.
 
     Raises:
         ValueError: the world is smaller, or not a multiple of it.

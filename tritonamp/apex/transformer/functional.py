@@ -20,12 +20,14 @@ MASKED = -10000.0  # what a masked score becomes
 
 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax of ``scale * inputs`` over the last dimension; arithmetic in FP32, result in the
-    inputs' dtype.
+    """Return the softmax of ``scale * inputs`` over the last dimension.
+
+    Arithmetic is FP32, the result in the inputs' dtype.
 
     Args:
         inputs: shape (batch, heads, queries, keys); under autocast they become its dtype first.
         mask: bool, broadcastable to ``inputs``; True is masked. Rows with nothing else are 0.
+        scale: a factor on the inputs.
     """
     device_type = inputs.device.type
     if torch.is_autocast_enabled(device_type):
@@ -43,8 +45,9 @@ generic_scaled_masked_softmax = scaled_masked_softmax
 
 
 def scaled_upper_triang_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """``scaled_masked_softmax`` where each query sees the keys up to its own; ``mask`` is not
-    looked at.
+    """``scaled_masked_softmax`` where each query sees the keys up to its own.
+
+    ``mask`` is not looked at.
 
     Raises:
         ValueError: different numbers of queries and keys.
@@ -111,8 +114,9 @@ class FusedScaleMaskSoftmax(nn.Module):
         return self.forward_torch_softmax(input, mask)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether ``forward`` takes the fused way; of shapes only a causal mask that is not square
-        does not.
+        """Return whether ``forward`` takes the fused way.
+
+        Of shapes only a causal mask that is not square does not.
         """
         square = self.attn_mask_type is not AttnMaskType.causal or sq == sk
         return self.scaled_masked_softmax_fusion and self.input_in_float16 and square
