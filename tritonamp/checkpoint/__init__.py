@@ -1,6 +1,4 @@
-"""Crash-safe checkpoints: in one file (`single`), or written by all ranks into a folder
-(`sharded`).
-"""
+"""Crash-safe checkpoints: in one file (`single`), or in a folder by all ranks (`sharded`)."""
 
 from tritonamp.checkpoint.random_states import RNGState as RNGState
 from tritonamp.checkpoint.sharded import load_sharded as load_sharded

@@ -13,7 +13,7 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """This process's number; 0 where it is alone."""
+    """Return this process's number; 0 where it is alone."""
     return dist.get_rank() if is_distributed() else 0
 
 
@@ -23,7 +23,7 @@ def world_size() -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """What each rank has given, in the order of ranks."""
+    """Return what each rank has given, in the order of ranks."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -39,8 +39,10 @@ def gather(value: Any) -> list[Any]:
 
 @contextmanager
 def on_all_ranks(call: str) -> Iterator[bool]:
-    """Gives whether this is rank 0. Either every rank leaves the block, or every rank raises: its
-    own error, or a RuntimeError that names ``call`` and has the texts of the others'.
+    """Yield whether this is rank 0, and have all ranks leave the block alike.
+
+    Either every rank leaves it, or every rank raises: its own error, or a RuntimeError that names
+    ``call`` and has the texts of the others'.
     """
     error = None
     try:

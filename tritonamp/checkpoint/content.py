@@ -15,8 +15,9 @@ Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead t
 
 
 def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
-    """The state of objects with `state_dict()`, tensors and plain values, by name; tensors are
-    detached, not copied.
+    """Return the state of objects with `state_dict()`, tensors and plain values, by name.
+
+    Tensors are detached, not copied.
 
     Raises:
         ValueError: the key path of a value that could not be loaded.
@@ -33,9 +34,13 @@ def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False) -> Any:
-    """`value` in containers of our own, its tensors detached; ValueError naming `where` for what
-    could not be loaded. Only `stateful` calls `state_dict()`: within a state dict it would hide an
-    object that `load_state_dict` misses.
+    """Return `value` in containers of our own, its tensors detached.
+
+    Only `stateful` calls `state_dict()`: within a state dict it would hide an object that
+    `load_state_dict` misses.
+
+    Raises:
+        ValueError: it could not be loaded; names `where`.
     """
     kind = type(value)
     if (
@@ -74,12 +79,12 @@ def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False
 
 
 def key_of(path: Path) -> str:
-    """What torch.distributed.checkpoint calls the value at `path`."""
+    """Return the name by which torch.distributed.checkpoint knows the value at `path`."""
     return ".".join(map(str, path))
 
 
 def replace_tensors(tree: Any, function: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
-    """A copy of `tree` with `function(path, tensor)` in the place of each tensor."""
+    """Return a copy of `tree` with `function(path, tensor)` in the place of each tensor."""
     if isinstance(tree, Tensor):
         return function(path, tree)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
@@ -97,7 +102,7 @@ def replace_tensors(tree: Any, function: Callable[[Path, Tensor], Any], path: Pa
 
 
 def find_tensors(tree: Any) -> dict[Path, Tensor]:
-    """The tensors of `tree` by path."""
+    """Return the tensors of `tree` by path."""
     found: dict[Path, Tensor] = {}
     replace_tensors(tree, found.setdefault)
     return found
@@ -111,7 +116,7 @@ def outline(tree: Any) -> Any:
 
 
 def tensor_at(tree: Any, path: Path) -> Tensor | None:
-    """The tensor of `tree` at `path`, if there is one."""
+    """Return the tensor of `tree` at `path`, or None."""
     for key in path:
         try:
             tree = tree[key]
@@ -121,8 +126,9 @@ def tensor_at(tree: Any, path: Path) -> Tensor | None:
 
 
 def with_lists(tree: Any) -> Any:
-    """`tree` with lists for tuples that hold tensors: torch.distributed.checkpoint looks into no
-    tuples.
+    """Return `tree` with lists for tuples that hold tensors.
+
+    torch.distributed.checkpoint looks into no tuples.
     """
     if isinstance(tree, dict):
         return {key: with_lists(item) for key, item in tree.items()}

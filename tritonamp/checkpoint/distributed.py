@@ -1,5 +1,6 @@
-"""torch.distributed.checkpoint over one folder: files hashed as they are written, and no foreign
-code on reading.
+"""torch.distributed.checkpoint over one folder, with hashed files and no foreign code.
+
+Files are hashed as they are written; reading runs no code but torch's own.
 
 Each rank hashes what it writes, on the way to the disk: that costs no second reading, is spread
 over the ranks, and says what was meant to be written, not what a page cache gives back.
@@ -42,8 +43,7 @@ _CLASSES = (  # all that a .metadata of torch 2.11 to 2.15 names
 
 
 def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[int, str]]:
-    """Every rank writes its own parts of `content`, and rank 0 all that is not sharded, into a new
-    folder.
+    """Write `content` into a new folder: every rank its own parts, rank 0 all the rest.
 
     Returns:
         size and SHA-256 of each file that this rank has written; they are on the disk.
@@ -53,9 +53,8 @@ def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[in
         none.
     """
     writer = _Writer(folder)
-    planner = DefaultSavePlanner(
-        dedup_save_to_lowest_rank=True
-    )  # of what differs between ranks no mix
+    # of what differs between ranks no mix
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     _agreed(
         call,
         lambda: save(content, storage_writer=writer, planner=planner, no_dist=not is_distributed()),
@@ -77,11 +76,13 @@ def read_metadata(files: "Folder") -> metadata.Metadata:
 
 
 def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], call: str) -> None:
-    """Fills `tensors`, by their names in the checkpoint, with what they, or this rank's parts of
-    them, are to hold.
+    """Fill `tensors` with what they, or this rank's parts of them, are to hold.
 
     Args:
-        found: what `read_metadata` gave.
+        files: the folder to read.
+        found: what `read_metadata` returned.
+        tensors: by their names in the checkpoint.
+        call: how the user called it, for errors.
 
     Raises:
         As `write`.
@@ -99,9 +100,8 @@ def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], 
 def _agreed(call: str, function: Callable[[], Any]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled", UserWarning
-            )  # as it should be
+            # as it should be
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             function()
     except CheckpointException as error:  # on all ranks
         failures = {number: failure[0] for number, failure in error.failures.items()}
@@ -122,7 +122,7 @@ class Folder:
         self._descriptor = os.open(path, os.O_RDONLY) if os.open in os.supports_dir_fd else None
 
     def open(self, name: str) -> BinaryIO:
-        """A file in it, for reading."""
+        """Open a file in it, for reading."""
         if self._descriptor is None:
             return open(os.path.join(self.path, name), "rb")
         return open(
@@ -178,9 +178,8 @@ class _WrittenFiles(filesystem.FileSystem):
 
 class _Writer(filesystem.FileSystemWriter):
     def __init__(self, folder: str) -> None:
-        super().__init__(
-            folder, sync_files=False
-        )  # streams sync themselves; torch 2.11 does it before flushing
+        # streams sync themselves; torch 2.11 does it before flushing
+        super().__init__(folder, sync_files=False)
         self.fs = files = _WrittenFiles()
         self.written = files.written
 
@@ -201,7 +200,8 @@ class _ReadFiles(filesystem.FileSystem):
 class _Reader(filesystem.FileSystemReader):
     def __init__(self, files: Folder, found: metadata.Metadata) -> None:
         super().__init__(files.path)
-        self.fs, self._found = _ReadFiles(files), found
+        self.fs = _ReadFiles(files)
+        self._found = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         return self._found

@@ -20,13 +20,14 @@ import torch
 
 
 def fresh_name(target: str) -> str:
-    """A name beside `target` that nobody else has: concurrent savers never share a file."""
+    """Return a name beside `target` that nobody else has: concurrent savers never share a file."""
     return f"{target}.saving-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(target: str, suffix: str = "") -> None:
-    """Removes `fresh_name(target) + suffix` of killed savers; a running one writes more often than
-    every ten minutes. `suffix` may be a pattern.
+    """Remove `fresh_name(target) + suffix` of killed savers.
+
+    A running one writes more often than every ten minutes. `suffix` may be a pattern.
     """
     for path in glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}{suffix}"):
         with suppress(OSError):
@@ -35,7 +36,7 @@ def remove_leftovers(target: str, suffix: str = "") -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, if it is there and can be removed."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -49,7 +50,7 @@ def _last_change(path: str) -> float:
 
 
 def sync_folder(folder: str) -> None:
-    """What has been created, renamed or removed in `folder` is on the disk after that."""
+    """Return when what has been created, renamed or removed in `folder` is on the disk."""
     if os.name == "nt":  # which opens no folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -63,14 +64,13 @@ def sync_folder(folder: str) -> None:
 
 
 def write(path: str, content: dict[str, Any]) -> None:
-    """Writes a new file, and returns when it is on the disk."""
+    """Write a new file, and return when it is on the disk."""
     outer = sys.exc_info()[1]  # of a caller that saves in its except block
     with open(path, "x+b") as file:
         try:
             torch.save(content, file)
-        except (
-            RuntimeError
-        ) as error:  # over the error of a failed write torch raises one of its own
+        except RuntimeError as error:
+            # over the error of a failed write torch raises one of its own
             raise error if error.__context__ in (None, outer) else error.__context__ from None
         file.write(_comment(file, file.seek(-2, os.SEEK_END)))
         file.flush()
@@ -78,7 +78,7 @@ def write(path: str, content: dict[str, Any]) -> None:
 
 
 def read(file: BinaryIO) -> dict[str, Any]:
-    """The content of a file that `write` has written.
+    """Return the content of a file that `write` has written.
 
     Raises:
         ValueError: it is not as it was written. What unpickling raises, for one that is no such
@@ -91,15 +91,15 @@ def read(file: BinaryIO) -> dict[str, Any]:
             "checksum missing or wrong: cut off, changed on the disk, or not from tritonamp.save"
         )
     file.seek(0)
-    content: dict[str, Any] = torch.load(
-        file, map_location="cpu", weights_only=True, mmap=False
-    )  # it is open already
+    # it is open already
+    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
     return content
 
 
 def _comment(file: BinaryIO, end: int) -> bytes:
-    """The zip comment for `file[:end]`, behind its length (`torch.save`: two zero bytes). Leaves
-    `file` at `end`.
+    """Return the zip comment for `file[:end]`, behind its length (`torch.save`: two zero bytes).
+
+    Leaves `file` at `end`.
     """
     file.seek(0)
     comment = b"tritonamp checkpoint 1, sha256 " + sha256_of(file, end).encode()

@@ -4,11 +4,15 @@ The manifest is a file as `save` writes it: size and SHA-256 of every other file
 objects with tensors on the meta device. A save, in this order, so that whatever instant a kill
 picks, the old or the new checkpoint loads:
     all ranks write their parts to <folder>.saving-<random>, fsync each, and agree that all have
-    succeeded rank 0 writes the manifest, fsyncs it and the folder rename <folder>.prev to
-    <another>.old rename <folder> to <folder>.prev              folders cannot be replaced: for an
-    instant there is only .prev rename <folder>.saving-<random> to <folder> fsync the folder around
-    them remove <another>.old                          only now: a damaged <folder> must not cost
-    the good one before it
+        succeeded
+    rank 0 writes the manifest, fsyncs it and the folder
+    rename <folder>.prev to <another>.old
+    rename <folder> to <folder>.prev        folders cannot be replaced: for an instant there is
+                                            only .prev
+    rename <folder>.saving-<random> to <folder>
+    fsync the folder around them
+    remove <another>.old                    only now: a damaged <folder> must not cost the good
+                                            one before it
 """
 
 import errno
@@ -30,8 +34,13 @@ _FORMAT = "tritonamp sharded checkpoint 1"
 
 
 class Manifest(NamedTuple):
-    """Size and SHA-256 of each file by name; the names of what was saved as an object; by name, all
-    that was saved.
+    """What a sharded checkpoint should hold.
+
+    Attributes:
+        files: size and SHA-256 by name.
+        objects: the names of what was saved as an object.
+        content: all that was saved, by name; tensors on the meta device.
+        format: tells this format from others.
     """
 
     files: dict[str, tuple[int, str]]
@@ -80,7 +89,7 @@ def check_target(target: str) -> None:
 
 
 def commit(fresh: str, target: str, manifest: Manifest) -> None:
-    """Makes `fresh`, in which all ranks have written their parts, the checkpoint `target`."""
+    """Make `fresh`, in which all ranks have written their parts, the checkpoint `target`."""
     for name, (size, _) in manifest.files.items():
         path = os.path.join(fresh, name)
         if not os.path.exists(path) or os.path.getsize(path) != size:
@@ -98,7 +107,7 @@ def commit(fresh: str, target: str, manifest: Manifest) -> None:
 
 
 def _rename(fresh: str, target: str) -> list[str]:
-    """Returns what has been put aside."""
+    """Put `fresh` in the place of `target`, and return what has been put aside."""
     put_aside: list[str] = []
     for _ in range(100):
         try:
@@ -117,15 +126,15 @@ def _rename(fresh: str, target: str) -> list[str]:
 
 
 def choose(target: str) -> Checkpoint:
-    """The newest checkpoint that is as it was written, the same one on all ranks.
+    """Return the newest checkpoint that is as it was written, the same one on all ranks.
 
     Raises:
-        FileNotFoundError: there is none. RuntimeError: what is wrong with each.
+        FileNotFoundError: there is none.
+        RuntimeError: what is wrong with each.
     """
     faults: dict[str, str] = {}
-    put_aside = glob.glob(
-        f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}.old"
-    )  # by savers that were killed
+    # by savers that were killed
+    put_aside = glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}.old")
     for path in gather([target, target + ".prev", *put_aside])[0]:
         found = _open(path)
         if isinstance(found, Checkpoint):
@@ -145,8 +154,9 @@ def choose(target: str) -> Checkpoint:
 
 
 def _open(path: str) -> Checkpoint | str:
-    """What is there, or what is wrong with it: the same on all ranks, each of which verifies its
-    share of the files.
+    """Return the checkpoint at `path`, or what is wrong with it: the same on all ranks.
+
+    Each of them verifies its share of the files.
     """
     files, found, fault = None, None, None
     try:
@@ -194,7 +204,7 @@ def _read_manifest(files: Folder) -> Manifest:
 
 
 def _check_metadata(found: Checkpoint) -> None:
-    """That it tells of the tensors and files of the manifest, and leads to no others."""
+    """Check that it tells of the tensors and files of the manifest, and leads to no others."""
     for path, tensor in find_tensors(found.manifest.content).items():
         known: Any = found.metadata.state_dict_metadata.get(key_of(path))
         if known is None or (known.size, known.properties.dtype) != (tensor.shape, tensor.dtype):

@@ -19,9 +19,7 @@ class RNGState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and uint8 tensors. With torch.distributed initialised, every rank has
-        to call it.
-        """
+        """Return plain values and uint8 tensors; with torch.distributed, call it on every rank."""
         return {"ranks": gather(_states())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,8 +13,7 @@ from tritonamp.checkpoint.content import Path, replace_tensors, tensor_at
 def targets(
     content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]
 ) -> dict[str, Any]:
-    """The states that `content` outlines, with tensors to read into, laid out as the objects have
-    theirs.
+    """Return the states that `content` outlines, with tensors to read into, laid out as `objects`.
 
     A module's own tensors, where dtypes agree. An optimizer that has not stepped yet has no state:
     what is shaped like a parameter is laid out like it. Elsewhere tensors of the saved dtype, on

@@ -1,6 +1,4 @@
-"""Checkpoints in a folder that all ranks write together: torch.distributed.checkpoint's, and a
-manifest.
-"""
+"""Checkpoints in a folder that all ranks write: torch.distributed.checkpoint's and a manifest."""
 
 import os
 from typing import Any
@@ -13,11 +11,12 @@ from tritonamp.checkpoint.content import collect, find_tensors, key_of, with_lis
 
 
 def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
-    """Write `objects` under their names into `folder`, keeping the checkpoint before it as
-    `<folder>.prev`. An object is what `save` takes, and DTensors, of which each rank writes its
-    parts; of everything else rank 0's is written. What shares storage is written once for each
-    tensor. Call it on every rank, with the same names, for a folder that all ranks see; without
-    torch.distributed it saves alone.
+    """Write `objects` under their names into `folder`, keeping the old as `<folder>.prev`.
+
+    An object is what `save` takes, and DTensors, of which each rank writes its parts; of everything
+    else rank 0's is written. What shares storage is written once for each tensor. Call it on every
+    rank, with the same names, for a folder that all ranks see; without torch.distributed it saves
+    alone.
 
     `load_sharded` reads it, on any number of ranks; so does torch.distributed.checkpoint. Once it
     has returned, all files are on the disk; at every instant before, `load_sharded` gives the old
@@ -60,11 +59,12 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Load what `save_sharded` wrote to `folder` into `objects`, and return the other values that
-    were saved. An object is anything with `state_dict()` and `load_state_dict()`, built as it was
-    when saved, under the name it was saved under; sharded in any way, on any number of ranks, and
-    optimizers before their first step. None leaves a name out. Returned are tensors, on the CPU and
-    whole, and plain values. Call it on every rank.
+    """Load what `save_sharded` wrote to `folder` into `objects`, and return the other values.
+
+    An object is anything with `state_dict()` and `load_state_dict()`, built as it was when saved,
+    under the name it was saved under; sharded in any way, on any number of ranks, and optimizers
+    before their first step. None leaves a name out. Returned are tensors, on the CPU and whole, and
+    plain values. Call it on every rank.
 
     All files are verified against the manifest, unpickling is restricted to tensors, plain values
     and the metadata classes of torch.distributed.checkpoint. If `folder` is damaged or missing and
@@ -95,16 +95,19 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
             for name, value in sorted(
                 given, key=lambda item: not isinstance(item[1], torch.nn.Module)
             ):
-                value.load_state_dict(
-                    states[name]
-                )  # models first: optimizers look at their parameters
+                # models first: optimizers look at their parameters
+                value.load_state_dict(states[name])
     finally:
         found.files.close()
     return {name: state for name, state in states.items() if name not in objects}
 
 
 def _described(content: dict[str, Any]) -> dict[str, str]:
-    """What each tensor is, by its name in the checkpoint; ValueError where two have one name."""
+    """Return what each tensor is, by its name in the checkpoint.
+
+    Raises:
+        ValueError: two have one name.
+    """
     described: dict[str, str] = {}
     for path, tensor in find_tensors(content).items():
         key = key_of(path)

@@ -21,11 +21,12 @@ from tritonamp.checkpoint.in_place import load_into
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
-    """Write `objects` under their names to the one file `path`, keeping the checkpoint before it as
-    `<path>.prev`. An object is anything with `state_dict()`, a tensor (stored detached; dtype,
-    strides and shared storage are kept), None, bool, int, float, complex, str, torch.dtype,
-    torch.device, torch.Size, or a list, tuple or dict of these. With torch.distributed initialised,
-    call it on every rank: rank 0's objects are written, and all return after that.
+    """Write `objects` under their names to the one file `path`, keeping the old as `<path>.prev`.
+
+    An object is anything with `state_dict()`, a tensor (stored detached; dtype, strides and shared
+    storage are kept), None, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size,
+    or a list, tuple or dict of these. With torch.distributed initialised, call it on every rank:
+    rank 0's objects are written, and all return after that.
 
     `load(path, model=model, ...)` puts everything back, `load(path)` returns it. Once it has
     returned, the file is on the disk; at every instant before, `load` gives the old or the new
@@ -110,7 +111,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _commit(target: str, content: dict[str, Any]) -> None:
-    """The sequence of the module docstring."""
+    """Write and rename in the order of the module docstring."""
     folder = os.path.dirname(target)
     if os.path.exists(target) and not os.path.isfile(target):
         raise IsADirectoryError(
