@@ -1,5 +1,6 @@
-"""``python -m tritonamp demo``: two small models on real data, trained at every level; or a story
-of what goes wrong.
+"""``python -m tritonamp demo``: two small models on real data at every level, or a story.
+
+A story shows one thing that goes wrong.
 
 ``train.py`` is the file to read: the whole of a training script, and the loop that all runs use.
 """
@@ -47,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains, prints the table, saves the picture, or tells a story; exits with a message when it
-    cannot.
-    """
+    """Train, print the table and save the picture, or tell a story; exit with why it cannot."""
     _require_extras()
     from tritonamp.demo import (  # here, because they import the packages just looked for
         compare,

@@ -1,6 +1,4 @@
-"""Real data that ships with a package: scikit-learn's digits, and CPython's documentation as
-characters.
-"""
+"""Real data that ships with a package: scikit-learn's digits, CPython's documentation."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,24 +19,25 @@ class Split(NamedTuple):
 
 
 def digits() -> Split:
-    """1797 handwritten digits, float32 (N, 1, 8, 8) in [0, 1]. Half is for the test, so one digit
-    is 0.1 points.
+    """Return 1797 handwritten digits, float32 (N, 1, 8, 8) in [0, 1].
+
+    Half is for the test, so one digit is 0.1 points.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
-    order = torch.randperm(
-        len(x), generator=torch.Generator().manual_seed(0)
-    )  # one split, whatever the demo's seed
+    # one split, whatever the demo's seed
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, test = order.tensor_split(2)
     return Split(x[train], y[train], x[test], y[test])
 
 
 def characters() -> tuple[Split, int]:
-    """Windows of CONTEXT character codes, each with the codes that follow, and the number of
-    different characters.
+    """Return windows of CONTEXT characters, each with those that follow, and the alphabet's size.
+
+    Characters are codes, int64.
 
     The last tenth of the text is the test. Training windows start at every character, test windows
     with gaps between them, so that the final score takes no longer than it must.
@@ -51,7 +50,7 @@ def characters() -> tuple[Split, int]:
 
 
 def python_documentation() -> str:
-    """The text behind Python's own ``help("TOPIC")``, about 450,000 characters."""
+    """Return the text behind Python's own ``help("TOPIC")``, about 450,000 characters."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -65,7 +64,7 @@ def python_documentation() -> str:
 def batches(
     split: Split, size: int, steps: int, seed: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """``steps`` batches drawn at random; equal seeds give equal batches."""
+    """Yield ``steps`` batches drawn at random; equal seeds give equal batches."""
     draws = torch.randint(
         len(split.x), (steps, size), generator=torch.Generator().manual_seed(seed)
     )

@@ -4,8 +4,9 @@ import torch
 
 
 def chosen_device(name: str | None) -> torch.device:
-    """The device of that name; None: the GPU where there is one. Exits with a message for one that
-    is not there.
+    """Return the device of that name; None: the GPU where there is one.
+
+    Exits with a message for one that is not there.
     """
     gpus = torch.cuda.device_count()
     there = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
@@ -13,9 +14,8 @@ def chosen_device(name: str | None) -> torch.device:
         raise SystemExit(f"--device: expected on this machine {', '.join(there)}, got {name}")
     device = torch.device(name or ("cuda" if gpus else "cpu"))
     if device.type == "cpu":
-        torch.set_num_threads(
-            1
-        )  # models this small gain little from more, and on a busy machine lose a lot
+        # models this small gain little from more, and on a busy machine lose a lot
+        torch.set_num_threads(1)
     return device
 
 

@@ -1,6 +1,4 @@
-"""How much memory a training step takes: the allocator's peak on a GPU, a count of tensors on a
-CPU.
-"""
+"""How much memory a training step takes: the allocator's peak, or on a CPU a count of tensors."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -28,8 +26,9 @@ def peak(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[], None],
 ) -> int:
-    """Bytes since ``forget_peak`` on a GPU; on a CPU, where nobody keeps a peak, what one
-    ``backward()`` holds.
+    """Return the most bytes since ``forget_peak``; on a CPU, what one ``backward()`` holds.
+
+    Nobody keeps a peak on a CPU.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

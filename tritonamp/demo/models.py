@@ -47,9 +47,7 @@ class CharTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """(N, T, width) -> the same: attention and a two-layer perceptron, each on a normed copy of the
-    residual.
-    """
+    """(N, T, width) -> the same: attention and a perceptron, on normed copies of the residual."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -1,6 +1,4 @@
-"""The two sides of a story: the same experiment in the loop of torch.amp and in the loop of
-tritonamp.
-"""
+"""The two sides of a story: one experiment in the loop of torch.amp and in that of tritonamp."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -38,8 +36,9 @@ class Story(NamedTuple):
 
 
 def power_of_two(scale: float) -> str:
-    """A loss scale as people read it: 2^16; 1; or 0, where halving has gone below the smallest
-    float32.
+    """Write a loss scale as people read it: 2^16; or 1; or 0.
+
+    It is 0 where halving has gone below the smallest float32.
     """
     return f"{scale:g}" if scale in (0.0, 1.0) else f"2^{math.log2(scale):g}"
 
@@ -88,8 +87,10 @@ class Outcome:
     Attributes:
         score: of the trained model, by column.
         losses: of every step.
-        scale, skipped: the loss scale at the end, and the steps that were skipped.
-        stats: ``amp.stats()``; explanation: ``amp.explain()``. Empty for torch.amp.
+        scale: the loss scale at the end.
+        skipped: the steps that were skipped.
+        stats: ``amp.stats()``; empty for torch.amp.
+        explanation: ``amp.explain()``; empty for torch.amp.
     """
 
     score: dict[str, float]
@@ -103,8 +104,9 @@ class Outcome:
 def train_torch(
     experiment: Experiment, setting: Setting, *, autocast: bool = True, scaling: bool = True
 ) -> Outcome:
-    """The loop that the documentation of torch.amp shows; without ``autocast`` or ``scaling``, less
-    of it.
+    """Train in the loop that the documentation of torch.amp shows.
+
+    Without ``autocast`` or ``scaling`` it is less of that loop.
     """
     model, optimizer = experiment.start(setting)
     scaler = torch.amp.GradScaler(setting.device.type, enabled=scaling)
@@ -139,9 +141,11 @@ def train_tritonamp(
     ask: Question = lambda amp, _: amp.explain(),
     **policy: Any,
 ) -> Outcome:
-    """The loop of tritonamp.
+    """Train in the loop of tritonamp.
 
     Args:
+        experiment: what is trained, on what.
+        setting: on which device, from which seed, for how many steps.
         ask: asked after the training, while the model is still enabled; the answer is the run's
             explanation.
         policy: level and fields of ``tritonamp.enable``.

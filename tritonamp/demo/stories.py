@@ -1,6 +1,4 @@
-"""``python -m tritonamp demo --story NAME``: one thing that goes wrong in half precision, in
-torch.amp and here.
-"""
+"""``python -m tritonamp demo --story NAME``: one thing that goes wrong, in torch.amp and here."""
 
 import argparse
 import logging
@@ -36,7 +34,7 @@ SHOWN_AS: dict[str, Callable[[Any], str]] = {
 
 
 def tell(args: argparse.Namespace) -> None:
-    """Prints the story that was asked for; "list": the names of all."""
+    """Print the story that was asked for; "list": the names of all."""
     if args.story == "list":
         print(listed())
         return
@@ -56,7 +54,7 @@ def listed() -> str:
 
 
 def shown(story: Story) -> str:
-    """The rows as a table, the words below it."""
+    """Return the rows as a table, the words below it."""
     columns = list(dict.fromkeys(column for row in story.rows.values() for column in row))
     cells = [
         [
@@ -73,13 +71,12 @@ def shown(story: Story) -> str:
 
 
 def _wrapped(line: str) -> str:
-    return (
-        line if line.startswith(" ") else textwrap.fill(line, WIDTH)
-    )  # indented: a line of a report
+    # indented: a line of a report
+    return line if line.startswith(" ") else textwrap.fill(line, WIDTH)
 
 
 def _without_log(story: Callable[[Setting], Story], setting: Setting) -> Story:
-    """The skips are what the story is about: it tells of them itself."""
+    """Run ``story`` without the log's lines about skips: it tells of them itself."""
     logger = logging.getLogger("tritonamp")
     level = logger.level
     logger.setLevel(logging.ERROR)

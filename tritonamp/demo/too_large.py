@@ -131,7 +131,7 @@ def _with_bad_ones(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[T
 
 
 def masked(setting: Setting) -> Story:
-    """The NaN loss of a masked autoencoder: (loss * mask).sum() / mask.sum() in half."""
+    """Tell of the NaN loss of a masked autoencoder: (loss * mask).sum() / mask.sum() in half."""
     split = data.digits()
     experiment = Experiment(
         build=lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
@@ -173,8 +173,9 @@ def masked(setting: Setting) -> Story:
 def _with_pixels_hidden(
     batches: Iterator[tuple[Tensor, Tensor]], seed: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """(images with 0 for the hidden pixels, whole images, where they are hidden), (N, 64) each;
-    pixels are 0 to 16.
+    """Yield (images with 0 for the hidden pixels, whole images, where they are hidden).
+
+    All are of shape (N, 64); pixels are 0 to 16.
     """
     generator = torch.Generator().manual_seed(seed)
     for i, (x, _) in enumerate(batches):

@@ -125,7 +125,7 @@ class Reader(nn.Module):
 
 
 def lost_updates(setting: Setting) -> Story:
-    """Updates are lost that are smaller than the distance from one half number to the next."""
+    """Tell of updates that are smaller than the distance from one half number to the next."""
     split = data.digits()
     faded = split._replace(x=0.5 + 0.5 * split.x, test_x=0.5 + 0.5 * split.test_x)
     experiment = Experiment(
@@ -206,7 +206,7 @@ class UnmovedWeights:
 
 
 def _pretrained(split: data.Split, seed: int) -> Reader:
-    """A reader that knows the digits, trained in FP32."""
+    """Return a reader that knows the digits, trained in FP32."""
     torch.manual_seed(seed)
     model = Reader()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -218,8 +218,9 @@ def _pretrained(split: data.Split, seed: int) -> Reader:
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
-    """With an eps that the dtype can hold: torch's Adam turns half weights to NaN where it rounds
-    to 0.
+    """Return torch's Adam with an eps that the dtype of the parameters can hold.
+
+    Where it rounds to 0, Adam turns half weights to NaN.
     """
     weights = list(parameters)
     return torch.optim.Adam(
