@@ -17,8 +17,9 @@ ON_NONFINITE = ("skip", "explain", "heal", "raise")
 
 @dataclass(frozen=True)
 class Policy:
-    """What runs in which precision. Build variants with ``dataclasses.replace`` or by keywords of
-    ``enable``.
+    """What runs in which precision; frozen.
+
+    Build variants with ``dataclasses.replace`` or by keywords of ``enable``.
 
     All fields are checked together at construction; a conflict is a ValueError that says what to
     change.
@@ -80,9 +81,8 @@ class Policy:
                 f"fp32_modules: expected module names and module classes, got {self.fp32_modules!r}"
             )
         object.__setattr__(self, "fp32_modules", modules)
-        if (
-            self.cast_inputs is None or self.cast_inputs is self.dtype
-        ):  # what one writes for cast_outputs
+        # what one writes for cast_outputs
+        if self.cast_inputs is None or self.cast_inputs is self.dtype:
             object.__setattr__(self, "cast_inputs", self.cast_inputs is not None)
         if self.loss_scale != "dynamic" and _is_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
@@ -91,8 +91,9 @@ class Policy:
             raise ValueError("Policy: " + "; ".join(problems))
 
     def to_json(self) -> str:
-        """The policy as text: dtypes by name, classes in ``fp32_modules`` as "module:name". See
-        ``from_json``.
+        """Return the policy as text, for ``from_json``.
+
+        Dtypes are written by name, classes in ``fp32_modules`` as "module:name".
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain = {
@@ -105,7 +106,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
-        """The policy that ``to_json`` wrote; fields that are left out have their defaults.
+        """Return the policy that ``to_json`` wrote; fields that are left out have their defaults.
 
         Imports the modules of the classes that ``fp32_modules`` names.
 
@@ -250,7 +251,7 @@ BF16_LEVELS = {"O4": O1, "O5": O2}  # the names of the ROCm fork of apex
 
 
 def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any) -> Policy:
-    """The policy for ``level`` with single fields overridden.
+    """Return the policy for ``level`` with single fields overridden.
 
     Args:
         level: "O0" to "O3", "O4"/"O5" (bf16 O1/O2), or a Policy.

@@ -1,5 +1,6 @@
-"""Faults on purpose, so that a test can see what a training loop makes of them: ``import
-tritonamp.testing``.
+"""Faults on purpose, so that a test can see what a training loop makes of them.
+
+Not imported by tritonamp itself: ``import tritonamp.testing``.
 """
 
 import contextlib
@@ -134,8 +135,11 @@ class FaultInjector:
         if kinds is None:
             kinds = [kind for kind in KINDS if optimizer is not None or kind not in _IN_STEP]
         self.injected: list[Fault] = []
-        self._model, self._optimizer = model, optimizer
-        self._rate, self._random, self._kinds = rate, random.Random(seed), tuple(kinds)
+        self._model = model
+        self._optimizer = optimizer
+        self._rate = rate
+        self._random = random.Random(seed)
+        self._kinds = tuple(kinds)
         self._steps = 0
         self._due: Fault | None = None
         self._happened = False
@@ -144,8 +148,9 @@ class FaultInjector:
 
     @contextlib.contextmanager
     def step(self, fault: Fault | None = None) -> Iterator[Fault | None]:
-        """The block from the forward to the optimizer's step, in which ``fault``, or one that is
-        drawn, happens.
+        """Have ``fault``, or one that is drawn, happen in the block.
+
+        The block reaches from the forward to the optimizer's step.
 
         Yields:
             that fault; None: this step is left alone.
@@ -208,7 +213,7 @@ class FaultInjector:
         return Fault(kind, place, math.inf if kind == "overflow" else value)
 
     def _hooks(self, fault: Fault) -> list[Any]:
-        """The hooks that let it happen."""
+        """Register the hooks that let the fault happen, and return their handles."""
         model, optimizer = self._model, self._optimizer
         if fault.kind == "batch":
             return [model.register_forward_pre_hook(self._spoil_inputs, with_kwargs=True)]

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
 
 
 def _made(factory: str) -> tuple[Any, ...]:
-    """What the factory returns, as the arguments of ``tritonamp.check``.
+    """Return what the factory returns, as the arguments of ``tritonamp.check``.
 
     Raises:
         ValueError: there is no such factory, it raises, or it returns something else.

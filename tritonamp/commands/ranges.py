@@ -1,5 +1,6 @@
-"""A forecast's exponents against the range of its half format, before and after loss scaling, as a
-PNG.
+"""A picture of a forecast's exponents against the range of its half format, as a PNG.
+
+It shows gradients before and after loss scaling.
 """
 
 import math
@@ -19,8 +20,9 @@ LOST, POOR = "#d62728", "#f2c14e"
 
 
 def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
-    """Three rows on one axis of powers of two: values of the forward, gradients as they are,
-    gradients scaled.
+    """Draw three rows on one axis of powers of two, and save them to ``path``.
+
+    They are the values of the forward, the gradients as they are, and the gradients scaled.
     """
     dtype = forecast.asked.dtype
     outlook = forecast.formats[str(dtype).removeprefix("torch.")]

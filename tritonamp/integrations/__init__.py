@@ -1,3 +1,4 @@
-"""tritonamp inside other training libraries: ``lightning``, ``accelerate``, ``transformers``. Each
-is imported by name and needs its library; nothing here is imported by ``import tritonamp``.
+"""tritonamp inside other training libraries: ``lightning``, ``accelerate``, ``transformers``.
+
+Each is imported by name and needs its library; nothing here is imported by ``import tritonamp``.
 """

@@ -1,5 +1,6 @@
-"""Accelerate: ``enable(accelerator, level="O2")`` before ``accelerator.prepare``; the loop stays as
-it is.
+"""Accelerate: ``enable(accelerator, level="O2")`` before ``accelerator.prepare``.
+
+The loop stays as it is.
 """
 
 import contextlib
@@ -65,8 +66,10 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
 
 
 class _EnabledAccelerator(accelerate.Accelerator):
-    """An Accelerator whose precision is an ``Amp``'s; ``amp`` is None until it has prepared an
-    optimizer.
+    """An Accelerator whose precision is an ``Amp``'s.
+
+    Attributes:
+        amp: the handle; None until it has prepared an optimizer.
     """
 
     amp: tritonamp.Amp | None
@@ -130,9 +133,7 @@ class _EnabledAccelerator(accelerate.Accelerator):
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _are_all(self, parameters: list[Tensor]) -> bool:
-        """Whether they are what the optimizers step on: the model's trained parameters, or the
-        masters.
-        """
+        """Return whether they are what the optimizers step on, the model's own or the masters."""
         assert self.amp is not None
         masters, given = list(self.amp.master_params()), set(parameters)
         trained = {p for model in self._models for p in model.parameters() if p.requires_grad}
@@ -169,12 +170,14 @@ class _EnabledOptimizer(AcceleratedOptimizer):
 
 
 class _SavedWithScaler:
-    """What Accelerator and Trainer save and load as ``scaler.pt``: the state of an Amp. Otherwise
-    its GradScaler.
+    """What Accelerator and Trainer save and load as ``scaler.pt``: the state of an Amp.
+
+    Otherwise it is the Amp's GradScaler.
     """
 
     def __init__(self, amp: tritonamp.Amp) -> None:
-        self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict
+        self.state_dict = amp.state_dict
+        self.load_state_dict = amp.load_state_dict
         self._scaler = amp.scaler
 
     def __getattr__(self, name: str) -> Any:

@@ -7,14 +7,15 @@ from torch.optim import Optimizer
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """What the optimizer steps on: once it is enabled, the masters."""
+    """Return what the optimizer steps on: once it is enabled, the masters."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def fed_by(loss: Tensor, params: Mapping[Optimizer, Sequence[Tensor]]) -> list[Optimizer]:
-    """The optimizers whose ``params`` (the model's own) the graph of ``loss`` ends in; all of them
-    where it does not say, as under FSDP2. One optimizer costs nothing, several a walk over the
-    graph on the host.
+    """Return the optimizers whose ``params`` (the model's own) the graph of ``loss`` ends in.
+
+    All of them where it does not say, as under FSDP2. One optimizer costs nothing, several a walk
+    over the graph on the host.
     """
     if len(params) == 1:
         return list(params)
@@ -25,8 +26,7 @@ def fed_by(loss: Tensor, params: Mapping[Optimizer, Sequence[Tensor]]) -> list[O
             seen.add(function)
             leaves.add(getattr(function, "variable", None))
             todo += [following for following, _ in function.next_functions]
-    if any(
-        type(function).__name__ == "CheckpointFunctionBackward" for function in seen
-    ):  # reentrant: hides its part
+    # reentrant: hides its part
+    if any(type(function).__name__ == "CheckpointFunctionBackward" for function in seen):
         return list(params)
     return [o for o, own in params.items() if not leaves.isdisjoint(own)] or list(params)

@@ -49,7 +49,7 @@ class MixedPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Enables what the strategy has placed and wrapped."""
+        """Enable what the strategy has placed and wrapped."""
         self._params = {o: params_of(o) for o in optimizers}
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
         self._module = model
@@ -63,9 +63,8 @@ class MixedPrecision(Precision):
         assert self.amp is not None
         for module in self._module.modules():
             if isinstance(module, LightningModule):
-                vars(module).pop(
-                    "forward", None
-                )  # what a distributed strategy leaves there is the enabled one
+                # what a distributed strategy leaves there is the enabled one
+                vars(module).pop("forward", None)
         device = next((p.device for p in self.amp.master_params()), None)
         if device is not None:
             self._module.to(device)  # where the masters are
@@ -75,7 +74,7 @@ class MixedPrecision(Precision):
         self._params.clear()
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """The op policy."""
+        """Return the context of the forward: the op policy."""
         return contextlib.nullcontext() if self._module is None else self._enabled().autocast()
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class MixedPrecision(Precision):
         return {} if self.amp is None else self.amp.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes also the state of Lightning's own MixedPrecision."""
+        """Load the state of a run with this plugin, or with Lightning's own MixedPrecision."""
         if state_dict:
             self._enabled().load_state_dict(state_dict)
 
@@ -112,8 +111,9 @@ class MixedPrecision(Precision):
 
     @contextlib.contextmanager
     def _toggled_off(self) -> Iterator[None]:
-        """``toggle_optimizer`` has switched masters off, which the graph does not see: those of the
-        model whose gradients it must not touch get them back.
+        """Keep the gradients of parameters whose masters ``toggle_optimizer`` has switched off.
+
+        The graph does not see that they are: those of the model get back what they had.
         """
         pairs = (
             (p, master)
@@ -132,7 +132,7 @@ class MixedPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """The closure (forward and backward), the hooks, and one step or one skip."""
+        """Run the closure (forward and backward), the hooks, and one step or one skip."""
         closure_result = closure()
         if closure_result is None and model.automatic_optimization:
             return None  # training_step returned None

@@ -27,8 +27,9 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
 
 
 class _EnabledTrainer(transformers.Trainer):
-    """A Trainer whose saved models say the dtype that was saved, where save_pretrained says that of
-    the parameters.
+    """A Trainer whose saved models say the dtype that was saved.
+
+    save_pretrained says that of the parameters.
     """
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

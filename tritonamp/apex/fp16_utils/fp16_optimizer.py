@@ -49,9 +49,8 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._adopt(group)
-        init_optimizer.load_state_dict(
-            init_optimizer.state_dict()
-        )  # casts state that there is to the masters' dtype
+        # casts state that there is to the masters' dtype
+        init_optimizer.load_state_dict(init_optimizer.state_dict())
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler = LossScaler(static_loss_scale)
         if dynamic_loss_scale:
