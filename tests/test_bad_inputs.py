@@ -122,10 +122,9 @@ def test_gradients_of_another_dtype(
         optimizer = kind(model.parameters(), lr=0.1)
         amp = enable(model, optimizer, level="O2", loss_scale=4.0)
         amp.backward(model(x(device)).square().mean())
-        weight, grad = (
-            model.first.weight,
-            torch.full_like(model.first.weight, 0.25),
-        )  # exact in all of them
+        # exact in all of them
+        weight = model.first.weight
+        grad = torch.full_like(weight, 0.25)
         weight.grad = None
         weight.grad_dtype = given
         weight.grad = grad.to(given)

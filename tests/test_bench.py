@@ -129,9 +129,8 @@ def test_parameter_sets_have_the_tensors_they_are_named_for(
 def test_peers_compute_the_same(bench: SimpleNamespace, name: str, backward: bool) -> None:
     op = next(op for op in bench.row_ops.OPS if op.name == name)
     work = bench.row_ops.backward_work if backward else bench.row_ops.forward_work
-    peers = (
-        ["tritonamp", "eager"] if op.wide else ["tritonamp", "eager", "autocast"]
-    )  # torch's CPU lists have none
+    # torch's CPU lists have none
+    peers = ["tritonamp", "eager"] if op.wide else ["tritonamp", "eager", "autocast"]
     results = {}
     for peer in peers:
         torch.manual_seed(0)

@@ -213,9 +213,8 @@ def test_schedulers_made_before_and_after(handles: Any, device: torch.device) ->
         after.step()
         seen.append(optimizer.param_groups[0]["lr"])
         assert not all(torch.equal(a, b) for a, b in zip(start, amp.master_params(), strict=True))
-    assert seen == pytest.approx(
-        [1e-2 / 2 * 0.5, 1e-2 / 3 * 0.5, 1e-2 / 4 * 0.5]
-    )  # LambdaLR sets, ExponentialLR multiplies
+    # LambdaLR sets, ExponentialLR multiplies
+    assert seen == pytest.approx([1e-2 / 2 * 0.5, 1e-2 / 3 * 0.5, 1e-2 / 4 * 0.5])
     amp.disable()
     model(x).mean().backward()
     optimizer.step()
@@ -373,9 +372,8 @@ def test_loading_after_enable_refreshes_the_masters(
     start = [p.detach().clone() for p in amp.master_params()]
     train(model, optimizer, amp, x, 1)
     for p, q in zip(start, amp.master_params(), strict=True):
-        assert (
-            p - q
-        ).abs().max() <= 1.1e-2 + 1e-3  # one AdamW step of lr 1e-2 away from what was loaded
+        # one AdamW step of lr 1e-2 away from what was loaded
+        assert (p - q).abs().max() <= 1.1e-2 + 1e-3
 
 
 def test_writing_to_a_half_parameter_reaches_the_master(handles: Any, device: torch.device) -> None:

@@ -30,9 +30,8 @@ TORCHS: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def operator(name: str, variant: str) -> Any:
-    with (
-        torch.backends.__allow_nonbracketed_mutation()
-    ):  # this import would forbid it to every later test
+    # this import would forbid it to every later test
+    with torch.backends.__allow_nonbracketed_mutation():
         from torch.testing._internal.common_methods_invocations import op_db
     return next(info for info in op_db if (info.name, info.variant_test_name) == (name, variant))
 
@@ -242,9 +241,8 @@ def test_errors_are_torchs(device: torch.device, name: str, args: tuple[Any, ...
         TORCHS[name](x, *args)
     with pytest.raises(torchs.type) as ours:
         OURS[name](x, *args)
-    if not isinstance(
-        torchs.value, TypeError
-    ):  # those list the overloads of the op that was called
+    # those list the overloads of the op that was called
+    if not isinstance(torchs.value, TypeError):
         assert str(ours.value) == str(torchs.value)
 
 
@@ -353,9 +351,8 @@ def test_an_overwritten_output_is_noticed(device: torch.device, name: str) -> No
 
 
 @pytest.mark.compiled
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch 2.11 tracing a Function
+# torch 2.11 tracing a Function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @each_name

@@ -153,9 +153,8 @@ def assert_same_format(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
 
 @functools.cache
 def database() -> dict[str, Any]:
-    with (
-        torch.backends.__allow_nonbracketed_mutation()
-    ):  # this import would forbid it to every later test
+    # this import would forbid it to every later test
+    with torch.backends.__allow_nonbracketed_mutation():
         from torch.testing._internal.common_optimizers import optim_db
     return {info.optim_cls.__name__: info for info in optim_db}
 
@@ -324,9 +323,8 @@ def test_parameters_without_gradient_are_left_alone(device: torch.device, name: 
     for i, param in enumerate(params):
         assert (param in optimizer.state) == (i % 2 == 0)
         assert torch.equal(param, before[i]) == (i % 2 == 1 or param.numel() == 0)
-    params[1].requires_grad_(True).grad = torch.ones_like(
-        params[1]
-    )  # unfrozen later: its own step count
+    # unfrozen later: its own step count
+    params[1].requires_grad_(True).grad = torch.ones_like(params[1])
     params[2].requires_grad_(False)  # frozen with a gradient left: as in torch, the gradient counts
     optimizer.step()
     assert [optimizer.state[p]["step"].item() for p in params[:3]] == [2, 1, 2]

@@ -43,9 +43,8 @@ needs_compiler = pytest.mark.skipif(
     reason="inductor needs a C++ compiler on the CPU",
 )
 
-COMPILED = [
-    ("O2", "reduce-overhead")
-]  # the same as "default" on the CPU, where compiling takes its time
+# the same as "default" on the CPU, where compiling takes its time
+COMPILED = [("O2", "reduce-overhead")]
 if torch.cuda.is_available():
     COMPILED += [("O2", "default"), ("O1", "reduce-overhead"), ("O1", "default")]
 
@@ -522,9 +521,8 @@ def test_a_captured_training_step(level: str, max_norm: float | None) -> None:
                 with torch.cuda.graph(graph):
                     loss = step()
             if loss is None:
-                with torch.cuda.stream(
-                    torch.cuda.Stream()
-                ):  # warm-up, as torch.cuda.graph wants it
+                # warm-up, as torch.cuda.graph wants it
+                with torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda.synchronize()
                     losses.append(step().clone())
                     torch.cuda.synchronize()

@@ -255,9 +255,8 @@ def test_recurrent_layers(
     output, _ = module(given)
     values, exact = (output.data, wanted.data) if packed else (output, wanted)
     assert values.dtype is FP16
-    assert (
-        values.float() - exact
-    ).abs().max() < 0.02  # weights and inputs rounded to 11 bits, ten steps
+    # weights and inputs rounded to 11 bits, ten steps
+    assert (values.float() - exact).abs().max() < 0.02
     values.float().sum().backward()
     assert x.grad is not None and x.grad.dtype is dtype
 
@@ -291,9 +290,8 @@ def test_deactivate_and_a_second_init_leave_nothing_stacked() -> None:
     )
     for _ in range(3):
         handle = amp.init()
-    assert (
-        F.linear.__wrapped__.__wrapped__ is originals[0]
-    )  # one wrapper that casts, one that computes
+    # one wrapper that casts, one that computes
+    assert F.linear.__wrapped__.__wrapped__ is originals[0]
     handle._deactivate()
     handle._deactivate()
     assert (
@@ -447,9 +445,8 @@ def test_the_cached_copy_is_renewed_when_gradients_are_wanted_or_the_weight_chan
         assert not F.linear(x, weight).requires_grad
         F.linear(x, weight)
     assert len(counted) == 1
-    F.linear(
-        x, weight
-    ).sum().backward()  # an evaluation came first: its copy has no gradients to hand on
+    # an evaluation came first: its copy has no gradients to hand on
+    F.linear(x, weight).sum().backward()
     assert weight.grad is not None and len(counted) == 2
     with torch.no_grad():  # and without gradients any copy will do
         F.linear(x, weight)

@@ -185,9 +185,8 @@ def test_fp16_optimizer_trains(scale: str, device: torch.device) -> None:
         optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True
     ):
         assert torch.equal(half, master.half())
-    assert (
-        optimizer.loss_scale == {"1": 1.0, "static": 128.0, "dynamic": 4096.0}[scale]
-    )  # doubled after 5 and 11
+    # doubled after 5 and 11
+    assert optimizer.loss_scale == {"1": 1.0, "static": 128.0, "dynamic": 4096.0}[scale]
 
 
 @pytest.mark.parametrize("together", [True, False])

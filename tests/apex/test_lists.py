@@ -140,13 +140,13 @@ def run_scale(
 def test_update_scale_hysteresis(device: torch.device) -> None:
     assert run_scale(device, "1") == [(16.0, 0, 1)]  # tolerated
     assert run_scale(device, "111")[1:] == [(8.0, 0, 0), (4.0, 0, -1)]
+    # two ranks at once count as one
     assert run_scale(device, "120")[1:] == [
         (8.0, 0, 0),
         (8.0, 1, 2),
-    ]  # two ranks at once count as one
+    ]
     assert run_scale(device, "000") == [(16.0, 1, 2), (16.0, 2, 2), (32.0, 0, 2)]
     assert run_scale(device, "00100")[-2:] == [(16.0, 1, 2), (16.0, 2, 2)]
     assert run_scale(device, "000", scale=2.0**127)[-1] == (2.0**127, 0, 2)  # not inf
-    assert (
-        run_scale(device, "11", scale=torch.finfo(torch.float32).tiny)[-1][0] == 0.0
-    )  # no subnormal
+    # no subnormal
+    assert run_scale(device, "11", scale=torch.finfo(torch.float32).tiny)[-1][0] == 0.0

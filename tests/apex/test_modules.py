@@ -255,9 +255,8 @@ def test_masked_softmax(
     eps = torch.finfo(half).eps
     for y, dx in results:
         assert y.dtype is half
-        torch.testing.assert_close(
-            y.double(), expected, rtol=eps, atol=1e-7
-        )  # a subnormal half at most
+        # a subnormal half at most
+        torch.testing.assert_close(y.double(), expected, rtol=eps, atol=1e-7)
         torch.testing.assert_close(dx.double(), dexpected, rtol=4 * eps, atol=8 * eps)
 
 

@@ -256,9 +256,8 @@ def test_half_parameters_are_the_rounded_fp32_step(
     )
     grads = gradients(half, steps=1)
     result, expected = train(build(name, halves), grads), train(build(name, wide), grads)
-    if (
-        "SGD" in name
-    ):  # of first steps the momentum is the gradient, plus decay: it is stored in half, as in apex
+    # of first steps the momentum is the gradient, plus decay: it is stored in half, as in apex
+    if "SGD" in name:
         tolerance = 0.1 * 4 * torch.finfo(half).eps
         for a, b in zip(result, expected, strict=True):
             torch.testing.assert_close(a, b.to(half), rtol=torch.finfo(half).eps, atol=tolerance)
@@ -278,9 +277,8 @@ def test_masters_keep_updates_below_half_an_ulp(
     with torch.no_grad():
         param.fill_(3.0)
     train(optimizer, [[torch.ones(8)]])
-    assert torch.equal(
-        param.detach(), torch.full_like(param, 3.0)
-    )  # what somebody wrote there counts
+    # what somebody wrote there counts
+    assert torch.equal(param.detach(), torch.full_like(param, 3.0))
 
 
 def test_sgd_on_half_is_torchs_where_no_rounding_differs(device: torch.device) -> None:
@@ -526,11 +524,12 @@ def test_gradscaler(name: str, wrap: Callable[[Any], Any], device: torch.device)
     param, plain = (Parameter(torch.full((3,), 2.0, device=device)) for _ in range(2))
     optimizer, reference = wrap(build(name, [param])), wrap(build(name, [plain]))
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+    # LAMB clips none of them
     for values in (
         [0.125, 0.25, 0.5],
         [INF, 0.0, 0.0],
         [0.5, 0.0625, 0.25],
-    ):  # LAMB clips none of them
+    ):
         grad = torch.tensor(values, device=device)
         scaler.scale((param * grad).sum()).backward()
         scaler.step(optimizer)
@@ -548,10 +547,11 @@ def test_gradscaler(name: str, wrap: Callable[[Any], Any], device: torch.device)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_larc_formula(clip: bool, decay: float, device: torch.device) -> None:
+    # the last has no local rate
     params = [
         *parameters(device),
         Parameter(torch.zeros(3, device=device)),
-    ]  # the last has no local rate
+    ]
     grads = [*gradients(steps=1)[0], torch.ones(3)]
     grads[1] = torch.zeros_like(grads[1])  # nor this
     expected = []

@@ -715,9 +715,8 @@ def test_fp32_modules_help_modules_that_refuse_half() -> None:
     x, y = torch.randn(6, 8), torch.randint(20, (6,))
     expected = model(x, y)
     amp = tritonamp.enable(model, level="O2", fp32_modules=nn.AdaptiveLogSoftmaxWithLoss)
-    assert (
-        distance([model(x, y)], [expected]) <= torch.finfo(FP16).eps
-    )  # the input alone was rounded
+    # the input alone was rounded
+    assert distance([model(x, y)], [expected]) <= torch.finfo(FP16).eps
     amp.disable()
 
 
@@ -823,9 +822,8 @@ def test_gradients_reach_fp32_inputs(level: str) -> None:
     x = torch.randn(2, 4, requires_grad=True)
     model(x).sum().backward()
     assert x.grad.dtype is FP32
-    assert (
-        distance([x.grad], [weight.sum(0).expand(2, 4)]) <= 4 * torch.finfo(FP16).eps
-    )  # a sum of 4 rounded weights
+    # a sum of 4 rounded weights
+    assert distance([x.grad], [weight.sum(0).expand(2, 4)]) <= 4 * torch.finfo(FP16).eps
     amp.disable()
 
 

@@ -160,10 +160,11 @@ def samples() -> dict[str, list[Call]]:
             # which takes minutes under pytest
             inputs = info.sample_inputs_func(info, "cpu", FP32, False)
             for sample, _ in zip(inputs, range(3), strict=False):
+                # some expect other states
                 with (
                     contextlib.suppress(Exception),
                     torch.autocast("cpu", dtype=BF16),
-                ):  # some expect other states
+                ):
                     info.op(sample.input, *sample.args, **sample.kwargs)
     for op, make in MORE_SAMPLES.items():
         calls[op].append((make(), {}))
@@ -339,10 +340,11 @@ def test_every_op_of_the_cuda_list_has_a_sample(samples: dict[str, list[Call]]) 
     assert {op for op in (*CUDA_LIST, *OURS) if op not in samples} == CUDA_KERNELS_ONLY & {
         *CUDA_LIST
     }
+    # or torch's own rule serves
     assert {op for op in CUDA_LIST if op not in TABLE} <= {
         *CUDA_KERNELS_ONLY,
         *CPU_LIST,
-    }  # or torch's own rule serves
+    }
 
 
 def expected_dtypes(
@@ -802,9 +804,8 @@ TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated"
-)  # torch's own, in forward-mode derivatives
+# torch's own, in forward-mode derivatives
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_torch_func(transform: str, level: str) -> None:

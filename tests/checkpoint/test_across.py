@@ -250,9 +250,8 @@ def test_into_plain_torch(
     ours = enabled("O0", optimizer, seed=1)
     load(ours[:2], (of_model, of_optimizer))
     losses = train(ours, 3, 6), train(theirs, 3, 6)
-    if (
-        optimizer is sgd
-    ):  # torch's own step in both; that of AdamW is ours, and differs in the last bits
+    # torch's own step in both; that of AdamW is ours, and differs in the last bits
+    if optimizer is sgd:
         assert losses[0] == losses[1]
         assert same(ours[0].state_dict(), plain.state_dict())
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
@@ -620,9 +619,8 @@ def test_amp_refuses_what_is_not_its_own(
     train(run, 0, 2)
     run[2].heal("last")
     before, state = states(run), given(run)
-    if (
-        isinstance(state, dict) and "loss_scalers" in state
-    ):  # what comes before the healed modules is good
+    # what comes before the healed modules is good
+    if isinstance(state, dict) and "loss_scalers" in state:
         state["loss_scalers"]["0"]["scale"] = 2.0
     with pytest.raises(ValueError, match=text):
         run[2].load_state_dict(state)

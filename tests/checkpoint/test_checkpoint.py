@@ -358,9 +358,8 @@ def test_foreign_code_is_refused_even_with_a_right_checksum(path, tmp_path, monk
 
 
 def test_the_default_mmap_setting_of_torch_does_not_matter(path):
-    config = importlib.import_module(
-        "torch.utils.serialization.config"
-    ).load  # torch itself imports it late
+    # torch itself imports it late
+    config = importlib.import_module("torch.utils.serialization.config").load
     before = config.mmap
     config.mmap = True  # by hand: monkeypatch would remove the entry at the end
     try:
@@ -778,9 +777,8 @@ print("done")
 @pytest.mark.ranks
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_ranks_save_one_path(tmp_path):
-    folder = (
-        tmp_path / "saved"
-    )  # the ranks meet in a file outside it, which torch may or may not remove
+    # the ranks meet in a file outside it, which torch may or may not remove
+    folder = tmp_path / "saved"
     folder.mkdir()
     ranks = [script(TWO_RANKS, folder, tmp_path / "store", rank) for rank in range(2)]
     for rank in ranks:

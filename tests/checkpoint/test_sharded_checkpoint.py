@@ -144,9 +144,8 @@ def build(level: str, kind: str, seed: int = 0) -> tuple[nn.Module, Any, Any, An
 def train(model: nn.Module, optimizer: Any, scheduler: Any, amp: tritonamp.Amp, steps: int) -> None:
     for step in range(steps):
         loss = model(torch.randn(8, 4)).square().mean()
-        amp.backward(
-            loss * (float("nan") if step == 1 else 1.0)
-        )  # one step in each half is skipped
+        # one step in each half is skipped
+        amp.backward(loss * (float("nan") if step == 1 else 1.0))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -697,10 +696,8 @@ def calls(tmp_path: Path, before: int) -> list[str]:
 
 def in_place(log: list[str], at: int, before: int) -> bool:
     """Whether the new one has its name: DCP renames its metadata, then come ours."""
-    by_dcp = sys.version_info >= (
-        3,
-        11,
-    )  # older pathlib took hold of os.rename when it was imported
+    # older pathlib took hold of os.rename when it was imported
+    by_dcp = sys.version_info >= (3, 11)
     return log[: at - 1].count("rename") >= by_dcp + {0: 1, 1: 3, 2: 3}[before]
 
 

@@ -80,9 +80,8 @@ def test_masked_loss_is_nan_in_half_only(told):
     story = told("masked", 20)
     stock, half, ours = story.rows.values()
     assert stock["NaN losses"] == half["NaN losses"] == half["skipped"] == 20
-    assert (
-        stock["skipped"] == 3
-    )  # a scale of 2^16 is inf in half, and two batches have nothing hidden
+    # a scale of 2^16 is inf in half, and two batches have nothing hidden
+    assert stock["skipped"] == 3
     assert half["loss scale"] == 2.0**16
     assert ours["NaN losses"] == 2
     assert ours["error on hidden pixels"] < 0.7 * stock["error on hidden pixels"]

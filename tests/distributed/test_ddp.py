@@ -287,9 +287,8 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
     assert first["steps"] == without["steps"] == STEPS - 1 and first["skipped"] == 1
     assert first["forward_faults"] == (kind == "loss")
     assert first["scale"] == (2.0**10 if kind == "loss" else 2.0**9)
-    if (
-        kind == "loss" or level == "O1"
-    ):  # another scale rounds half gradients alike, but for subnormal ones
+    # another scale rounds half gradients alike, but for subnormal ones
+    if kind == "loss" or level == "O1":
         assert (first["masters"], first["state"]) == (without["masters"], without["state"])
 
 

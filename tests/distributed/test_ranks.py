@@ -254,9 +254,8 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
     assert first["steps"] == without["steps"] == (STEPS // 2 - 1 if way == "no_sync" else STEPS - 1)
     assert (first["skipped"], first["forward_faults"]) == (1, fault == "loss")
     assert first["scale"] == (SCALE if fault == "loss" else SCALE / 2)
-    if (
-        fault == "loss" or level == "O1"
-    ):  # another scale rounds half gradients alike, but for subnormal ones
+    # another scale rounds half gradients alike, but for subnormal ones
+    if fault == "loss" or level == "O1":
         assert first["masters"] == without["masters"]
 
 

@@ -105,9 +105,8 @@ def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, 
 def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unscale: bool) -> None:
     first, second = train(pair, kind=kind, optimizer=optimizer, grouped=grouped, unscale=unscale)
     assert first == second
-    skipped = (
-        grouped or kind != "inf loss"
-    )  # whose gradients are good: nobody else has seen anything
+    # whose gradients are good: nobody else has seen anything
+    skipped = grouped or kind != "inf loss"
     assert first["moved"] == [step != BAD or not skipped for step in range(STEPS)]
     fault = grouped and kind.endswith("loss")
     assert first["scale"] == (SCALE if fault or not skipped else SCALE / 2)

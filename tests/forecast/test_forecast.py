@@ -311,10 +311,8 @@ def test_constants_of_masks():
 def test_a_constant_that_is_made_in_half():
     forecast = check(around(Apply(lambda x: x * x.new_tensor(1e5))), torch.randn(4, 16))
     assert (forecast.findings[0].kind, forecast.findings[0].where) == ("constant", "1")
-    assert forecast.policy.fp32_modules == (
-        "1",
-        "2",
-    )  # where 1e5 times x is finite, the next layer has to take it
+    # where 1e5 times x is finite, the next layer has to take it
+    assert forecast.policy.fp32_modules == ("1", "2")
 
 
 def test_a_row_that_the_mask_hides_completely_is_no_excuse():
@@ -542,9 +540,8 @@ class Restless(nn.Module):
 def test_everything_is_as_before(training, level, fails):
     model = Restless().train(training)
     x, optimizer = torch.randn(8, 16), adamw(model)
-    model(
-        x.clone()
-    ).square().mean().backward()  # kept results, gradients and optimizer state to leave alone
+    # kept results, gradients and optimizer state to leave alone
+    model(x.clone()).square().mean().backward()
     optimizer.step()
     before = snapshot(model, optimizer, x)
     with torch.no_grad():
@@ -710,9 +707,8 @@ def test_averaged_copies():
         ("average", "teacher", True)
     ]
     assert averaged.policy.fp32_modules == ("teacher",)
-    assert not check(
-        Teacher(lambda m: nn.Linear(16, 16).requires_grad_(False)), x
-    ).findings  # merely frozen
+    # merely frozen
+    assert not check(Teacher(lambda m: nn.Linear(16, 16).requires_grad_(False)), x).findings
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -918,9 +914,8 @@ def test_unrounded_says_half_and_holds_fp32():
     assert (x + torch.ones(())).dtype is FP16
     assert x.values[0] == 1e6 + 1  # written through the view
     assert "1.0000e+06" in repr(x)
-    assert (
-        torch.ops.aten._softmax(x, 0, True).dtype is torch.float32
-    )  # what CUDA makes of softmax(dtype=torch.float32)
+    # what CUDA makes of softmax(dtype=torch.float32)
+    assert torch.ops.aten._softmax(x, 0, True).dtype is torch.float32
 
 
 class Doubling(nn.Module):

@@ -181,9 +181,8 @@ def test_norms_of_a_part_and_of_another_kind(level: str) -> None:
         expected = nn.utils.get_total_norm([p.grad for p in parameters(plain)], norm_type)
         torch.testing.assert_close(norm, expected, rtol=2.0**-6, atol=0)  # some roundings to half
         clipped = nn.utils.get_total_norm([p.grad for p in parameters(run.model)], norm_type)
-        torch.testing.assert_close(
-            clipped, torch.tensor(0.1), rtol=1e-4, atol=0
-        )  # torch divides by norm + 1e-6
+        # torch divides by norm + 1e-6
+        torch.testing.assert_close(clipped, torch.tensor(0.1), rtol=1e-4, atol=0)
     run.accelerator.free_memory()
 
 
@@ -231,9 +230,8 @@ def test_our_scaler_in_a_plain_accelerator(kind: str) -> None:
 def test_two_optimizers_are_told_apart() -> None:
     first, second = net(), net()
     accelerator = Accelerator(cpu=True)
-    enable(
-        accelerator, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    )  # overflows nowhere
+    # overflows nowhere
+    enable(accelerator, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
     models = first, second
     *_, one, two = accelerator.prepare(*models, *map(make_optimizer, models))
     for (x, y), bad in zip(batches() * 2, [None, 0, 1, None] * 4, strict=True):

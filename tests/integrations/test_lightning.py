@@ -29,9 +29,8 @@ pytestmark = [
     pytest.mark.clients,
     # Lightning's advice: more workers in the loader, a validation loop
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:.*LeafSpec.* is deprecated:FutureWarning"
-    ),  # Lightning 2.6 with torch 2.15
+    # Lightning 2.6 with torch 2.15
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 
 BATCHES = 8
@@ -224,9 +223,8 @@ def test_hooks_see_true_gradients(level: str) -> None:
 
 @pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
 def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None:
-    last = (
-        BATCHES - 1
-    )  # the epoch ends with a skip; in the middle of one Lightning would begin it anew
+    # the epoch ends with a skip; in the middle of one Lightning would begin it anew
+    last = BATCHES - 1
     whole = Model(kind)
     fit(whole, MixedPrecision(level=level), bad=last, max_epochs=2)
     plugin = MixedPrecision(level=level)
@@ -295,9 +293,8 @@ class Two(LightningModule):
 
     def training_step(self, batch: list[Tensor], _: int) -> None:
         for optimizer, loss in zip(self.optimizers(), self.losses(batch), strict=True):
-            if (
-                self.way == "toggled"
-            ):  # after the loss: gradients of what is toggled off are computed all the same
+            # after the loss: gradients of what is toggled off are computed all the same
+            if self.way == "toggled":
                 self.toggle_optimizer(optimizer)
             else:
                 optimizer.zero_grad()

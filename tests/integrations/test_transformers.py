@@ -107,10 +107,8 @@ def by_hand(level: str, kind: type, accumulate: int, norm: float) -> Any:
     )
     amp = tritonamp.enable(model, optimizer, level=level)
     norms, rates = [], []
-    rows, tokens_in_batch = (
-        data(),
-        SIZE * 8 * accumulate,
-    )  # all: Trainer does not know that this class shifts labels
+    # all: Trainer does not know that this class shifts labels
+    rows, tokens_in_batch = data(), SIZE * 8 * accumulate
     for i in range(BATCHES):
         tokens = torch.stack([row["input_ids"] for row in rows[SIZE * i : SIZE * (i + 1)]])
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=tokens_in_batch).loss
@@ -146,9 +144,8 @@ def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_p
     expected, norms, rates = by_hand(level, Poisoned, accumulate, norm or float("inf"))
     assert_same(state(trainer.model), expected)
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert str([entry["grad_norm"] for entry in logged]) == str(
-        norms
-    )  # the true one; NaN is itself there
+    # the true one; NaN is itself there
+    assert str([entry["grad_norm"] for entry in logged]) == str(norms)
     assert [entry["learning_rate"] for entry in logged] == rates
     assert trainer.accelerator.amp.stats()["forward_faults"] == 1
     trainer.accelerator.free_memory()
@@ -180,9 +177,8 @@ def test_evaluation_smoothing_and_what_is_saved(tmp_path: Path) -> None:
         "eval_loss"
     ]
     assert half != exact
-    assert (
-        abs(half - exact) <= 2.0**-9 * exact
-    )  # some roundings to half of activations, the loss itself in FP32
+    # some roundings to half of activations, the loss itself in FP32
+    assert abs(half - exact) <= 2.0**-9 * exact
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
     assert_same(state(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")), expected)
 

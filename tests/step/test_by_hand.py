@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.kernels.device import INTERPRETED
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # the interpreter computes with inf and NaN in NumPy
+# the interpreter computes with inf and NaN in NumPy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BACKENDS = ["eager"] + ["triton"] * (INTERPRETED or torch.cuda.is_available())
 
 
@@ -93,9 +92,8 @@ def test_the_next_steps_are_torchs(
         if amp is not None:
             amp.disable()
     for ours, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(
-            ours, theirs, rtol=2**-20, atol=2**-22
-        )  # a few FP32 ulps in each of four steps
+        # a few FP32 ulps in each of four steps
+        torch.testing.assert_close(ours, theirs, rtol=2**-20, atol=2**-22)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

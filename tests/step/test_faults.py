@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import tritonamp
 from tritonamp.testing import KINDS, Fault, FaultInjector, InjectedError
 
+# ten thousand in all
 STEPS = {
     ("O1", "AdamW"): 1500,
     ("O1", "SGD"): 4500,
     ("O2", "AdamW"): 1200,
     ("O2", "SGD"): 2800,
-}  # ten thousand
+}
 LOWEST, HIGHEST, INTERVAL = 2.0**5, 2.0**14, 12  # of the loss scale
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -108,9 +109,8 @@ def test_thousands_of_steps_with_faults_of_all_kinds(
     device: torch.device, level: str, optimizer: str
 ) -> None:
     run = Run(device, level, optimizer, INTERVAL)
-    clean = Run(
-        device, level, optimizer, growth_interval=10**6
-    )  # sees the good steps only, at the same scales
+    # sees the good steps only, at the same scales
+    clean = Run(device, level, optimizer, growth_interval=10**6)
     clean.scaler.scale_tensor(device)  # there is something to set from the beginning
     injector = FaultInjector(run.model, run.optimizer, rate=0.25, seed=len(level + optimizer))
     expected, raised = Expected(2.0**10), 0

@@ -25,9 +25,8 @@ from tritonamp.kernels import (
 from tritonamp.kernels import device as hardware
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter computes with inf and NaN in NumPy
+    # the interpreter computes with inf and NaN in NumPy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(
         not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
     ),
@@ -459,10 +458,11 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
             tape.replay()
         assert same_bits(captured.copies(), eager.copies()), i
     stats = [run.amp.stats() for run in runs]
+    # a replay has no batch to show
     assert [s.pop("last_skip_reason") for s in stats] == [
         "data",
         "forward fault",
-    ]  # a replay has no batch to show
+    ]
     assert stats[0] == stats[1]
     assert stats[0]["forward_faults"] == 1 and stats[0]["scale"] > 2.0**10
     for run in runs:

@@ -452,9 +452,8 @@ def test_two_losses_with_own_scales_into_one_optimizer(gan: Any, device: torch.d
     reference = Net().to(device)
     reference.load_state_dict(discriminator.state_dict())
     (loss_of(reference, batch(device, 0)) + loss_of(reference, batch(device, 1))).backward()
-    amp.backward(
-        loss_of(discriminator, batch(device, 9)), opt_d, loss_id=2
-    )  # let scale 2 move first
+    # let scale 2 move first
+    amp.backward(loss_of(discriminator, batch(device, 9)), opt_d, loss_id=2)
     discriminator.first.weight.grad[0, 0] = float("inf")
     opt_d.step()
     opt_d.zero_grad()
