@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 
 from tritonamp.demo.measured import Run
 
-STYLES: dict[
-    str, dict[str, Any]
-] = {  # thinner and thinner, so that curves on top of one another all show
+# thinner and thinner, so that curves on top of one another all show
+STYLES: dict[str, dict[str, Any]] = {
     "O0": {"color": "lightgray", "linewidth": 8},
     "O1": {"color": "tab:blue", "linewidth": 5},
     "O2": {"color": "tab:orange", "linewidth": 2.5},
