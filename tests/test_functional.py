@@ -332,7 +332,12 @@ def test_only_the_half_output_is_kept_for_backward(device: torch.device, half: t
     x = torch.randn(4, 5, device=device).to(half).requires_grad_()
     for name, kept in (("softmax", 1), ("log_softmax", 1), ("sum", 0)):
         packed: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+
+        def pack(tensor: Tensor, into: list[Tensor] = packed) -> Tensor:
+            into.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = OURS[name](x, 1)
         assert [t.dtype for t in packed] == [half] * kept
         assert all(t.data_ptr() == y.data_ptr() for t in packed)

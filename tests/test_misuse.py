@@ -309,7 +309,8 @@ def test_states_of_another_kind(run: Any) -> None:
     _, _, amp = run
     with pytest.raises(
         ValueError,
-        match=r"expected the keys of .*'counts', 'loss_scale', 'loss_s.*, got the keys \['model', 's",
+        match=r"expected the keys of .*'counts', 'loss_scale', 'loss_s.*, "
+        r"got the keys \['model', 's",
     ):
         amp.load_state_dict({"model": {}, "step": 3})
     amp.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 128.0})

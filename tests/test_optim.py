@@ -198,7 +198,7 @@ def test_error_inputs_of_the_database(name: str) -> None:
         case = error.optimizer_error_input
         params = [Parameter(torch.zeros(1))] if case.params is None else case.params
         ours, torchs = (
-            outcome(lambda cls=cls: cls(params, **case.kwargs))
+            outcome(functools.partial(cls, params, **case.kwargs))
             for cls in (OURS[name], TORCHS[name])
         )
         assert ours == torchs

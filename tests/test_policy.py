@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -209,9 +210,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "text"), BAD_VALUES, ids=repr)
 def test_bad_values(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as e:
+    with pytest.raises(ValueError, match=re.escape(text)):
         resolve("O2", **fields)
-    assert text in str(e.value)
 
 
 def test_a_module_instance_in_fp32_modules() -> None:
@@ -295,7 +295,7 @@ def test_enable_takes_levels_policies_and_fields(fields: dict[str, Any]) -> None
 
 def test_enable_refuses_before_it_touches_the_model() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="loss_scale: expected .*, got -1"):
+    with pytest.raises(ValueError, match=r"loss_scale: expected .*, got -1"):
         tritonamp.enable(model, level="O2", loss_scale=-1)
     assert type(model) is nn.Linear
     assert model.weight.dtype is FP32

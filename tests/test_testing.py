@@ -150,9 +150,11 @@ def test_structures_and_keywords(device: torch.device) -> None:
 
 def test_what_cannot_happen_is_said(run: Run) -> None:
     injector = FaultInjector(run.model)
-    with pytest.raises(RuntimeError, match="did not happen: nothing came by there in this step"):
-        with injector.step(Fault("overflow", "0", INF)):
-            pass
+    with (
+        pytest.raises(RuntimeError, match="did not happen: nothing came by there in this step"),
+        injector.step(Fault("overflow", "0", INF)),
+    ):
+        pass
     assert injector.injected == []
     drawing = FaultInjector(run.model, rate=1.0, kinds=["loss"])
     with drawing.step() as due:

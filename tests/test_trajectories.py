@@ -287,9 +287,15 @@ def watched(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
 
 
 WAYS: list[Step] = [
-    accumulating, autograd_grad, functional_call, keeping_gradients, clearing_the_model,
-    without_grad, in_inference_mode, watched,
-]  # fmt: skip
+    accumulating,
+    autograd_grad,
+    functional_call,
+    keeping_gradients,
+    clearing_the_model,
+    without_grad,
+    in_inference_mode,
+    watched,
+]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

@@ -275,9 +275,9 @@ def test_disabled_initialize_does_nothing(device: torch.device) -> None:
 
 def test_refused_models_and_optimizers() -> None:
     model = Net()
-    with pytest.raises(TypeError, match="models: expected a module.*got tuple"):
+    with pytest.raises(TypeError, match=r"models: expected a module.*got tuple"):
         amp.initialize((model,), verbosity=0)
-    with pytest.raises(TypeError, match="optimizers: expected.*got generator"):
+    with pytest.raises(TypeError, match=r"optimizers: expected.*got generator"):
         amp.initialize(model, (o for o in ()), verbosity=0)
     with pytest.raises(RuntimeError, match="AFTER the model"):
         amp.initialize(nn.DataParallel(model), verbosity=0)
@@ -812,7 +812,8 @@ def test_install_gives_the_name_apex_to_this_package(tmp_path: Path) -> None:
         from apex.optimizers import FusedAdam
         from apex.parallel import DistributedDataParallel as DDP
         assert apex is tritonamp.apex and amp is tritonamp.apex.amp is sys.modules["apex.amp"]
-        assert _amp_state is tritonamp.apex.amp._amp_state and FusedAdam is tritonamp.apex.optimizers.FusedAdam
+        assert _amp_state is tritonamp.apex.amp._amp_state
+        assert FusedAdam is tritonamp.apex.optimizers.FusedAdam
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -292,7 +292,7 @@ def test_softmax_refuses() -> None:
     with pytest.raises(RuntimeError, match="softmax should be in fp32 when scaled"):
         FusedScaleMaskSoftmax(True, False, AttnMaskType.padding, True, fill, False, 2.0)
     with pytest.raises(
-        ValueError, match="attn_mask_type: expected one of AttnMaskType.*got 'causal'"
+        ValueError, match=r"attn_mask_type: expected one of AttnMaskType.*got 'causal'"
     ):
         FusedScaleMaskSoftmax(True, False, "causal", True, fill, True, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected as many queries as keys, got 2 and 3"):

@@ -333,7 +333,7 @@ def test_closure(name: str, device: torch.device) -> None:
 
 @each_kind
 def test_groups(name: str, device: torch.device) -> None:
-    """A group of its own rate, one that is empty, one without gradients, one that is added later."""
+    """Groups: of its own rate, empty, without gradients, added later."""
     a, b, c, d = (Parameter(torch.ones(3, device=device)) for _ in range(4))
     optimizer = build(
         name, [{"params": [a]}, {"params": [b], "lr": 0.0}, {"params": []}, {"params": [c]}]

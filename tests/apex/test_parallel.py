@@ -46,14 +46,16 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from tritonamp.apex.parallel import DistributedDataParallel as DDP, Reducer, create_syncbn_process_group
+from tritonamp.apex.parallel import DistributedDataParallel as DDP
+from tritonamp.apex.parallel import Reducer, create_syncbn_process_group
 
 store, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 def grads(dtype=torch.float32, unused=False, **arguments):
     torch.manual_seed(rank)
-    parts = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False, dtype=dtype), "b": nn.Linear(2, 1, dtype=dtype)})
+    a, b = nn.Linear(2, 1, bias=False, dtype=dtype), nn.Linear(2, 1, dtype=dtype)
+    parts = nn.ModuleDict({"a": a, "b": b})
     parts.forward = lambda x: parts["a"](x) if unused else parts["a"](x) + parts["b"](x)
     net = DDP(parts, **arguments)
     assert torch.equal(*both(net.module["a"].weight.detach().float()))  # those of rank 0

@@ -215,7 +215,8 @@ from tritonamp.apex.parallel import DistributedDataParallel as DDP
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
-torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+store = f"file://{folder}/meeting"
+torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 
 for opt_level in ("O1", "O2"):
     torch.manual_seed(0)
@@ -235,7 +236,8 @@ for opt_level in ("O1", "O2"):
             scaled_loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    params = [p.detach() for p in model.parameters()], [p.detach() for p in amp.master_params(optimizer)]
+    masters = [p.detach() for p in amp.master_params(optimizer)]
+    params = [p.detach() for p in model.parameters()], masters
     result = {"losses": losses, "params": params, "amp": amp.state_dict()}
     torch.save(result, f"{folder}/{opt_level}-rank{rank}.pt")
     amp._amp_state.handle._deactivate()

@@ -1,4 +1,4 @@
-"""The op table against torch's own CUDA lists, op by op; and torch left alone everywhere outside."""
+"""The op table against torch's own CUDA lists, op by op; and torch left alone outside of it."""
 
 import contextlib
 import threading
@@ -350,7 +350,7 @@ def test_every_op_of_the_cuda_list_has_a_sample(samples: dict[str, list[Call]]) 
 def expected_dtypes(
     op: str, call: Call, half: torch.dtype, torchs: list[torch.dtype] | None
 ) -> list[torch.dtype] | None:
-    """What CUDA autocast gives, but for the differences that the design names; None where it fails."""
+    """What CUDA autocast gives, but for our own differences from it; None where it fails."""
     given = dtypes(call)
     asked = next((value for value in tree_leaves(call) if isinstance(value, torch.dtype)), None)
     if op in ("softmax.int", "layer_norm", "group_norm", "rms_norm"):

@@ -359,7 +359,7 @@ def test_masters_in_plain_torch(device: torch.device) -> None:
 def test_into_half_parameters_alone(
     enabled: Callable[..., Run], device: torch.device, name: str
 ) -> None:
-    """FP32 moments come along; the parameters begin as rounded, which is all that such a model has."""
+    """FP32 moments come along; parameters begin as rounded, which is all such a model has."""
     run = enabled("O2", ADAMS[name])
     train(run, 0, 3)
     given = states(run)[:2]
@@ -460,7 +460,8 @@ def test_without_bias_correction(enabled: Callable[..., Run]) -> None:
     before = states(run)
     with pytest.raises(
         ValueError,
-        match=r"AdamW\.load_state_dict: expected .*, got bias_correction=False, which is FusedAdam's$",
+        match=r"AdamW\.load_state_dict: expected .*, "
+        r"got bias_correction=False, which is FusedAdam's$",
     ):
         opt.load_state_dict(fused_adam_of_apex(before[1], bias_correction=False))
     assert same(states(run), before)
@@ -525,7 +526,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda run: changed(
             run[1].state_dict(), lambda s: s["state"][0].update(exp_avg=torch.ones(6, 16))
         ),
-        r"expected the state of an Adam .*, got state 0: exp_avg of shape \(6, 16\) for a parameter of \(16, 6\)",
+        r"expected the state of an Adam .*, "
+        r"got state 0: exp_avg of shape \(6, 16\) for a parameter of \(16, 6\)",
     ),
     "without moments": (
         lambda run: changed(run[1].state_dict(), lambda s: s["state"][4].pop("exp_avg_sq")),

@@ -116,13 +116,30 @@ def test_special_values_keep_their_bits(path):
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -(2**63), 2**2032 - 1, 1.5, 2 + 3j, "", "text \ud800 \0 ü", torch.bfloat16, torch.uint3,
-        torch.device("cuda", 1), torch.Size([2, 3]), [], (), {}, (1, [2, {"a": (None,)}]),
-        {"x": 1, 2: 3, 1.5: 4, None: 5, (1, "y"): 6, torch.float16: 7}, OrderedDict(b=1, a=2), Counter({30: 2, 60: 1}),
+        None,
+        True,
+        0,
+        -(2**63),
+        2**2032 - 1,
+        1.5,
+        2 + 3j,
+        "",
+        "text \ud800 \0 ü",
+        torch.bfloat16,
+        torch.uint3,
+        torch.device("cuda", 1),
+        torch.Size([2, 3]),
+        [],
+        (),
+        {},
+        (1, [2, {"a": (None,)}]),
+        {"x": 1, 2: 3, 1.5: 4, None: 5, (1, "y"): 6, torch.float16: 7},
+        OrderedDict(b=1, a=2),
+        Counter({30: 2, 60: 1}),
         random.Random(0).getstate(),
     ],
     ids=lambda value: repr(value)[:20],
-)  # fmt: skip
+)
 def test_plain_values_come_back(path, value):
     save(path, value=value)
     loaded = load(path)["value"]
@@ -190,11 +207,17 @@ def test_save_load_continue_is_bit_identical_to_not_stopping(path):
 def schedulers(optimizer):
     lr = torch.optim.lr_scheduler
     return [
-        lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch), lr.StepLR(optimizer, 2), lr.ExponentialLR(optimizer, 0.9),
-        lr.CosineAnnealingWarmRestarts(optimizer, 2), lr.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
-        lr.OneCycleLR(optimizer, 0.1, 10), lr.ReduceLROnPlateau(optimizer),
-        lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.MultiStepLR(optimizer, [3, 5])], [2]),
-    ]  # fmt: skip
+        lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+        lr.StepLR(optimizer, 2),
+        lr.ExponentialLR(optimizer, 0.9),
+        lr.CosineAnnealingWarmRestarts(optimizer, 2),
+        lr.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
+        lr.OneCycleLR(optimizer, 0.1, 10),
+        lr.ReduceLROnPlateau(optimizer),
+        lr.SequentialLR(
+            optimizer, [lr.LinearLR(optimizer), lr.MultiStepLR(optimizer, [3, 5])], [2]
+        ),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.*:UserWarning")
@@ -615,10 +638,10 @@ def test_an_error_of_torch_is_not_taken_for_the_one_being_handled(path, monkeypa
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        try:
-            raise OSError("what the caller saves because of")
-        except OSError:
+    try:
+        raise OSError("what the caller saves because of")
+    except OSError:
+        with pytest.raises(RuntimeError, match="CUDA error"):
             save(path, step=1)
     assert not names(path.parent)
 
@@ -744,7 +767,8 @@ def fails(kind, text, *args, **objects):
     else:
         raise AssertionError(f"no {kind}")
 
-for _ in range(10):  # not initialised: both write the one path, and each finds a whole checkpoint there
+# not initialised: both write the one path, and each finds a whole checkpoint there
+for _ in range(10):
     save(path, step=rank, x=torch.full((1000,), rank))
     content = load(path)
     assert (content["x"] == content["step"]).all()

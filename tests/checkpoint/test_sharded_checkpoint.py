@@ -112,12 +112,26 @@ def test_tensors_come_back_bit_for_bit(folder: Path, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 2**2032 - 1, 1.5, 2 + 3j, "", "text \ud800 \0 ü", torch.bfloat16, torch.device("cuda", 1),
-        torch.Size([2, 3]), [], (), {}, (1, [2, {"a": (None,)}]), {"x": 1, 2: 3, None: 5, (1, "y"): {}},
-        OrderedDict(b=1, a=2), Counter({30: 2, 60: 1}),
+        None,
+        True,
+        2**2032 - 1,
+        1.5,
+        2 + 3j,
+        "",
+        "text \ud800 \0 ü",
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        torch.Size([2, 3]),
+        [],
+        (),
+        {},
+        (1, [2, {"a": (None,)}]),
+        {"x": 1, 2: 3, None: 5, (1, "y"): {}},
+        OrderedDict(b=1, a=2),
+        Counter({30: 2, 60: 1}),
     ],
     ids=lambda value: repr(value)[:20],
-)  # fmt: skip
+)
 def test_plain_values_come_back(folder: Path, value: Any) -> None:
     save_sharded(folder, value=value, among=(torch.ones(1), [value]))
     loaded = load_sharded(folder)
@@ -291,8 +305,11 @@ def test_torch_reads_the_folder(folder: Path) -> None:
 
 def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     """What was done, what the error says."""
-    linear = lambda *sizes: nn.Linear(*sizes)
-    sgd = lambda *modules: torch.optim.SGD([{"params": m.parameters()} for m in modules])
+    linear = nn.Linear
+
+    def sgd(*modules: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD([{"params": m.parameters()} for m in modules])
+
     yield (
         "forgotten",
         r"also has the state of optimizer: give .*or optimizer=None to leave it out",
@@ -328,7 +345,8 @@ def refusals() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     )
     yield (
         "groups",
-        r"optimizer is not what was saved: \[2, 2\] parameters in its groups, \[2\] in the checkpoint",
+        r"optimizer is not what was saved: \[2, 2\] parameters in its groups, "
+        r"\[2\] in the checkpoint",
         (lambda p: load_sharded(p, model=None, optimizer=sgd(linear(2, 3), linear(2, 3)))),
     )
     yield (
@@ -523,7 +541,10 @@ def test_both_damaged_is_an_error_that_names_both(folder: Path) -> None:
     write(folder, 2)
     flip(folder / "__0_0.distcp")
     flip(Path(f"{folder}.prev") / MANIFEST)
-    text = rf"no usable checkpoint \({folder}: __0_0.distcp is not .*; {folder}.prev: checksum .*restore one"
+    text = (
+        rf"no usable checkpoint \({folder}: __0_0.distcp is not .*; "
+        rf"{folder}.prev: checksum .*restore one"
+    )
     with pytest.raises(RuntimeError, match=text):
         load_sharded(folder)
 
@@ -656,7 +677,10 @@ class Faults:
                 return written + super().write(memoryview(data)[half:])
 
         monkeypatch.setattr(io, "FileIO", File)
-        opened = lambda path, mode: File(path, mode.replace("b", ""))
+
+        def opened(path: str, mode: str) -> File:
+            return File(path, mode.replace("b", ""))
+
         monkeypatch.setattr(durable, "open", opened, raising=False)
         for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
             monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))

@@ -47,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def build(
     level: str, kind: str, seed: int, mesh: str | None = None
 ) -> tuple[nn.Module, Any, tritonamp.Amp]:
-    """With shapes that two ranks cannot share evenly, and a bias of which one of them has nothing."""
+    """With shapes that two ranks cannot share evenly, and a bias that one of them lacks."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.Linear(7, 1))
     if mesh is not None:
@@ -85,7 +85,7 @@ def values(model: nn.Module, optimizer: Any) -> list[Any]:
 
 @on_ranks
 def save_and_resume(path: str, level: str, kind: str, mesh: str, other: str) -> list[Any]:
-    """Trains, saves, trains on; and the same from the checkpoint, on another mesh for the values."""
+    """Trains, saves, trains on; and the same from the checkpoint, on another mesh."""
     torch.manual_seed(dist.get_rank())
     model, optimizer, amp = build(level, kind, 0, mesh)
     train(model, optimizer, amp)
@@ -350,8 +350,13 @@ def on_both(name, function):
         children.append(os.fork())
         if children[-1] == 0:
             store = f"file://{folder}/{name}.store"
-            timeout = datetime.timedelta(seconds=20)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+            dist.init_process_group(
+                "gloo",
+                init_method=store,
+                rank=rank,
+                world_size=2,
+                timeout=datetime.timedelta(seconds=20),
+            )
             try:
                 function(rank)
             except RuntimeError as error:  # the other rank is gone

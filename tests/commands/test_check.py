@@ -24,7 +24,8 @@ FACTORIES = textwrap.dedent(
 
     def faulty():
         model = nn.Sequential(nn.Linear(16, 16), Square(), nn.LayerNorm(16), nn.Linear(16, 8))
-        return model, torch.optim.AdamW(model.parameters()), (3e3 * torch.ones(4, 16),), lambda y: y.square().sum()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, (3e3 * torch.ones(4, 16),), lambda y: y.square().sum()
 
     def without_optimizer():
         return nn.Linear(16, 8), (torch.ones(4, 16),)

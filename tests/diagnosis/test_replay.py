@@ -177,26 +177,42 @@ def function(f: Callable[[Tensor, float], Tensor], kind: str, op: str, **fields:
 FP16 = HALF[:1]
 CASES = {
     "linear": Case(
-        nn.Sequential(Function(large), filled(nn.Linear(WIDTH, WIDTH), 50)), "matmul_overflow", "linear", "block.1",
+        nn.Sequential(Function(large), filled(nn.Linear(WIDTH, WIDTH), 50)),
+        "matmul_overflow",
+        "linear",
+        "block.1",
         dtypes=FP16,
     ),
     "conv": Case(
-        nn.Sequential(Function(large), nn.Unflatten(1, (1, -1)), filled(nn.Conv1d(1, 1, 3, padding=1), 50),
-                      nn.Flatten()),
-        "matmul_overflow", "conv1d", "block.2", dtypes=FP16,
+        nn.Sequential(
+            Function(large),
+            nn.Unflatten(1, (1, -1)),
+            filled(nn.Conv1d(1, 1, 3, padding=1), 50),
+            nn.Flatten(),
+        ),
+        "matmul_overflow",
+        "conv1d",
+        "block.2",
+        dtypes=FP16,
     ),
     "attention": function(attend_to_large, "matmul_overflow", "matmul"),
-    "einsum": function(lambda x, big: torch.einsum("ij,kj->ik", x * big, x * big) @ x, "matmul_overflow", "einsum"),
+    "einsum": function(
+        lambda x, big: torch.einsum("ij,kj->ik", x * big, x * big) @ x, "matmul_overflow", "einsum"
+    ),
     "square": function(lambda x, big: (x * big) * (x * big), "square_overflow", "mul"),
     "rms norm": function(rms_norm, "square_overflow", "mul", silent=True),
     "variance": function(standardise, "square_overflow", "mul", silent=True),
     "sum in half": function(
-        lambda x, big: x - large(x, 30 * big).sum(-1, keepdim=True, dtype=x.dtype), "reduction_overflow", "sum",
+        lambda x, big: x - large(x, 30 * big).sum(-1, keepdim=True, dtype=x.dtype),
+        "reduction_overflow",
+        "sum",
         dtypes=FP16,
     ),
     "exp": function(lambda x, big: (x.abs() * 300).exp(), "exp_overflow", "exp"),
     "product": function(lambda x, big: x * big * x.abs().add(1) * big, "overflow", "mul"),
-    "residuals": function(lambda x, big: (x * 0 + 4e4) + (x * 0 + 4e4), "overflow", "add", dtypes=FP16),
+    "residuals": function(
+        lambda x, big: (x * 0 + 4e4) + (x * 0 + 4e4), "overflow", "add", dtypes=FP16
+    ),
     "refused constant": function(refused_constant, "constant_overflow", "masked_fill", dtypes=FP16),
     "added constant": function(added_constant, "constant_overflow", "mul", dtypes=FP16),
     "masked row": function(masked_row, "masked_row", "softmax"),
@@ -215,8 +231,11 @@ CASES = {
     "acos": function(lambda x, big: (x * 0 + 2).acos(), "domain_error", "acos"),
     "negative power": function(lambda x, big: (x - 10) ** 0.5, "domain_error", "pow"),
     "cast": Case(
-        nn.Sequential(Function(lambda x, big: x.float() * big * big), nn.Linear(WIDTH, WIDTH)), "cast_overflow",
-        "linear", "block.1", dtypes=FP16,
+        nn.Sequential(Function(lambda x, big: x.float() * big * big), nn.Linear(WIDTH, WIDTH)),
+        "cast_overflow",
+        "linear",
+        "block.1",
+        dtypes=FP16,
     ),
     "cast before lstm": Case(Recurrent(1e6), "cast_overflow", "lstm", "block.rnn", dtypes=FP16),
     "checkpoint": Case(
@@ -226,16 +245,27 @@ CASES = {
     "norm at 0": function(own_norm, "backward_nan", "sqrt", phase="backward"),
     "where": function(where_root, "backward_nan", "sqrt", phase="backward"),
     "backward in a checkpoint": Case(
-        Recomputed(Function(root_of_zero), False), "backward_nan", "sqrt", "block.inner", phase="backward"
+        Recomputed(Function(root_of_zero), False),
+        "backward_nan",
+        "sqrt",
+        "block.inner",
+        phase="backward",
     ),
     "backward in a reentrant checkpoint": Case(
-        Recomputed(Function(root_of_zero), True), "backward_nan", "sqrt", "block.inner", phase="backward"
+        Recomputed(Function(root_of_zero), True),
+        "backward_nan",
+        "sqrt",
+        "block.inner",
+        phase="backward",
     ),
     "steep": function(
-        lambda x, big: x + (x.float() * 1e7).sin().to(x.dtype), "gradient_overflow", "to_copy", phase="backward",
+        lambda x, big: x + (x.float() * 1e7).sin().to(x.dtype),
+        "gradient_overflow",
+        "to_copy",
+        phase="backward",
         dtypes=FP16,
     ),
-}  # fmt: skip
+}
 
 
 def enabled(
@@ -510,18 +540,27 @@ class Harmless(nn.Module):
 CLEAN = {
     "plain": nn.Identity(),
     "transformer": nn.Sequential(
-        nn.Unflatten(0, (1, -1)), nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), nn.Flatten(0, 1)
+        nn.Unflatten(0, (1, -1)),
+        nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True),
+        nn.Flatten(0, 1),
     ),
     "convolutions": nn.Sequential(
-        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(),
-        nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Unflatten(1, (1, 4, 4)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
     ),
     "lstm": Recurrent(),
     "causal": Causal(),
     "harmless": Harmless(),
-    "checkpoint": Recomputed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout()), False),
+    "checkpoint": Recomputed(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout()), False
+    ),
     "norms": nn.Sequential(nn.LayerNorm(WIDTH), nn.GroupNorm(2, WIDTH), nn.RMSNorm(WIDTH)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

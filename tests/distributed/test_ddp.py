@@ -213,7 +213,7 @@ def test_as_one_process_on_the_joint_batch(
 
 
 def harm(kind: str, here: bool, output: Tensor) -> Tensor:
-    """The loss of one rank goes bad, or the gradients of all do by what one rank adds to the sum."""
+    """The loss of one rank goes bad, or all gradients do by what one rank adds to the sum."""
     if kind == "loss" and here:
         return loss_of(output) * math.nan
     if kind in ("gradient", "cleaned") and here:
@@ -434,7 +434,7 @@ def uneven(order: str, optimizer: str, level: str, fault: str) -> list[dict[str,
     ("order", "optimizer", "level"), [("before", "AdamW", "O2"), ("after", "SGD", "O1")]
 )
 def test_uneven_inputs(pair: Pair, order: str, optimizer: str, level: str, fault: str) -> None:
-    """In ``join`` a rank that has run out has no say, so decisions rest on the reduced gradients."""
+    """In ``join`` a rank that has run out has no say: decisions rest on reduced gradients."""
     first, second = uneven(pair, order=order, optimizer=optimizer, level=level, fault=fault)
     assert first == second
     skipped = int(fault != "")
@@ -491,8 +491,9 @@ def parted(how: str, steps: int) -> list[str]:
 def test_ranks_that_have_parted_are_told(pair: Pair, how: str, told: str) -> None:
     for said in parted(pair, how=how, steps=CHECK_EVERY + 2):
         assert said == [
-            f"{CHECK_EVERY + 1}: rank 1 parted from the others {told}, so their parameters differ: load a checkpoint, "
-            "amp.load_state_dict included, on all ranks alike, and set the scale and call step() on all or none"
+            f"{CHECK_EVERY + 1}: rank 1 parted from the others {told}, so their parameters "
+            "differ: load a checkpoint, amp.load_state_dict included, on all ranks alike, and set "
+            "the scale and call step() on all or none"
         ]
 
 
@@ -500,7 +501,8 @@ def test_gradients_that_are_not_reduced_are_told(pair: Pair) -> None:
     for said in parted(pair, how="bypassed", steps=2 * CHECK_EVERY + 2):
         assert len(said) == 1
         assert re.match(
-            r"the ranks step with different gradients, of norms \S+, \S+, and will part: call the DDP",
+            r"the ranks step with different gradients, of norms \S+, \S+, and will part: "
+            "call the DDP",
             said[0],
         )
 

@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def net() -> nn.Sequential:
-    """With shapes that two ranks cannot share evenly, and a bias of which one of them has nothing."""
+    """With shapes that two ranks cannot share evenly, and a bias that one of them lacks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
 
@@ -374,13 +374,29 @@ def refused(what: str) -> str:
 
 REFUSED = {
     "FSDP1": "ValueError: model: FullyShardedDataParallel (FSDP1) flattens the parameters",
-    "no half": "ValueError: model: got no half param_dtype in its MixedPrecisionPolicy, this level needs fully_shard(",
-    "other half": "ValueError: model: got torch.bfloat16 in its MixedPrecisionPolicy, this level needs fully_shard(",
-    "in part": "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), others are",
-    "offloaded": "ValueError: model: its parameters are on cpu (CPUOffloadPolicy), its forwards run on cuda: allowed",
-    "O3": "ValueError: level: under FSDP2 the sharded FP32 parameters are the masters, so O3 is not there: use O2",
+    "no half": (
+        "ValueError: model: got no half param_dtype in its MixedPrecisionPolicy, "
+        "this level needs fully_shard("
+    ),
+    "other half": (
+        "ValueError: model: got torch.bfloat16 in its MixedPrecisionPolicy, "
+        "this level needs fully_shard("
+    ),
+    "in part": (
+        "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), others are"
+    ),
+    "offloaded": (
+        "ValueError: model: its parameters are on cpu (CPUOffloadPolicy), "
+        "its forwards run on cuda: allowed"
+    ),
+    "O3": (
+        "ValueError: level: under FSDP2 the sharded FP32 parameters are the masters, "
+        "so O3 is not there: use O2"
+    ),
     "heal": "ValueError: on_nonfinite='heal': running a batch again takes all ranks",
-    "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16",
+    "fp32_modules": (
+        "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16"
+    ),
     "too late": "RuntimeError: fully_shard was called on an enabled model",
 }
 

@@ -39,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 class Net(nn.Module):
-    """Rank 0 may leave out ``first``, rank 1 ``second``, both ``third``; ``part`` runs the middle."""
+    """Rank 0 may leave out ``first``, rank 1 ``second``, both ``third``; ``part``: the middle."""
 
     def __init__(self, branches: bool = False) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_a_fault_goes_through_compression_once(pair: Pair, kind: str, fault: str
 
 @on_ranks
 def trained(way: str, level: str, fault: str | None, **options: Any) -> list[dict[str, Any]]:
-    """With a fault on rank 1 in the third batch; and plainly, without the batches of that decision."""
+    """With a fault on rank 1 in the third batch; and without the batches of that decision."""
     rank, found = dist.get_rank(), []
     micro = 2 if way == "no_sync" else 1
     for plain in (False, True):

@@ -17,8 +17,16 @@ from tritonamp.integrations.accelerate import enable
 pytestmark = pytest.mark.clients
 
 BATCHES = 8
-RUNS = [("O0", "AdamW"), ("O1", "SGD"), ("O1", "AdamW"), ("O2", "SGD"), ("O2", "AdamW"), ("O2", "optim.AdamW"),
-        ("O3", "AdamW"), ("O5", "AdamW")]  # fmt: skip
+RUNS = [
+    ("O0", "AdamW"),
+    ("O1", "SGD"),
+    ("O1", "AdamW"),
+    ("O2", "SGD"),
+    ("O2", "AdamW"),
+    ("O2", "optim.AdamW"),
+    ("O3", "AdamW"),
+    ("O5", "AdamW"),
+]
 LOSS = nn.functional.mse_loss
 
 
@@ -100,9 +108,13 @@ class Run:
 
 
 def by_hand(
-    data: list[tuple[Tensor, Tensor]], kind: str = "AdamW", accumulate: int = 1, norm: float = 0.0, value: float = 0.0,
+    data: list[tuple[Tensor, Tensor]],
+    kind: str = "AdamW",
+    accumulate: int = 1,
+    norm: float = 0.0,
+    value: float = 0.0,
     **settings: Any,
-) -> tuple[dict[str, Tensor], list[bool], list[float]]:  # fmt: skip
+) -> tuple[dict[str, Tensor], list[bool], list[float]]:
     """The same in a loop of our own: parameters, which steps were skipped, norms."""
     model = net()
     optimizer = make_optimizer(model, kind)

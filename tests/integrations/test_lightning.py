@@ -34,12 +34,25 @@ pytestmark = [
 ]
 
 BATCHES = 8
-RUNS = [("O0", "AdamW"), ("O1", "SGD"), ("O1", "AdamW"), ("O2", "SGD"), ("O2", "AdamW"), ("O2", "optim.AdamW"),
-        ("O3", "AdamW"), ("O5", "AdamW")]  # fmt: skip
+RUNS = [
+    ("O0", "AdamW"),
+    ("O1", "SGD"),
+    ("O1", "AdamW"),
+    ("O2", "SGD"),
+    ("O2", "AdamW"),
+    ("O2", "optim.AdamW"),
+    ("O3", "AdamW"),
+    ("O5", "AdamW"),
+]
 QUIET: dict[str, Any] = dict(
-    accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-    enable_checkpointing=False, max_epochs=1,
-)  # fmt: skip
+    accelerator="cpu",
+    devices=1,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    enable_checkpointing=False,
+    max_epochs=1,
+)
 
 
 def data(bad: int | None = None) -> TensorDataset:
@@ -99,9 +112,14 @@ def make_optimizer(model: nn.Module, kind: str) -> Any:
 
 
 def by_hand(
-    level: str, kind: str = "AdamW", norm: float = 0.0, value: float = 0.0, accumulate: int = 1, bad: int | None = None,
+    level: str,
+    kind: str = "AdamW",
+    norm: float = 0.0,
+    value: float = 0.0,
+    accumulate: int = 1,
+    bad: int | None = None,
     **fields: Any,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same run in a loop of our own."""
     model = Model()
     optimizer, scheduler = make_optimizer(model, kind)

@@ -40,9 +40,17 @@ def _no_shared_state() -> Iterator[None]:
 def language_model(kind: type = transformers.GPT2LMHeadModel) -> Any:
     torch.manual_seed(3)
     config = transformers.GPT2Config(
-        vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=17,
+        n_positions=8,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return kind(config)
 
 
@@ -67,12 +75,18 @@ class Poisoned(transformers.GPT2LMHeadModel):
 
 def make_trainer(folder: Path, model: nn.Module, **arguments: Any) -> transformers.Trainer:
     settings: dict[str, Any] = dict(
-        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=BATCHES, logging_steps=1,
-        per_device_train_batch_size=SIZE, per_device_eval_batch_size=SIZE, learning_rate=0.01, save_strategy= (
-            "no"
-        ),
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=BATCHES,
+        logging_steps=1,
+        per_device_train_batch_size=SIZE,
+        per_device_eval_batch_size=SIZE,
+        learning_rate=0.01,
+        save_strategy="no",
         train_sampling_strategy="sequential",
-    )  # fmt: skip
+    )
     training_arguments = transformers.TrainingArguments(**{**settings, **arguments})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # Trainer's own has several groups
     return transformers.Trainer(
@@ -138,9 +152,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 )
 def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_path: Path) -> None:
     trainer = train(
-        tmp_path, level, Poisoned, gradient_accumulation_steps=accumulate, max_grad_norm=norm,
+        tmp_path,
+        level,
+        Poisoned,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=norm,
         max_steps=BATCHES // accumulate,
-    )  # fmt: skip
+    )
     expected, norms, rates = by_hand(level, Poisoned, accumulate, norm or float("inf"))
     assert_same(state(trainer.model), expected)
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]

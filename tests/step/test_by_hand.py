@@ -58,9 +58,14 @@ def other_layout_of_moments(optimizer: Optimizer) -> None:
 
 
 ACTS = [
-    rate_to_float, to_another_group, out_of_the_optimizer, gradient_by_a_hook, no_gradient_by_a_hook, half_step_counts,
+    rate_to_float,
+    to_another_group,
+    out_of_the_optimizer,
+    gradient_by_a_hook,
+    no_gradient_by_a_hook,
+    half_step_counts,
     other_layout_of_moments,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

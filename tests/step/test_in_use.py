@@ -156,8 +156,11 @@ def test_a_handful_of_launches_whatever_the_number_of_tensors(
             run.step(x, max_norm=1.0)
             names = [name for name, _ in launched]
             assert names == [
-                *["grad_stats_kernel"] * 2, "decide_kernel", "adam_rates_kernel", *["adamw_kernel"] * 2
-            ]  # fmt: skip
+                *["grad_stats_kernel"] * 2,
+                "decide_kernel",
+                "adam_rates_kernel",
+                *["adamw_kernel"] * 2,
+            ]
         run.amp.disable()
 
 
@@ -406,8 +409,11 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         assert "_local_scalar_dense" not in str(func), "a number is read on the host"
         results = func(*args, **kwargs)
-        inputs = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs))
-                  if isinstance(t, Tensor)}  # fmt: skip
+        inputs = {
+            t.untyped_storage().data_ptr()
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         fresh = [
             i
             for i, t in enumerate(torch.utils._pytree.tree_leaves(results))
@@ -432,7 +438,7 @@ class Tape(TorchDispatchMode):
 def test_a_captured_step_goes_on_with_other_rates_and_scales(
     monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
-    """Forward, backward and step, recorded once. On a GPU test_trajectories.py does it in earnest."""
+    """Forward, backward and step, recorded once. On a GPU test_trajectories.py does it."""
     device = torch.device("cpu")
     xs, rates = batches(9, device, bad=(5,)), [1e-2 * 0.7**i for i in range(9)]
     scaler = {"growth_interval": 2, "init_scale": 2.0**10}

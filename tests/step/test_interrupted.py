@@ -187,9 +187,14 @@ def test_a_failed_attempt_never_was(
 def test_inside_scale_loss(start: Callable[..., Run], level: str, optimizer: str) -> None:
     run, undisturbed = start(level, optimizer), start(level, optimizer)
     loss = run.loss(9)
-    with pytest.raises(KeyboardInterrupt), run.amp.scale_loss(loss) as scaled:
-        scaled.backward()
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with run.amp.scale_loss(loss) as scaled:
+            scaled.backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     run.optimizer.zero_grad()
     for one in (run, undisturbed):
         one.step(0)
@@ -513,7 +518,8 @@ while interrupted < 40:
     done = run[2].stats()["steps"]
     for i in range(begun, done):
         step(*undisturbed, i)
-    assert list(map(torch.equal, bits(*run), bits(*undisturbed))).count(False) == 0, (interrupted, begun, done)
+    same = map(torch.equal, bits(*run), bits(*undisturbed))
+    assert list(same).count(False) == 0, (interrupted, begun, done)
     assert run[2].state_dict() == undisturbed[2].state_dict()
 print("interrupted", interrupted, "steps", done)
 """
