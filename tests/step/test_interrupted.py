@@ -29,6 +29,7 @@ OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }
+FUSED = {**OPTIMIZERS, "Lion": lambda params: tritonamp.optim.Lion(params, lr=1e-3)}
 ERRORS = [ZeroDivisionError, KeyboardInterrupt, torch.OutOfMemoryError]
 
 
@@ -54,7 +55,7 @@ class Run:
     def __init__(self, device: torch.device, level: str, optimizer: str, **fields: Any) -> None:
         torch.manual_seed(0)
         self.model = Net().to(device)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.optimizer = FUSED[optimizer](self.model.parameters())
         scaler = tritonamp.GradScaler(
             device.type, init_scale=2.0**10, growth_interval=4, max_scale=2.0**12
         )
@@ -396,10 +397,13 @@ class OutOfMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("optimizer", FUSED)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_out_of_memory_anywhere_in_the_step(start: Callable[..., Run], level: str) -> None:
-    """Adam and AdamW: the state is that of before, and the step can be repeated."""
-    run, undisturbed = start(level, backend="eager"), start(level, backend="eager")
+def test_out_of_memory_anywhere_in_the_step(
+    start: Callable[..., Run], level: str, optimizer: str
+) -> None:
+    """The state of a fused step is that of before, and the step can be repeated."""
+    run, undisturbed = (start(level, optimizer, backend="eager") for _ in range(2))
     for one in (run, undisturbed):
         one.step(0)
         one.amp.backward(one.loss(1))
