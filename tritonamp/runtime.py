@@ -160,7 +160,7 @@ class Amp:
         }
         self._log = StepLog(
             functools.partial(_names, models), functools.partial(_tensors, models), policy.dtype,
-            speaks=policy.on_nonfinite == "skip",
+            log_skips=policy.on_nonfinite == "skip",
         )  # fmt: skip
         self._healing = Healing(models, policy, self._context)
         self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
@@ -237,7 +237,7 @@ class Amp:
             raise ValueError(f"loss: got {type(loss).__name__}, allowed is a Tensor")
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: got {loss_id!r}, allowed is an int")
-        feeds = self._feeds(optimizer)
+        feeds = self._check_fed(optimizer)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
@@ -245,7 +245,7 @@ class Amp:
         with self._pending.open(scaler, loss, feeds) as scaled:
             yield scaled
 
-    def _feeds(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         feeds = self._optimizers if optimizer is None else _as_list(optimizer)
         if not feeds:
             raise RuntimeError(
@@ -277,7 +277,7 @@ class Amp:
             pending = self._fed_optimizers("unscale_")
             scaled = [o for o in pending if not self._weights[o].has_true_gradients]
         else:
-            scaled = pending = self._feeds(optimizer)
+            scaled = pending = self._check_fed(optimizer)
         found = [
             self._stepper.unscale_(o) for o in scaled or pending
         ]  # the latter refuses: called twice

@@ -28,9 +28,9 @@ RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
 class Noted:
     """A log of one parameter, and the decisions that the device notes for it."""
 
-    def __init__(self, speaks: bool = False, tensors: Mapping[Tensor, str] | None = None) -> None:
+    def __init__(self, log_skips: bool = False, tensors: Mapping[Tensor, str] | None = None) -> None:
         self.param = nn.Parameter(torch.ones(1))
-        self.log = StepLog(lambda: {self.param: "p"}, lambda: tensors or {}, torch.float16, speaks)
+        self.log = StepLog(lambda: {self.param: "p"}, lambda: tensors or {}, torch.float16, log_skips)
         self.params = [[self.param]]
         self.numbers = self.log.record(self.params, torch.device("cpu")).numbers
 
@@ -68,7 +68,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_faults_are_said_at_powers_of_two_and_a_long_run_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    noted = Noted(speaks=True)
+    noted = Noted(log_skips=True)
     with caplog.at_level(logging.INFO, "tritonamp"):
         for _ in range(17):
             noted.decide(FAULT)
@@ -84,7 +84,7 @@ def test_faults_are_said_at_powers_of_two_and_a_long_run_once(
 
 
 def test_overflows_are_said_where_eight_come_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
-    noted = Noted(speaks=True)
+    noted = Noted(log_skips=True)
     with caplog.at_level(logging.INFO, "tritonamp"):
         for outcomes in ([OVERFLOW] * 7, [CLEAN], [OVERFLOW] * 9, [CLEAN], [OVERFLOW] * 8):
             for outcome in outcomes:
@@ -97,7 +97,7 @@ def test_overflows_are_said_where_eight_come_in_a_row(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("gap", [(CLEAN, OVERFLOW), (OVERFLOW, OVERFLOW)], ids=str)
 def test_a_run_with_a_gap_is_no_run(gap: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
-    noted = Noted(speaks=True)
+    noted = Noted(log_skips=True)
     with caplog.at_level(logging.INFO, "tritonamp"):
         for outcomes in (*[(OVERFLOW,)] * 7, gap, *[(OVERFLOW,)] * 6):
             noted.decide(*outcomes)
@@ -107,7 +107,7 @@ def test_a_run_with_a_gap_is_no_run(gap: tuple[int, ...], caplog: pytest.LogCapt
 
 
 def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    noted = Noted(speaks=True)
+    noted = Noted(log_skips=True)
     counts = {"clean": 4, "scale_overflows": 2, "forward_faults": 1}
     with caplog.at_level(logging.INFO, "tritonamp"):
         for _ in range(7):

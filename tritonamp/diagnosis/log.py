@@ -85,7 +85,7 @@ class StepLog:
         names: gives parameter of the model to its full name; asked again when parameters are added.
         tensors: the same with buffers, which a cause may be looked for in.
         dtype: the half format.
-        speaks: a line is logged for each skip, when its numbers have arrived: the device is not
+        log_skips: a line is logged for each skip, when its numbers have arrived: the device is not
             waited for.
 
     Attributes:
@@ -100,12 +100,12 @@ class StepLog:
         names: Callable[[], Mapping[Tensor, str]],
         tensors: Callable[[], Mapping[Tensor, str]],
         dtype: torch.dtype,
-        speaks: bool = False,
+        log_skips: bool = False,
     ) -> None:
         self._ask_names = names
         self._ask_tensors = tensors
         self._limit = torch.finfo(dtype).max
-        self._speaks = speaks
+        self._log_skips = log_skips
         self._names = dict(names())
         self._ranks: Sequence[int] = ()  # whose magnitudes come before those by name
         self._loaded = [0.0] * _KEPT
@@ -223,7 +223,7 @@ class StepLog:
             step, found.cause.value, values[SCALE], None, found.parameters, found.text
         )
         self.history.append(record)
-        if self._speaks:
+        if self._log_skips:
             # 1, 2, 4, 8...: a run that skips all the time says so now and then
             news = math.frexp(found.skip.skipped)[0] == 0.5
             long_run = len(self._run) == _LONG_RUN
