@@ -320,10 +320,7 @@ def test_functions_of_an_object(registered: None) -> None:
     ("owner", "name"), [(math, "nowhere"), (math, "pi"), (Ops, "absent"), (F, "")]
 )
 def test_names_that_are_no_function(kind: str, owner: Any, name: str) -> None:
-    text = (
-        f"no function named {name!r} in {owner.__name__}: "
-        "allowed is the name of a function that it has"
-    )
+    text = f"name: expected the name of a function in {owner.__name__}, got {name!r}: it has none"
     with pytest.raises(ValueError, match=text):
         REGISTER[kind](owner, name)
     tritonamp.enable(nn.Linear(1, 1)).disable()  # nothing was kept

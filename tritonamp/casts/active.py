@@ -109,12 +109,14 @@ def inlined_by_dynamo(function: F) -> F:
 
 @inlined_by_dynamo
 def enter(number: int, cache: bool = True) -> None:
-    """Have ops of this thread that run under autocast follow that policy, until ``leave``.
-
-    ``cache`` is the setting of autocast's cache in that forward.
+    """Have ops of this thread that run under autocast follow a policy, until ``leave``.
 
     Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the
     rules chose.
+
+    Args:
+        number: of the policy, by ``number_of``.
+        cache: the setting of autocast's cache in that forward.
     """
     kind = _Kind(known.policies[number], cache)
     known.mark(kind)
@@ -136,6 +138,8 @@ def active() -> ActivePolicy | None:
     stack = thread.live()
     if stack:
         return stack[-1][0].active
+    # private (torch 2.11 to 2.15): whether this thread is in a backward, and at which node; nothing
+    # public says so
     if torch._C._current_graph_task_id() != -1:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
         # torch.utils.checkpoint restores autocast but cannot know of ``enter``. The cache setting
@@ -162,8 +166,9 @@ def under_op_policy() -> bool:
 
 
 def tell_dynamo() -> None:
-    """Have torch.compile put ``enter`` and ``leave`` into its graphs. Called where it traces them:
-    it is imported then, and ``enable`` need not import it.
+    """Have torch.compile put ``enter`` and ``leave`` into its graphs.
+
+    Called where it traces them: dynamo is imported then, and ``enable`` need not import it.
     """
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)
@@ -176,7 +181,16 @@ tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class ThreadState(NamedTuple):
-    """What a forward changes in its thread while it runs: ``enter``'s stack, torch's autocast."""
+    """What a forward changes in its thread while it runs.
+
+    Attributes:
+        depth: of ``enter``'s stack.
+        device_type: the device type that autocast is set for.
+        enabled: whether autocast is on.
+        dtype: of autocast.
+        cache: whether autocast caches casts of weights.
+        nesting: how many autocast blocks the thread is in.
+    """
 
     depth: int
     device_type: str
@@ -188,7 +202,7 @@ class ThreadState(NamedTuple):
     @classmethod
     @inlined_by_dynamo
     def now(cls, device_type: str) -> "ThreadState":
-        """Record it."""
+        """Record the state of this thread."""
         nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         return cls(
@@ -202,7 +216,7 @@ class ThreadState(NamedTuple):
 
     @inlined_by_dynamo
     def restore(self) -> None:
-        """Put it back after a Ctrl-C, which may have come while it was being changed."""
+        """Put the state back after a Ctrl-C, which may have come while it was being changed."""
         del thread.stack[self.depth :]
         torch.set_autocast_enabled(self.device_type, self.enabled)
         torch.set_autocast_dtype(self.device_type, self.dtype)

@@ -45,7 +45,8 @@ def ensure() -> None:
         return
     for function in (enter, leave):
         torch.fx.node.has_side_effect(function)
-    # what torch._dynamo.eval_frame.skip_code does, without that import
+    # private: what torch._dynamo.eval_frame.skip_code does in torch 2.11 to 2.15, without the
+    # import of dynamo, which takes seconds
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     for function in known.inlined:
         set_code_exec_strategy(function.__code__, skip)
@@ -63,6 +64,7 @@ def release() -> None:
     _registration.owners -= 1
     if _registration.owners == 0:
         for library in _registration.libraries:
+            # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
         _registration.libraries.clear()
 
@@ -75,6 +77,8 @@ class _Op:
         self.target = getattr(getattr(torch.ops.aten, packet), overload or "default")
         key = getattr(DispatchKey, key_name)
         self.autocast = DispatchKeySet(key)
+        # private (torch 2.11 to 2.15): nothing public gives the keys below one, or says whether a
+        # kernel is registered
         self.after = torch._C._dispatch_keyset_full_after(key)
         self.kernel = None
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key_name):
@@ -87,13 +91,15 @@ class _Op:
         """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
         before, thread.in_rule = thread.in_rule, True
         try:
+            # private (torch 2.11 to 2.15): torch.autocast(enabled=False) would also change what
+            # functions inside see of autocast, and its cache
             with torch._C._ExcludeDispatchKeyGuard(self.autocast):
                 return function(*args, **kwargs)
         finally:
             thread.in_rule = before
 
     def torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Do what torch would have done at this key."""
+        """Return what torch would have returned at this key."""
         # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
         if self.kernel is not None and not thread.in_rule:
             return self.kernel.call_boxed(keyset, *args, **kwargs)

@@ -17,10 +17,13 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 
 class ForwardObserver(Protocol):
-    """Hears of each forward of an enabled model; what ``before`` returns comes back."""
+    """Whom each forward of an enabled model is reported to.
+
+    What ``before`` returns is handed to ``after`` or ``failed``.
+    """
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note that a forward begins; None: of no interest."""
+        """Note that a forward begins; return None where its end is of no interest."""
 
     def after(self, noted: Any, output: Any) -> None:
         """Note that it has returned ``output``."""
@@ -30,7 +33,7 @@ class ForwardObserver(Protocol):
 
 
 class RanksInForward(Protocol):
-    """The ranks that a model is trained on, which show themselves in its forwards."""
+    """The ranks that a model is trained on, which become known in its forwards."""
 
     def on_forward(self) -> None:
         """Take note of the DistributedDataParallel that this forward runs in."""
@@ -46,8 +49,8 @@ class EnabledContext:
         policy: what runs in which precision.
         backend: "auto", "triton" or "eager".
         fp32_values: of the model's half tensors.
-        observer: hears of forwards; copies have nobody to tell.
-        ranks: see the DDP that a forward runs in; copies decide alone.
+        observer: whom forwards are reported to; None in copies.
+        ranks: the ranks that decide together; None in copies, which decide alone.
         device_type: where the parameters are.
         autocast: whether forwards run under torch's autocast, at whose keys the op table is.
         cache: the setting of autocast's cache in forwards.
@@ -67,7 +70,7 @@ class EnabledContext:
     def move(self, device_type: str) -> None:
         """Note that the parameters are on a device of this type now."""
         self.device_type = device_type
-        # on CPU the op table also keeps half matmuls and convolutions from torch's slow half kernels
+        # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
         half_on_cpu = self.policy.cast_model and device_type == "cpu"
         available = torch.amp.is_autocast_available(device_type)
         self.autocast = available and (self.policy.op_policy or half_on_cpu)
@@ -85,7 +88,7 @@ class EnabledContext:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``, run under the op policy.
 
-        No ``with`` of our own: torch.compile must see through.
+        Not by ``context``: torch.compile would not trace into the forward.
         """
         if not self.autocast:
             return function(*args, **kwargs)
@@ -233,8 +236,10 @@ class EnabledModule(_WithForward):
                 result[prefix + name] = wide if keep_vars else wide.detach()
         return result
 
+    # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like
+    # all end here, from torch 2.11 to 2.15
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follow ``to``, ``cuda``, ``cpu`` of the module and of modules around it, which call it."""
+        """Follow ``to``, ``cuda``, ``cpu`` of the module, or of modules around it."""
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for param in self.parameters():  # type: ignore[attr-defined]
             self._tritonamp.move(param.device.type)

@@ -15,8 +15,9 @@ from tritonamp.policy import HALF_DTYPES
 
 
 def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
-    """``function`` of autograd; where there is no gradient to compute the bare operation, which
-    costs the host less.
+    """Apply ``function``, or, where there is no gradient to compute, the bare operation.
+
+    The latter costs the host less.
     """
     if input.requires_grad and torch.is_grad_enabled():
         return function.apply(input, *args)

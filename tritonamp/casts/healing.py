@@ -12,7 +12,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 
 class Healing:
-    """Which they are.
+    """The modules that compute in FP32 since a fault, and the policy with them.
 
     Attributes:
         names: of the modules; "" is the model.
@@ -20,18 +20,21 @@ class Healing:
     """
 
     def __init__(self, models: list[nn.Module], policy: Policy, context: EnabledContext) -> None:
-        self._models, self._policy, self._context = models, policy, context
+        self._models = models
+        self._policy = policy
+        self._context = context
         self.names: list[str] = []
         self.policy = policy
 
     def heal(self, name: str) -> None:
-        """The module of that name computes in FP32 from now on, its parameters included.
+        """Have the module of that name compute in FP32 from now on, its parameters included.
 
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
         """
         module, values = self._find(name), self._context.fp32_values
-        self._name([*self.names, *[name] * (name not in self.names)])
+        if name not in self.names:
+            self._set_names([*self.names, name])
         for tensor in _tensors(module):
             if tensor.dtype in HALF_DTYPES and tensor in values:
                 set_data(tensor, values.get(tensor).detach().to(tensor.device, copy=True))
@@ -42,13 +45,13 @@ class Healing:
             class_swap.install(module, Fp32Module, self._context)
 
     def unheal(self, name: str) -> None:
-        """The reverse.
+        """Have a healed module follow the policy again.
 
         Raises:
             ValueError: it was not healed.
         """
         if name not in self.names:
-            raise ValueError(f"got {name!r}, healed are {self.names}")
+            raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
         module, values = self._find(name), self._context.fp32_values
         for tensor in _tensors(module):
             if tensor in values:
@@ -58,10 +61,12 @@ class Healing:
             module._tritonamp_fp32 = False
         elif class_swap.is_installed(module):
             class_swap.uninstall(module)
-        self._name([other for other in self.names if other != name])
+        self._set_names([other for other in self.names if other != name])
 
     def load(self, names: Sequence[str]) -> None:
-        """These and no others; none where the policy computes nothing in half.
+        """Have these modules compute in FP32 and no others.
+
+        None where the policy computes nothing in half.
 
         Raises:
             ValueError: there is no such module; nothing was changed then.
@@ -75,7 +80,7 @@ class Healing:
         for name in names:
             self.heal(name)
 
-    def _name(self, names: list[str]) -> None:
+    def _set_names(self, names: list[str]) -> None:
         modules = (*self._policy.fp32_modules, *filter(None, names))
         self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))
         self.names = names
@@ -90,7 +95,7 @@ class Healing:
             }
         if name not in found:
             known = ", ".join(map(repr, list(found)[:20]))
-            raise ValueError(f"got the module name {name!r}; the model's modules are {known}")
+            raise ValueError(f"module: expected one of the model's, {known}, got {name!r}")
         return found[name]
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from tritonamp.policy import HALF_DTYPES, Policy
 
 NORMS = (
-    nn.modules.batchnorm._NormBase,  # BatchNorm, InstanceNorm and SyncBatchNorm
+    # private (torch 2.11 to 2.15): the base of BatchNorm, InstanceNorm and SyncBatchNorm
+    nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
@@ -16,8 +17,9 @@ NORMS = (
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """The modules inside ``model`` that ``policy.fp32_modules`` names, and, without an op policy,
-    the norms it keeps.
+    """Return the modules inside ``model`` that stay FP32.
+
+    Those that ``policy.fp32_modules`` names and, without an op policy, the norms that it keeps.
 
     Raises:
         ValueError: a name or class that matches nothing in ``model``.
@@ -32,7 +34,8 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
         if not matches:
             names = ", ".join(sorted(named)[:20]) or "(it has no submodules)"
             raise ValueError(
-                f"fp32_modules: {wanted!r} matches no module of the model; its modules are {names}"
+                f"fp32_modules: expected names or classes of modules of the model, got {wanted!r}, "
+                f"which matches no module; its modules are {names}"
             )
         found |= dict.fromkeys(m for match in matches for m in _with_forward(match))
     if policy.keep_norms_fp32 and not policy.op_policy:
@@ -41,14 +44,14 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:
-    """The module, or, for a container without a forward of its own, what it holds."""
+    """Return the module, or, for a container without a forward of its own, what it holds."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [m for child in module.children() for m in _with_forward(child)]
     return [module]
 
 
 def _kept(model: nn.Module, policy: Policy) -> set[int]:
-    """Ids of the parameters and buffers that stay FP32."""
+    """Return the ids of the parameters and buffers that stay FP32."""
     modules: list[nn.Module] = [sub for m in fp32_modules(model, policy) for sub in m.modules()]
     if policy.keep_norms_fp32:
         modules += [m for m in model.modules() if isinstance(m, NORMS)]
@@ -62,15 +65,14 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
-    """Makes the FP32 parameters of ``model`` half in place: each Parameter stays the same object.
+    """Make the FP32 parameters of ``model`` half in place: each Parameter stays the same object.
 
     Norm layers and ``policy.fp32_modules`` are left alone. Buffers become half only where there is
     no op policy to reconcile dtypes: tables of angles, running statistics and small constants lose
     too much in half.
 
     Returns:
-        the FP32 originals, in main memory where the model is on another device: half tensor to FP32
-            values. Of
+        half tensor to its FP32 original, in main memory where the model is on another device; of
         parameters that were half already and get masters, their values.
     """
     originals: dict[Tensor, Tensor] = {}
@@ -91,7 +93,10 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Gives ``tensor`` other storage and dtype, its gradient (where there is one) the same dtype."""
+    """Give ``tensor`` other storage and dtype, and its gradient, if any, the same dtype.
+
+    ``grad_dtype`` has to follow: autograd refuses a gradient of another dtype.
+    """
     grad, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
     tensor.data = data
     if tensor.is_leaf:
@@ -101,7 +106,7 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def flatten_rnns(model: nn.Module) -> None:
-    """cuDNN wants the weights of an RNN in one block; new storage breaks it up."""
+    """Put the weights of each RNN into one block for cuDNN: new storage has broken it up."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

@@ -18,18 +18,21 @@ from tritonamp.casts.active import ActivePolicy
 class Stock(Protocol):
     """The op without our rules: what a rule calls, or runs a function under."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the op returns where no rule and no autocast applies."""
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
 
 
 Rule = Callable[..., Any]
 """``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments."""
 
 HALF = """
-    _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d conv_transpose3d convolution einsum gru gru_cell linalg_multi_dot linalg_vecdot linear lstm
-    lstm_cell matmul mm mv prelu rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention
+    _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
+    conv_transpose1d conv_transpose2d conv_transpose3d convolution einsum gru gru_cell
+    linalg_multi_dot linalg_vecdot linear lstm lstm_cell matmul mm mv prelu rnn_relu rnn_relu_cell
+    rnn_tanh rnn_tanh_cell scaled_dot_product_attention
     _addmm_activation _native_multi_head_attention _transformer_encoder_layer_fwd
 """.split()
 """Half in, half out. On CPU computed in FP32 from rounded inputs and rounded once: fast there, and
@@ -38,18 +41,22 @@ nn.TransformerEncoderLayer.
 """
 
 FP32 = """
-    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
-    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim hinge_embedding_loss huber_loss kl_div
-    l1_loss linalg_matrix_norm linalg_vector_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss
-    multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nll_loss_nd norm.Scalar
-    norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh
-    smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d
-    upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits
+    cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1
+    frobenius_norm.dim hinge_embedding_loss huber_loss kl_div l1_loss linalg_matrix_norm
+    linalg_vector_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nll_loss_nd norm.Scalar
+    norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow prod reciprocal
+    renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d
 """.split()
 """Half inputs are cast up, the result is FP32."""
 
-PROMOTE = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+""".split()
 """All floating inputs are cast to the widest of them."""
 
 FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss linalg_matrix_exp".split()
@@ -61,9 +68,9 @@ STORAGE = "layer_norm group_norm rms_norm".split()
 """FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""
 
 STORAGE_ON_CPU = """
-    adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fractional_max_pool2d fractional_max_pool3d grid_sampler_2d
-    grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d
-    replication_pad2d replication_pad3d trace
+    adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fractional_max_pool2d fractional_max_pool3d
+    grid_sampler_2d grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d
+    reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
 """.split()
 """On torch's CPU list for FP32, on no CUDA list: as STORAGE, because half kernels are missing here
 and there.
@@ -71,7 +78,7 @@ and there.
 
 
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``to`` applied to every tensor of float16, bfloat16 or float32 in it."""
+    """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
     if isinstance(value, Tensor):
         return to(value) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
     if isinstance(value, (list, tuple)):
@@ -80,7 +87,7 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _dtypes(value: Any) -> Iterator[torch.dtype]:
-    """The floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
+    """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
     if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32):
         yield value.dtype
     elif isinstance(value, (list, tuple)):
@@ -130,29 +137,29 @@ def _banned_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) 
     if not active.policy.op_policy:
         return stock(*args, **kwargs)
     raise RuntimeError(
-        "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its gradient leaves the half "
-        "range near 0 and 1. Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) without the sigmoid, compute "
-        "the loss outside the model's forward, or wrap the call in tritonamp.disable_casts() with FP32 inputs"
+        "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its "
+        "gradient leaves the half range near 0 and 1. Use binary_cross_entropy_with_logits "
+        "(nn.BCEWithLogitsLoss) without the sigmoid, compute the loss outside the model's forward, "
+        "or wrap the call in tritonamp.disable_casts() with FP32 inputs"
     )
 
 
 def overloads(names: list[str]) -> Iterator[str]:
-    """Every functional overload ("op" or "op.overload") of the named ops that this torch has."""
+    """Yield every functional overload of the named ops that this torch has: "op", "op.overload"."""
+    # private (torch 2.11 to 2.15): torch.ops.aten also has ops that the dispatcher does not know
     existing = set(torch._C._dispatch_get_all_op_names())
     for name in names:
         packet = getattr(torch.ops.aten, name.split(".")[0], None)
         if packet is None:
             continue
         for overload in packet.overloads():
-            op = getattr(packet, overload)
-            qualified = op._schema.name.removeprefix("aten::") + (
-                f".{overload}" if overload != "default" else ""
-            )
-            takes_tensors = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
-            functional = (
-                takes_tensors and not op._schema.is_mutable and f"aten::{qualified}" in existing
-            )
-            if functional and ("." not in name or qualified == name):
+            schema = getattr(packet, overload)._schema
+            suffix = "" if overload == "default" else f".{overload}"
+            qualified = schema.name.removeprefix("aten::") + suffix
+            takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+            functional = takes_tensors and not schema.is_mutable
+            wanted = "." not in name or qualified == name
+            if functional and wanted and f"aten::{qualified}" in existing:
                 yield qualified
 
 
@@ -167,5 +174,10 @@ def _rules(device_type: str) -> dict[str, Rule]:
 
 
 def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the op table of one device type: op to rule."""
+    """Return the op table of one device type: op to rule.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        functions: rules of ops that have a kernel of their own.
+    """
     return {**_rules(device_type), **functions}

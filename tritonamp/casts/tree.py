@@ -15,25 +15,29 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Cast(NamedTuple):
-    """Tensors whose dtype is among ``sources`` become ``target``; all others pass."""
+    """What becomes of tensors by their dtype.
+
+    Attributes:
+        sources: dtypes that are cast; tensors of all others pass.
+        target: the dtype they are cast to.
+    """
 
     sources: tuple[torch.dtype, ...]
     target: torch.dtype
 
 
 def to_half(dtype: torch.dtype) -> Cast:
-    """FP32 and the other half format become ``dtype``; FP64, integers and complex pass."""
+    """Return the cast of FP32 and the other half format; FP64, integers and complex pass."""
     return Cast((torch.float32, *HALF_DTYPES), dtype)
 
 
 def from_half(dtype: torch.dtype) -> Cast:
-    """Half tensors become ``dtype``; everything else passes."""
+    """Return the cast of half tensors to ``dtype``; everything else passes."""
     return Cast(HALF_DTYPES, dtype)
 
 
 def cast_tree(value: Any, cast: Cast) -> Any:
-    """``value`` with ``cast`` applied to every tensor inside it; the same object where nothing
-    changed.
+    """Return ``value`` with every tensor inside it cast; the same object where nothing changed.
 
     Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and
     calls ``obj.to(dtype)`` on other objects that have it.
@@ -42,9 +46,7 @@ def cast_tree(value: Any, cast: Cast) -> Any:
 
 
 def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
-    """The cast value, and whether anything changed (asked by ``is``, torch.compile could not
-    follow).
-    """
+    """Return the cast value, and whether anything changed: torch.compile cannot ask by ``is``."""
     if isinstance(value, Tensor):
         return (value.to(cast.target), True) if value.dtype in cast.sources else (value, False)
     if value is None:  # torch.compile cannot ask None whether it is a dataclass
@@ -77,7 +79,7 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
 def _with(
     value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., None]
 ) -> tuple[Any, bool]:
-    """A copy of ``value`` with those of ``items`` put in that changed."""
+    """Return a copy of ``value`` with those of ``items`` put in that changed."""
     if not any(changed for _, changed in items.values()):
         return value, False
     new = {key: item for key, (item, _) in items.items()}

@@ -19,7 +19,7 @@ _DEVICE_TYPES = ("cuda", "cpu")
 
 
 def _half_dtype() -> torch.dtype | None:
-    """The half dtype of the op policy that we are under, or None outside."""
+    """Return the half dtype of the op policy that applies here, or None outside of any."""
     for device_type in _DEVICE_TYPES:
         if torch.is_autocast_enabled(device_type) and under_op_policy():
             return torch.get_autocast_dtype(device_type)
@@ -28,13 +28,13 @@ def _half_dtype() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Turns the op policy off inside an enabled forward: every op runs in the dtype of its inputs."""
+    """Turn the op policy off inside an enabled forward: ops run in the dtype of their inputs."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 
 
 def half_function(function: F) -> F:
-    """Inside an enabled forward, ``function`` gets its floating tensors in the half dtype."""
+    """Return ``function`` with floating tensors cast to half, inside an enabled forward."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,10 @@ def half_function(function: F) -> F:
 
 
 def float_function(function: F) -> F:
-    """Inside an enabled forward, ``function`` gets its half tensors in FP32 and runs without casts."""
+    """Return ``function`` with half tensors cast to FP32, inside an enabled forward.
+
+    It runs without further casts.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -61,44 +64,48 @@ def float_function(function: F) -> F:
 
 
 def promote_function(function: F) -> F:
-    """Inside an enabled forward, ``function`` gets its floating tensors in the widest dtype among
-    them.
-    """
+    """Return ``function`` with floating tensors cast to the widest, inside an enabled forward."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (
-            _half_dtype() is not None
-            and len(_dtypes((args, kwargs)) & {*HALF_DTYPES, torch.float32}) > 1
-        ):
+        if _half_dtype() is not None and _is_mixed((args, kwargs)):
             args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
 
+def _is_mixed(value: Any) -> bool:
+    """Return whether tensors in ``value`` have several of the dtypes that are promoted."""
+    return len(_dtypes(value) & {*HALF_DTYPES, torch.float32}) > 1
+
+
 def _dtypes(value: Any) -> set[torch.dtype]:
     if isinstance(value, Tensor):
         return {value.dtype}
-    items = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return set().union(*map(_dtypes, items))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return set()
+    return set().union(*map(_dtypes, value))
 
 
 class _Registered:
-    """Functions registered by name; in place of the originals while a model is enabled."""
+    """Functions registered by name, which replace the originals while a model is enabled.
+
+    Attributes:
+        wanted: owner of each function, its name, and what wraps it.
+        originals: of those that are replaced now, owner, name, and what ``vars`` held.
+        owners: how many enabled models there are.
+    """
 
     def __init__(self) -> None:
         self.wanted: list[tuple[Any, str, Callable[[Any], Any]]] = []
-        self.originals: list[tuple[Any, str, Any]] = []  # what vars() held, or _INHERITED
+        self.originals: list[tuple[Any, str, Any]] = []
         self.owners = 0
 
     def put(self) -> None:
+        """Replace the originals of those that are not replaced yet."""
         for module, name, wrap in self.wanted[len(self.originals) :]:
             self.originals.append((module, name, vars(module).get(name, _INHERITED)))
             found = inspect.getattr_static(module, name)
@@ -108,6 +115,7 @@ class _Registered:
                 setattr(module, name, wrap(getattr(module, name)))
 
     def take_back(self) -> None:
+        """Put all originals back."""
         while self.originals:
             module, name, original = self.originals.pop()
             if original is _INHERITED:
@@ -124,7 +132,7 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     if not callable(getattr(module, name, None)):
         where = getattr(module, "__name__", repr(module))
         raise ValueError(
-            f"no function named {name!r} in {where}: allowed is the name of a function that it has"
+            f"name: expected the name of a function in {where}, got {name!r}: it has none"
         )
     _registered.wanted.append((module, name, wrap))
     if _registered.owners:
@@ -132,8 +140,11 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Puts ``module.name`` on the half list, from now (or the first ``enable``) to the last
-    ``disable``.
+    """Put ``module.name`` on the half list while any model is enabled.
+
+    Args:
+        module: a module or a class.
+        name: of a function in it.
 
     Raises:
         ValueError: ``module`` has no function of that name.
@@ -142,23 +153,23 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Puts ``module.name`` on the FP32 list; see ``register_half_function``."""
+    """Put ``module.name`` on the FP32 list; see ``register_half_function``."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Puts ``module.name`` on the promote list; see ``register_half_function``."""
+    """Put ``module.name`` on the promote list; see ``register_half_function``."""
     _register(module, name, promote_function)
 
 
 def acquire() -> None:
-    """One more model is enabled."""
+    """Put registered functions in place for one more enabled model."""
     _registered.owners += 1
     _registered.put()
 
 
 def release() -> None:
-    """One less; the last one puts the originals back."""
+    """Take back one ``acquire``; the last one puts the originals back."""
     _registered.owners -= 1
     if _registered.owners == 0:
         _registered.take_back()
