@@ -22,6 +22,7 @@ class EnabledDDP(Swapped):
     _set_aside = ("_sync_final_model", "_tritonamp_sync")
     _tritonamp_ranks: CatchesUp
 
+    # private: DDP of torch 2.11 to 2.15 calls it on every rank when all have left ``join``
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)  # type: ignore[misc]
         self._tritonamp_ranks.catch_up(self)  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""The processes that train one model together: they decide as one, and notice when they have
-parted.
-"""
+"""The processes that train one model together: they agree on every step, and detect divergence."""
 
 import logging
 import math
@@ -28,7 +26,16 @@ _NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation do
 
 
 class _Row(NamedTuple):
-    """What each rank tells the others."""
+    """What each rank gives to the others, as one row of a table.
+
+    Attributes:
+        loss_nonfinite: 1 where a loss was inf or NaN.
+        found_earlier: 1 where gradients that were unscaled early were not finite.
+        amax: the largest scaled gradient.
+        square_sum: of the scaled gradients.
+        scale: the loss scale.
+        taken: how many steps were taken so far.
+    """
 
     loss_nonfinite: float
     found_earlier: float
@@ -39,18 +46,19 @@ class _Row(NamedTuple):
 
 
 class Resumable(Protocol):
-    """What ranks take over from one another: all that steps have moved beside parameters."""
+    """All that steps move beside parameters, which ranks take over from one another."""
 
     def state_dict(self) -> Any:
-        """Return it as plain values and tensors."""
+        """Return all of it as plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take it over."""
+        """Take over what ``state_dict`` returned on another rank."""
 
 
 class Ranks:
-    """The ranks that reduce gradients together with this one; until a DDP or FSDP2 model shows
-    itself there are none.
+    """The ranks that reduce gradients together with this one.
+
+    There are none until a model under DDP or FSDP2 is seen.
 
     Attributes:
         members: their numbers in the job; none where there is one process.
@@ -88,13 +96,15 @@ class Ranks:
                 self._attach(module)
 
     def on_forward(self) -> None:
-        """In a forward: takes note of the DDP that it runs in.
+        """Note the DDP that the running forward is part of.
 
         Raises:
             RuntimeError: ``fully_shard`` was called after ``enable``.
         """
         if self._unseen:
             self._look_at_models()
+        # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
+        # public knows whose forward is running
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper not in self._wrappers:
             self._attach(wrapper)
@@ -105,15 +115,14 @@ class Ranks:
     on_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _look_at_models(self) -> None:
-        """Once: parameters that FSDP2 has put in the place of those that the optimizers step on are
-        not known.
-        """
+        """Refuse, at the first forward, parameters that FSDP2 has replaced since ``enable``."""
         unseen, self._unseen = self._unseen, []
         for model in (ref() for ref in unseen):
             if model is not None and not self.sharded and fsdp2_modules(model):
                 raise RuntimeError(
-                    "fully_shard was called on an enabled model, whose optimizer now holds parameters that are not "
-                    "the model's: call fully_shard first, then build the optimizer, then tritonamp.enable"
+                    "fully_shard was called on an enabled model, whose optimizer now holds "
+                    "parameters that are not the model's: call fully_shard first, then build the "
+                    "optimizer, then tritonamp.enable"
                 )
 
     def _attach(self, wrapper: DistributedDataParallel) -> None:
@@ -123,7 +132,7 @@ class Ranks:
             class_swap.install(wrapper, EnabledDDP, self)
 
     def detach(self) -> None:
-        """The models are disabled."""
+        """Put the DDPs' own classes back, when the models are disabled."""
         for wrapper in self._wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
                 class_swap.uninstall(wrapper)
@@ -134,8 +143,9 @@ class Ranks:
     def _join(self, group: Any) -> None:
         if self._group is not None and self._group != group:
             raise ValueError(
-                "model: the models of one tritonamp.enable run under several process groups, but take their decisions "
-                "together: enable them one by one, or give them one process_group"
+                "model: the models of one tritonamp.enable run under several process groups, but "
+                "take their decisions together: enable them one by one, or give them one "
+                "process_group"
             )
         self._group = group
         members = dist.get_process_group_ranks(group)
@@ -148,29 +158,27 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there are other ranks to agree with."""
         return len(self.members) > 1
 
     def rebuild(self) -> None:
-        """Has DDP make its buckets and hooks anew: parameters have another dtype now, and it would
-        miss their gradients.
-        """
+        """Have all DDPs make buckets and hooks anew, for parameters that have another dtype now."""
         for wrapper in self._wrappers:
-            if dist.is_initialized():  # else it has come to its end
+            if dist.is_initialized():  # else there is nobody left to reduce gradients with
                 rebuild_buckets(wrapper)
 
     # what is agreed on
 
     def agree(self, mine: Evidence, scale: Tensor, taken: Tensor) -> Evidence:
-        """The same evidence on all ranks, by one small collective that the host does not wait for.
+        """Return the same evidence on all ranks, by a collective that the host does not wait for.
 
         Args:
             mine: of this rank's gradients and losses.
-            scale, taken: 0-d, the loss scale and how many steps were taken so far, which should
-                agree.
+            scale: 0-d, the loss scale; it should be the same on all ranks.
+            taken: 0-d, how many steps were taken so far; it should be the same, too.
 
         Raises:
-            RuntimeError: some decisions ago they did not; it names the rank.
+            RuntimeError: some decisions ago ranks differed in these; it names them.
         """
         for wrapper in self._to_align:
             self._align(wrapper, 0)
@@ -197,30 +205,25 @@ class Ranks:
             if self._sharding is None
             else square_sum.sum().div(self._sharding.copies).reshape(1)
         )
-        # behind the magnitudes by parameter stands one for each rank, which counts like those;
-        # after a fault, whose
+        # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
         by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
         return Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
 
     def _of_gradients(self, mine: Evidence) -> Evidence:
-        """What all ranks have alike without asking: the gradients that DDP has reduced."""
-        silent = torch.zeros_like(mine.loss_nonfinite)
-        earlier = silent if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
-        return Evidence(
-            torch.cat([mine.amax, silent.expand(len(self.members))]),
-            mine.square_sum,
-            silent,
-            earlier,
-        )
+        """Return what is alike on all ranks without asking: of gradients that DDP has reduced."""
+        zero = torch.zeros_like(mine.loss_nonfinite)
+        earlier = zero if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
+        by_rank = zero.expand(len(self.members))
+        return Evidence(torch.cat([mine.amax, by_rank]), mine.square_sum, zero, earlier)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank has given, in one order on all of them. Waits for all ranks."""
+        """Return what each rank has given, in the same order on all. Waits for all ranks."""
         values: list[Any] = [None] * len(self.members)
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
-        """DDP gave all ranks the parameters of one; that one's FP32 values must follow."""
+        """Give all ranks the FP32 values of the one whose parameters DDP gave them."""
         for name, half in wrapper.module.named_parameters():
             if half in self._fp32_values and name not in wrapper.parameters_to_ignore:
                 value = self._fp32_values.get(half).detach()
@@ -229,17 +232,15 @@ class Ranks:
                 value.copy_(there)
 
     def _in_join(self, wrapper: DistributedDataParallel) -> bool:
-        """Whether ranks may be missing: inside ``with wrapper.join()``, whose mark stays when it is
-        left.
-        """
+        """Return whether ranks may be missing: inside ``with wrapper.join()``."""
+        # private (torch 2.11 to 2.15), and it stays when the block is left: see ``catch_up``
         config = wrapper._join_config
         return config.enable and self._left.get(wrapper) is not config
 
     def catch_up(self, wrapper: DistributedDataParallel) -> None:
-        """The ranks leave ``join``: those that had fewer inputs take over all that the others'
-        steps have moved.
-        """
+        """Take over what the steps of ranks with more inputs have moved, at the end of ``join``."""
         self._left[wrapper] = wrapper._join_config
+        # private (torch 2.11 to 2.15): the rank whose parameters DDP has just given to all
         source = wrapper._authoritative_rank
         self._align(wrapper, source)
         states = [None if self._steps is None else self._steps.state_dict()]
@@ -247,10 +248,10 @@ class Ranks:
         if self._steps is not None and dist.get_rank(self._group) != source:
             self._steps.load_state_dict(states[0])
 
-    # whether it still is
+    # what should have stayed alike
 
     def _compare(self, table: Tensor) -> None:
-        """Sends for the table now and then, and looks at what has arrived of earlier ones."""
+        """Check the tables that have arrived, and start copying this one now and then."""
         if table.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if self._readback is None:
@@ -271,17 +272,20 @@ class Ranks:
         usual, _ = Counter(states).most_common(1)[0]
         others = [rank for rank, state in enumerate(states) if state != usual]
         if others:
-            told = "; ".join(
-                f"{self._named([r for r, s in enumerate(states) if s == state])}: loss scale {state[0]:g}, "
-                f"{state[1]:.0f} steps taken"
-                for state in dict.fromkeys(states)
-            )
             raise RuntimeError(
-                f"{self._named(others)} parted from the others ({told}), so their parameters differ: load a "
-                "checkpoint, amp.load_state_dict included, on all ranks alike, and set the scale and call step() on "
-                "all or none"
+                f"{self._named(others)} parted from the others ({self._listed(states)}), so their "
+                "parameters differ: load a checkpoint, amp.load_state_dict included, on all ranks "
+                "alike, and set the scale and call step() on all or none"
             )
         self._check_norms(rows)
+
+    def _listed(self, states: Sequence[tuple[float, float]]) -> str:
+        """Return each scale and count of steps, with the ranks that have it."""
+        ranks = {state: [r for r, s in enumerate(states) if s == state] for state in states}
+        return "; ".join(
+            f"{self._named(own)}: loss scale {scale:g}, {taken:.0f} steps taken"
+            for (scale, taken), own in ranks.items()
+        )
 
     def _check_norms(self, rows: Sequence[_Row]) -> None:
         if (
@@ -297,10 +301,11 @@ class Ranks:
         if good and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             self._warned = True
             logger.warning(
-                f"the ranks step with different gradients, of norms {', '.join(f'{n:.6g}' for n in norms)}, and will "
-                "part: call the DDP model, not the module inside it, and change gradients on all ranks alike"
+                "the ranks step with different gradients, of norms "
+                f"{', '.join(f'{n:.6g}' for n in norms)}, and will part: call the DDP model, not "
+                "the module inside it, and change gradients on all ranks alike"
             )
 
     def _named(self, ranks: Sequence[int]) -> str:
         numbers = [str(dist.get_global_rank(self._group, rank)) for rank in ranks]
-        return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+        return f"{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(numbers)}"
