@@ -66,22 +66,22 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "fp32_modules": (
         adamw,
         {"fp32_modules": "encoder"},
-        "'encoder' matches no module.*its modules are 0, 1",
+        "fp32_modules: expected names .*got 'encoder', which matches no module.*modules are 0, 1",
     ),
     "torch's scaler": (
         adamw,
         {"scaler": torch.amp.GradScaler("cpu")},
-        r"scaler: got torch\.amp.*allowed is a tritonamp.GradScaler",
+        r"scaler: expected a tritonamp.GradScaler, .*got torch\.amp",
     ),
     "scaler that is off": (
         adamw,
         {"scaler": tritonamp.GradScaler("cpu", enabled=False)},
-        "got a disabled GradScaler",
+        "scaler: expected an enabled GradScaler, got a disabled one: .*loss_scale=1.0",
     ),
     "two scales": (
         adamw,
         {"scaler": tritonamp.GradScaler("cpu"), "loss_scale": 2.0},
-        "both a scaler and loss_scale=2.0",
+        "expected a scaler or a fixed loss_scale, got both a scaler and loss_scale=2.0: drop one",
     ),
     "foreign": (
         lambda m: adamw(nn.Linear(3, 5)),
@@ -104,7 +104,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         {"level": "O1", "policy": tritonamp.O2},
         "expected a level or a policy, got both level='O1' and policy.*drop one",
     ),
-    "not an optimizer": (lambda m: "adam", {}, "optimizer: got str"),
+    "not an optimizer": (
+        lambda m: "adam",
+        {},
+        "optimizer: expected a torch.optim.Optimizer or a list of them, got str",
+    ),
     "twice": (two, {}, "the same optimizer is in the list twice"),
     "replaced step": (replaced_step, {}, "step of this AdamW was replaced on the instance"),
 }
@@ -127,7 +131,7 @@ def test_refused_before_anything_changes(case: str) -> None:
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2).weight, [], [net(), "net"], None])
 def test_models_that_are_none(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"model: got .*allowed is a .*[mM]odule"):
+    with pytest.raises(ValueError, match=r"model: expected a .*[mM]odule.*, got "):
         tritonamp.enable(model)
 
 
@@ -260,12 +264,12 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
     amp.disable()
     amp = tritonamp.enable(model, adamw(model))
     with pytest.raises(
-        ValueError, match=r"optimizer 0 \(AdamW\) was not given to tritonamp.enable"
+        ValueError, match=r"optimizer 0: expected one given to tritonamp.enable, got an AdamW"
     ):
         amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
-    with pytest.raises(ValueError, match="loss_id: got 'gen', allowed is an int"):
+    with pytest.raises(ValueError, match="loss_id: expected an int, got 'gen'"):
         amp.backward(model(torch.ones(1, 4)).sum(), loss_id="gen")
-    with pytest.raises(ValueError, match="loss: got float"):
+    with pytest.raises(ValueError, match="loss: expected a Tensor, got float"):
         amp.backward(1.0)
     amp.disable()
 

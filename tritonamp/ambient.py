@@ -1,6 +1,4 @@
-"""What a piece of code reads and moves in the process around it: random generators, autocast, grad
-mode. Recorded, and restored.
-"""
+"""Random generators, autocast and grad mode, recorded and restored around a piece of code."""
 
 import contextlib
 import importlib

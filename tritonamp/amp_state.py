@@ -22,8 +22,8 @@ class ResumeState(NamedTuple):
         counts: how many decisions had each outcome of ``COUNTS``.
         loss_scale: of the policy.
         healed: names of modules.
-        faults: what ``Response`` counts, and the gradients of the last good step, which faults are
-            told by.
+        faults: what ``Response`` counts, and the gradients of the last good step, by which causes
+            are found.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -45,12 +45,12 @@ class ResumeState(NamedTuple):
 
 
 def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
-    """Read a dictionary of ``to_dict``, of a GradScaler, of ``torch.amp.GradScaler``, or of
-    ``apex.amp``.
+    """Read a state of ``to_dict``, of a GradScaler (torch's, too), or of ``apex.amp``.
 
     Args:
+        state_dict: the state.
         loss_scale: of the policy that is to take it.
-        scaler: what apex does not save is as it is there.
+        scaler: gives what apex does not save.
 
     Raises:
         ValueError: other keys (listed), numbers that no scaler has, or a loss scale that the policy
@@ -98,7 +98,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
             f"amp.load_state_dict: expected the keys of amp.state_dict() ({sorted(_OWN)}), of a "
             f"GradScaler ({sorted(_SCALER)}) or of apex.amp (loss_scaler0, ...), got {got}"
         )
-    # they do not tell whether it was fixed
+    # these formats do not say whether it was fixed
     same = all(state["scale"] == loss_scale for state in scalers.values())
     none = dict.fromkeys(COUNTS, 0)
     return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {})

@@ -18,18 +18,18 @@ from tritonamp.scaler import GradScaler
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
-    """The modules to enable (of a compiled one the original, of a DDP the module inside it).
+    """Return the modules to enable: of a compiled one the original, of a DDP the module inside it.
 
     Raises:
         ValueError: not modules, enabled already, half already, or without real parameters.
     """
     if not models:
-        raise ValueError("model: got an empty list, allowed is a module or a list of modules")
+        raise ValueError("model: expected a module or a list of modules, got an empty list")
     found: list[nn.Module] = []
     for model in models:
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"model: got {type(model).__name__}, allowed is a torch.nn.Module or a list of them"
+                f"model: expected a torch.nn.Module or a list of them, got {type(model).__name__}"
             )
         original = _unwrapped(model)
         if original in found:
@@ -49,20 +49,21 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            f"model: {kind} is a ScriptModule, whose class cannot be changed: enable the original module"
+            f"model: expected one whose class can be changed, got {kind}, a ScriptModule: enable "
+            "the original module"
         )
     for name, module in model.named_modules():
         if hasattr(module, "_tritonamp"):
             where = f"its submodule {name!r}" if name else "it"
             raise ValueError(
-                f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() on the first handle, "
-                "or keep using it"
+                f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "
+                "on the first handle, or keep using it"
             )
     for name, param in model.named_parameters():
         if is_lazy(param) or param.device.type == "meta":
             raise ValueError(
-                f"model: parameter {name!r} has no values yet (lazy, or on the meta device): run a forward in FP32, "
-                "or load the weights, before tritonamp.enable"
+                f"model: parameter {name!r} has no values yet (lazy, or on the meta device): run a "
+                "forward in FP32, or load the weights, before tritonamp.enable"
             )
     half = [name for name, p in model.named_parameters() if p.dtype in HALF_DTYPES]
     only_half = policy.cast_model and not policy.master_weights
@@ -72,14 +73,14 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
         )
         raise ValueError(
             f"model: {kind} has {len(half)} parameter(s) of {dtypes} already ({', '.join(half[:3])}"
-            f"{', ...' if len(half) > 3 else ''}): this level starts from FP32 values. Load the model in FP32 (for "
-            "example from_pretrained(..., torch_dtype=torch.float32)), or call model.float() before building the "
-            "optimizer; tritonamp makes the half copies itself"
+            f"{', ...' if len(half) > 3 else ''}): this level starts from FP32 values. Load the "
+            "model in FP32 (for example from_pretrained(..., torch_dtype=torch.float32)), or call "
+            "model.float() before building the optimizer; tritonamp makes the half copies itself"
         )
 
 
 def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[Optimizer]:
-    """The optimizers to enable.
+    """Return the optimizers to enable.
 
     Raises:
         ValueError: not optimizers, enabled already, of a kind that cannot skip, or over foreign
@@ -89,7 +90,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"optimizer: got {type(optimizer).__name__}, allowed is a torch.optim.Optimizer or a list of them"
+                "optimizer: expected a torch.optim.Optimizer or a list of them, got "
+                f"{type(optimizer).__name__}"
             )
         kind = type(optimizer).__name__
         if hasattr(optimizer, "_stepper"):
@@ -98,18 +100,18 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                "optimizer: LBFGS calls its closure many times inside one step, so a step cannot be skipped or "
-                "unscaled: use a first-order optimizer, or train in plain FP32"
+                "optimizer: LBFGS calls its closure many times inside one step, so a step cannot "
+                "be skipped or unscaled: use a first-order optimizer, or train in plain FP32"
             )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
-                f"optimizer: the step of this {kind} needs a closure, which a skipped step cannot run again: "
-                "enable the optimizer it is built on, or train in plain FP32"
+                f"optimizer: the step of this {kind} needs a closure, which a skipped step cannot "
+                "run again: enable the optimizer it is built on, or train in plain FP32"
             )
-        if "step" in vars(optimizer) and not hasattr(
-            vars(optimizer)["step"], "_wrapped_by_lr_sched"
-        ):
+        step = vars(optimizer).get("step")
+        # private, how LR schedulers of torch 2.11 to 2.15 mark the step that they put there
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
             raise ValueError(
                 f"optimizer: the step of this {kind} was replaced on the instance: "
                 "call tritonamp.enable first, then wrap it"
@@ -123,8 +125,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
         if foreign:
             raise ValueError(
                 f"optimizer: {kind} holds {len(foreign)} parameter(s) that are not the model's "
-                f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all modules it trains: "
-                "enable([model, criterion], optimizer)"
+                f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all "
+                "modules it trains: enable([model, criterion], optimizer)"
             )
     if len(set(map(id, optimizers))) != len(optimizers):
         raise ValueError("optimizer: the same optimizer is in the list twice")
@@ -132,29 +134,36 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
 
 
 def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
-    """Raises ValueError for a scaler of another kind, a disabled one, or one beside a fixed loss
-    scale.
+    """Check the scaler that the user gave.
+
+    Args:
+        scaler: the user's.
+        policy_fields: those that differ from the level's.
+
+    Raises:
+        ValueError: a scaler of another kind, a disabled one, or one beside a fixed loss scale.
     """
     if not isinstance(scaler, GradScaler):
         kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
         raise ValueError(
-            f"scaler: got {kind}, allowed is a tritonamp.GradScaler (it takes the same arguments)"
+            f"scaler: expected a tritonamp.GradScaler, which takes the same arguments, got {kind}"
         )
     if not scaler.is_enabled():
         raise ValueError(
-            "scaler: got a disabled GradScaler; for no loss scaling use loss_scale=1.0 and no scaler"
+            "scaler: expected an enabled GradScaler, got a disabled one: for no loss scaling use "
+            "loss_scale=1.0 and no scaler"
         )
     if policy_fields.get("loss_scale", "dynamic") != "dynamic":
         raise ValueError(
-            f"got both a scaler and loss_scale={policy_fields['loss_scale']!r}: drop one (a fixed scale is loss_scale)"
+            "expected a scaler or a fixed loss_scale, got both a scaler and "
+            f"loss_scale={policy_fields['loss_scale']!r}: drop one"
         )
 
 
 def check_sharding(
     models: Sequence[nn.Module], policy: Policy, optimizers: Sequence[Optimizer] = ()
 ) -> None:
-    """Refuses what cannot work under FSDP, or with an optimizer that divides its parameters among
-    the ranks.
+    """Refuse what cannot work with parameters divided among the ranks, by FSDP or an optimizer.
 
     Raises:
         ValueError: FSDP1, parameters that are spread differently or kept in main memory, a policy
@@ -169,8 +178,9 @@ def check_sharding(
         isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()
     ):
         raise ValueError(
-            "model: FullyShardedDataParallel (FSDP1) flattens the parameters, which leaves nothing to keep masters of: "
-            "use FSDP2, torch.distributed.fsdp.fully_shard(model, mp_policy=MixedPrecisionPolicy(...))"
+            "model: FullyShardedDataParallel (FSDP1) flattens the parameters, which leaves nothing "
+            "to keep masters of: use FSDP2, torch.distributed.fsdp.fully_shard(model, "
+            "mp_policy=MixedPrecisionPolicy(...))"
         )
     params: list[Any] = [p for model in models for p in model.parameters()]
     if any(map(is_sharded, params)):
@@ -183,8 +193,9 @@ def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:
     zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
     if any(isinstance(optimizer, zero) for optimizer in optimizers):
         raise ValueError(
-            "optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks already, and would go on "
-            "stepping on the half ones: allowed are O0 and O1; O2 shards its masters under FSDP2, fully_shard(model)"
+            "optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks "
+            "already, and would go on stepping on the half ones: use O0 or O1, or O2 under FSDP2, "
+            "fully_shard(model), which shards its masters"
         )
 
 
@@ -195,55 +206,52 @@ def _check_sharded_params(models: Sequence[nn.Module]) -> None:
     )
     if offloaded is not None:
         raise ValueError(
-            f"model: its parameters are on {offloaded.device.type} (CPUOffloadPolicy), its forwards run on "
-            f"{offloaded.device_mesh.device_type}: allowed is one device, call fully_shard without offload_policy"
+            f"model: expected parameters on {offloaded.device_mesh.device_type}, where its "
+            f"forwards run, got some on {offloaded.device.type} (CPUOffloadPolicy): call "
+            "fully_shard without offload_policy"
         )
     plain = [name for name, p in named if not is_sharded(p)]
     if plain:
         raise ValueError(
-            f"model: {len(plain)} parameter(s) are not sharded ({', '.join(plain[:3])}), others are: call "
-            "fully_shard on the whole model, too, so that all gradients are reduced"
+            f"model: {len(plain)} parameter(s) are not sharded ({', '.join(plain[:3])}), others "
+            "are: call fully_shard on the whole model, too, so that all gradients are reduced"
         )
-    if (
-        len(
-            {
-                (p.device_mesh, tuple(placement.is_replicate() for placement in p.placements))
-                for _, p in named
-            }
-        )
-        > 1
-    ):
+    ways = {(p.device_mesh, tuple(at.is_replicate() for at in p.placements)) for _, p in named}
+    if len(ways) > 1:
         spread = sorted({f"{p.placements} over {p.device_mesh}" for _, p in named})
         raise ValueError(
-            f"model: its parameters are spread in several ways ({'; '.join(spread)}): allowed are one mesh, and "
-            "dimensions of it that either shard all parameters or copy them all"
+            "model: expected parameters over one mesh, each dimension of which either shards all "
+            f"of them or copies them all, got {'; '.join(spread)}"
         )
 
 
 def _check_sharded_policy(
     sharded: Sequence[Any], kept: Sequence[nn.Module], policy: Policy
 ) -> None:
+    # private: no public name gives the policy back (torch 2.11 to 2.15)
     dtypes = {m: m._get_fsdp_state()._mp_policy.param_dtype for m in sharded}
     wrong = sorted({str(d) for d in dtypes.values() if d in HALF_DTYPES and d is not policy.dtype})
     needed = f"fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype={policy.dtype}))"
     if policy.cast_model and not policy.master_weights:
         raise ValueError(
-            "level: under FSDP2 the sharded FP32 parameters are the masters, so O3 is not there: use O2"
+            "level: expected one with masters under FSDP2, whose sharded FP32 parameters they are, "
+            "got O3: use O2"
         )
     if wrong or (policy.cast_model and policy.dtype not in dtypes.values()):
         got = ", ".join(wrong) or "no half param_dtype"
         raise ValueError(
-            f"model: got {got} in its MixedPrecisionPolicy, this level needs {needed} before enable"
+            f"model: expected {needed} before enable, got {got} in its MixedPrecisionPolicy"
         )
     if policy.on_nonfinite != "skip":
         raise ValueError(
-            f"on_nonfinite={policy.on_nonfinite!r}: running a batch again takes all ranks of an FSDP2 model; allowed "
-            "is 'skip'"
+            f"on_nonfinite: expected 'skip', got {policy.on_nonfinite!r}: running a batch again "
+            "takes all ranks of an FSDP2 model"
         )
     around = policy.dtype if policy.dtype in dtypes.values() else torch.float32
     for module in kept:
         if dtypes.get(module, around) in HALF_DTYPES:
             raise ValueError(
-                f"fp32_modules: FSDP2 gathers the parameters of {type(module).__name__} in {around}: call fully_shard "
-                "on it first, with mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)"
+                f"fp32_modules: FSDP2 gathers the parameters of {type(module).__name__} in "
+                f"{around}: call fully_shard on it first, with "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)"
             )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tritonamp.kernels.cast import fp32_value
 
+# private, but as old as autograd: counts in-place writes to a tensor
 _version = operator.attrgetter("_version")
 
 
@@ -15,9 +16,8 @@ class Fp32Values:
     """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
 
     A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its
-    FP32 value where the two no longer agree. Writes are noticed by ``Tensor._version`` (private,
-    but as old as autograd) and by the tensor's address: those through ``.data`` escape unless they
-    give the tensor other memory.
+    FP32 value where the two no longer agree. Writes are noticed by ``Tensor._version`` and by the
+    tensor's address: those through ``.data`` escape unless they give the tensor other memory.
 
     Attributes:
         moves: how often a half tensor was found in other memory.

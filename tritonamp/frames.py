@@ -1,6 +1,4 @@
-"""Whose code a frame of the call stack runs: the user's, a library's, or one of the functions of
-ours that mean something to who walks the stack.
-"""
+"""Whose code a frame of the call stack runs: the user's, a library's, or a marked one of ours."""
 
 import enum
 import functools
@@ -27,7 +25,7 @@ _GENERATED = ("<frozen ", "<eval_with_key>")  # Python's import system, and torc
 
 
 class Role(enum.Enum):
-    """What a frame means to who walks the stack.
+    """What a frame means when the stack is walked.
 
     Attributes:
         USER: code outside of tritonamp, torch and the standard library; tritonamp.demo counts.

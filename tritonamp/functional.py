@@ -36,7 +36,7 @@ class Softmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
         return (
-            _softmax_backward.softmax_backward(grads[0], y, dim, dtype, _once(backend)),
+            _softmax_backward.softmax_backward(grads[0], y, dim, dtype, _backward_backend(backend)),
             None,
             None,
             None,
@@ -58,7 +58,9 @@ class LogSoftmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         dim, dtype, backend = ctx.args
         return (
-            _softmax_backward.log_softmax_backward(grads[0], y, dim, dtype, _once(backend)),
+            _softmax_backward.log_softmax_backward(
+                grads[0], y, dim, dtype, _backward_backend(backend)
+            ),
             None,
             None,
             None,
@@ -66,6 +68,8 @@ class LogSoftmax(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
+    """sum that saves nothing: its gradient is expanded."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, backend: str
@@ -78,30 +82,27 @@ class Sum(torch.autograd.Function):
         grad = grads[0]
         rank = len(ctx.shape)
         if rank and not ctx.keepdim:
-            for d in sorted(
-                d % rank for d in ctx.dims
-            ):  # of all dims: expand alone broadcasts the scalar
+            # of all dims there are none here: expand alone broadcasts the scalar
+            for d in sorted(d % rank for d in ctx.dims):
                 grad = grad.unsqueeze(d)
         return grad.to(ctx.dtype).expand(ctx.shape), None, None, None, None
 
 
-def _once(backend: str) -> str:
-    """The backend of a backward. One that is to be differentiated again is made of torch's own
-    operations.
-    """
+def _backward_backend(backend: str) -> str:
+    """Return the backend of a backward: torch's operations where it is differentiated again."""
     return "eager" if torch.is_grad_enabled() else backend
 
 
 def softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``torch.nn.functional.softmax``; on half input computed in FP32, result in ``dtype`` or the
-    input's dtype.
+    """Return ``torch.nn.functional.softmax``, of half input computed in FP32.
 
     Args:
         input: any shape.
         dim: the dimension that sums to one; None as in torch (deprecated there).
-        dtype: of the result, taken from the FP32 values.
+        _stacklevel: of the warning about ``dim=None``, as in torch.
+        dtype: of the result, taken from the FP32 values; None: the input's.
     """
     if not is_ours(input, dtype):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
@@ -113,8 +114,13 @@ def softmax(
 def log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``torch.nn.functional.log_softmax``; on half input computed in FP32, result in ``dtype`` or
-    the input's dtype.
+    """Return ``torch.nn.functional.log_softmax``, of half input computed in FP32.
+
+    Args:
+        input: any shape.
+        dim: the dimension whose exponentials sum to one; None as in torch (deprecated there).
+        _stacklevel: of the warning about ``dim=None``, as in torch.
+        dtype: of the result, taken from the FP32 values; None: the input's.
     """
     if not is_ours(input, dtype):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
@@ -130,30 +136,33 @@ def sum(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``torch.sum``; on half input accumulated in FP32, result rounded once to ``dtype`` or the
-    input's dtype.
+    """Return ``torch.sum``, of half input accumulated in FP32 and rounded once.
 
     Args:
         input: any shape.
         dim: one or several dimensions; None or an empty sequence sums over all of them.
+        keepdim: keep them, with size 1.
+        dtype: of the result; None: the input's.
     """
     if not is_ours(input, dtype):
-        return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]  # torch takes any sequence
+        # torch takes any sequence
+        return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
     return Sum.apply(input, as_dims(dim), keepdim, dtype or input.dtype, "auto")
 
 
 def as_dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return ``dim`` as a tuple; the empty one stands for all dimensions."""
     return () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
 
 
 def is_ours(input: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether the function is ours for this input and result."""
-    if (
-        not isinstance(input, Tensor)
-        or input.dtype not in _HALF
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return False  # under torch.func a Function would hide what torch has to see
+    """Return whether this package computes the result, not torch."""
+    if not isinstance(input, Tensor) or input.dtype not in _HALF:
+        return False
+    # under torch.func a Function would hide what torch has to see; private, nothing public asks it
+    # (torch 2.11 to 2.15)
+    if torch._C._are_functorch_transforms_active():
+        return False
     if input.is_cuda and input.numel() < MIN_NUMEL and dtype in (None, input.dtype, torch.float32):
         return False
     return dtype is None or dtype is torch.float32 or dtype in _HALF

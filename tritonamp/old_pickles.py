@@ -57,8 +57,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 def register() -> None:
     """Put the stand-ins into ``sys.modules``."""
     for name, names in _MODULES.items():
-        module = ModuleType(
-            name, "A stand-in for a module that is gone: see tritonamp.old_pickles."
-        )
+        text = "A stand-in for a module that is gone: see tritonamp.old_pickles."
+        module = ModuleType(name, text)
         vars(module).update(names)
         sys.modules[name] = module

@@ -52,7 +52,7 @@ def enable(
     around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     **policy_fields: Any,
 ) -> "Amp":
-    """Turns on mixed precision for a model and its optimizer, in place.
+    """Turn on mixed precision for a model and its optimizer, in place.
 
     Args:
         model: a module, already on its device and in FP32, or several.
@@ -66,7 +66,7 @@ def enable(
         policy: a Policy, the same as giving it as ``level``.
         around_step: for libraries that adapt tritonamp: each ``optimizer.step()`` runs inside the
             context manager that this gives for the optimizer, entered before anything is decided.
-        policy_fields: fields of Policy that differ from the level's.
+        **policy_fields: fields of Policy that differ from the level's.
 
     Returns:
         the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
@@ -142,8 +142,10 @@ class Amp:
         given: Sequence[nn.Module] = (),
     ) -> None:
         self.scaler = scaler
-        self._models, self._optimizers = models, optimizers
-        self._backend, self._scalers = backend, {0: scaler}
+        self._models = models
+        self._optimizers = optimizers
+        self._backend = backend
+        self._scalers = {0: scaler}
         self._fp32_values = Fp32Values()
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
@@ -159,9 +161,11 @@ class Amp:
             o: MasterWeights(o, self._fp32_values, policy.master_weights) for o in optimizers
         }
         self._log = StepLog(
-            functools.partial(_names, models), functools.partial(_tensors, models), policy.dtype,
+            functools.partial(_names, models),
+            functools.partial(_tensors, models),
+            policy.dtype,
             log_skips=policy.on_nonfinite == "skip",
-        )  # fmt: skip
+        )
         self._healing = Healing(models, policy, self._context)
         self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         if optimizers:  # else no decision would ever let go of the batches
@@ -207,7 +211,7 @@ class Amp:
         loss_id: int = 0,
         retain_graph: bool = False,
     ) -> None:
-        """``loss.backward()`` of the scaled loss.
+        """Run ``loss.backward()`` on the scaled loss.
 
         Args:
             loss: a scalar.
@@ -228,15 +232,19 @@ class Amp:
         *,
         scaler: GradScaler | None = None,
     ) -> Iterator[Tensor]:
-        """Yields the scaled loss, for a backward of your own inside the ``with`` block. Arguments
-        as ``backward``; a ``scaler`` takes the place of that of ``loss_id``, and is the caller's to
-        save and load.
+        """Yield the scaled loss, for a backward of your own inside the ``with`` block.
+
+        Args:
+            loss: a tensor.
+            optimizer: as for ``backward``.
+            loss_id: as for ``backward``.
+            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load.
         """
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
-            raise ValueError(f"loss: got {type(loss).__name__}, allowed is a Tensor")
+            raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
         if not isinstance(loss_id, int):
-            raise ValueError(f"loss_id: got {loss_id!r}, allowed is an int")
+            raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
         feeds = self._check_fed(optimizer)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
@@ -246,21 +254,25 @@ class Amp:
             yield scaled
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+        """Return the optimizers that the caller means, all enabled here."""
         feeds = self._optimizers if optimizer is None else _as_list(optimizer)
         if not feeds:
             raise RuntimeError(
-                "this model was enabled without an optimizer: tritonamp.enable(model, optimizer, ...)"
+                "this model was enabled without an optimizer: call tritonamp.enable(model, "
+                "optimizer, ...)"
             )
         for i, o in enumerate(feeds):
             if o not in self._weights:
                 raise ValueError(
-                    f"optimizer {i} ({type(o).__name__}) was not given to tritonamp.enable"
+                    f"optimizer {i}: expected one given to tritonamp.enable, got an "
+                    f"{type(o).__name__} that was not: enable it with the model"
                 )
         return feeds
 
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
-        """Puts the true FP32 gradients into ``.grad`` of the optimizers' params, for gradient work
-        of your own.
+        """Put the true FP32 gradients into ``.grad`` of the optimizers' params.
+
+        For gradient work of your own, between backward and step.
 
         Args:
             optimizer: the one or ones whose gradients these are; default all that a loss has fed.
@@ -278,14 +290,14 @@ class Amp:
             scaled = [o for o in pending if not self._weights[o].has_true_gradients]
         else:
             scaled = pending = self._check_fed(optimizer)
-        found = [
-            self._stepper.unscale_(o) for o in scaled or pending
-        ]  # the latter refuses: called twice
+        # where all are unscaled already, the stepper refuses
+        found = [self._stepper.unscale_(o) for o in scaled or pending]
         return [found_inf for found_inf in found if found_inf is not None]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the true gradients to a total 2-norm; without ``unscale_`` the clipping happens
-        inside the step.
+        """Clip the true gradients to a total 2-norm.
+
+        Without a call of ``unscale_`` before, the step does it, at no extra pass.
 
         Args:
             max_norm: of all gradients that the pending losses feed, unscaled.
@@ -307,14 +319,15 @@ class Amp:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """The op policy around code of your own: a loss, a method that is not ``forward``."""
+        """Put the op policy around code of your own: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
         with self._context.context():
             yield
 
     def master_params(self) -> Iterator[Tensor]:
-        """The tensors the optimizers step on, FP32 where the policy has masters, in the order of
-        the groups.
+        """Yield the tensors that the optimizers step on, in the order of the groups.
+
+        They are FP32 where the policy has masters.
         """
         self._check_enabled("master_params")
         for optimizer in self._optimizers:
@@ -322,18 +335,31 @@ class Amp:
                 yield from group["params"]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far, as plain values. Waits for the device, as ``explain`` and
-        ``state_dict`` do.
+        """Return numbers of the run so far, as plain values.
 
-        Keys: scale, steps (decisions to step; a step that two losses with own scales feed counts
-        twice), skipped, scale_overflows, forward_faults (skips of a loss that was inf or NaN),
-        last_skip_reason, healed (names of modules that compute in FP32 since a fault),
-        growth_tracker, backend, backend_reason, kernel_failures (operation: why its Triton kernel
-        could not be compiled; it runs in eager torch), scales (by loss_id), grad_norm (of the last
-        step that was not skipped), lost_updates (by parameter group, the share of the last Adam
-        step's updates that changed no half value though they were not zero; 0 without
-        track_lost_updates), and overflowed_parameters (names of half parameters that became inf
-        though their FP32 master is finite: beyond 65504 in float16).
+        Waits for the device, as ``explain`` and ``state_dict`` do.
+
+        Returns:
+            a dictionary.
+
+            - scale: the loss scale of ``loss_id`` 0.
+            - scales: all loss scales, by loss_id.
+            - growth_tracker: clean steps since the scale last moved.
+            - steps: decisions to step; a step fed by two losses with own scales counts twice.
+            - skipped: decisions to skip.
+            - scale_overflows: those because the scale was too high.
+            - forward_faults: those because a loss was inf or NaN.
+            - last_skip_reason: the cause of the last skip, or None.
+            - grad_norm: of the last step that was not skipped.
+            - healed: names of modules that compute in FP32 since a fault.
+            - backend: the one that is used.
+            - backend_reason: why.
+            - kernel_failures: operation to why its Triton kernel could not be compiled; it runs in
+              eager torch.
+            - lost_updates: by parameter group, the share of the last step's updates that changed no
+              half value though they were not zero; 0 without track_lost_updates.
+            - overflowed_parameters: names of half parameters that became inf though their FP32
+              master is finite: beyond 65504 in float16.
         """
         names = _names(self._models)
         return {
@@ -362,7 +388,7 @@ class Amp:
         return list(self._log.history)
 
     def explain(self, replay: bool | Callable[[], Any] = False) -> str:
-        """Why the last skipped step was skipped, and what to do. Waits for the device.
+        """Return why the last skipped step was skipped, and what to do. Waits for the device.
 
         Args:
             replay: also run the failing batch again and name the operation where inf or NaN began.
@@ -376,9 +402,10 @@ class Amp:
         return self._response.explain(replay)
 
     def write_bundle(self, folder: str | Path) -> Path:
-        """Writes the failing batch of the last skip, the weights, the policy and the report into a
-        folder, with a ``replay.py`` that runs them elsewhere once it is told how to make the model.
-        Returns the folder.
+        """Write all that replays the last skip elsewhere into a folder, and return the folder.
+
+        It holds the failing batch, the weights, the policy, the report, and a ``replay.py`` in
+        which only the model is still to be made.
 
         Raises:
             RuntimeError: there is no such batch.
@@ -388,8 +415,10 @@ class Amp:
         return self._response.write_bundle(folder)
 
     def heal(self, module: str) -> None:
-        """The module of that name computes in FP32 from now on, its parameters included; "" is the
-        model.
+        """Have a module compute in FP32 from now on, its parameters included.
+
+        Args:
+            module: its name; "" is the model.
 
         Raises:
             ValueError: there is no such module.
@@ -399,7 +428,10 @@ class Amp:
         self._ranks.rebuild()
 
     def unheal(self, module: str) -> None:
-        """The reverse of ``heal``.
+        """Undo ``heal``: have a module follow the policy again.
+
+        Args:
+            module: its name; "" is the model.
 
         Raises:
             ValueError: the module was not healed.
@@ -414,8 +446,9 @@ class Amp:
         return self._healing.policy
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales and counts, as plain values. With the model's and the optimizer's: all that a
-        resume needs.
+        """Return loss scales and counts, as plain values.
+
+        With the states of model and optimizer it is all that a resume needs.
         """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {**self._response.state(), "last_good": list(self._log.last_good())}
@@ -424,8 +457,7 @@ class Amp:
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of ``Amp``, of a GradScaler, of ``torch.amp.GradScaler``, or of
-        ``apex.amp``.
+        """Load a state of ``Amp``, of a GradScaler (torch's, too), or of ``apex.amp``.
 
         Raises:
             ValueError: other keys (listed), a loss scale that this policy does not have, or a
@@ -446,7 +478,7 @@ class Amp:
         self._response.load_state(state.faults)
 
     def disable(self) -> None:
-        """Puts model, optimizer and torch back as they were, with the trained values in FP32.
+        """Put model, optimizer and torch back as they were, with the trained values in FP32.
 
         Raises:
             RuntimeError: called twice.
@@ -473,8 +505,8 @@ class Amp:
     def _check_replay(self, caller: str) -> None:
         if self._ranks.sharded:
             raise RuntimeError(
-                f"{caller}: running a batch again takes all ranks of an FSDP2 model: save the batch and a full state "
-                "dict, and replay in one process"
+                f"{caller}: running a batch again takes all ranks of an FSDP2 model: save the "
+                "batch and a full state dict, and replay in one process"
             )
 
     def _check_enabled(self, caller: str) -> None:
@@ -507,7 +539,14 @@ class _MovedBySteps:
 
 
 def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
-    """What ``Stepper`` does about a decision; what one rank counts or heals, all do."""
+    """Do what the policy wants about a decision; what one rank counts or heals, all do.
+
+    Args:
+        response: of this rank.
+        healing: of this rank.
+        ranks: that decide together.
+        skipped: whether it was a skip.
+    """
     before = list(healing.names)
     response(skipped)
     if skipped and healing.policy.on_nonfinite in ("explain", "heal") and ranks.several:
@@ -520,7 +559,7 @@ def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) 
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
-    """Parameter to full name, with the model's number in front where there are several."""
+    """Return parameter to full name, with the model's number in front where there are several."""
     prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
     return {
         p: prefix + name
@@ -530,7 +569,7 @@ def _names(models: list[nn.Module]) -> dict[Tensor, str]:
 
 
 def _tensors(models: list[nn.Module]) -> dict[Tensor, str]:
-    """The same with buffers; of sharded ones this rank's parts."""
+    """Return parameter or buffer to full name; of sharded parameters this rank's parts."""
     prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
     buffers = {
         b: prefix + n

@@ -1,6 +1,4 @@
-"""The loss scale: a drop-in for ``torch.amp.GradScaler`` that never waits for the device and cannot
-spiral to zero.
-"""
+"""The loss scale: ``torch.amp.GradScaler`` without waits for the device or a fall to zero."""
 
 import functools
 import math
@@ -27,10 +25,11 @@ class GradScaler(torch.amp.GradScaler):
 
     ::
 
-        scaled loss                          = loss.float() * scale
-        gradients non-finite, loss finite   -> the scale is too high: skip, back off, never below
-        min_scale loss itself non-finite              -> a fault of the forward: skip, the scale
-        stays growth_interval clean steps in a row -> grow, never above max_scale
+        scaled loss = loss.float() * scale
+        gradients non-finite, loss finite  -> the scale is too high: skip, back off,
+                                              never below min_scale
+        loss itself non-finite             -> a fault of the forward: skip, the scale stays
+        growth_interval steps in a row     -> grow, never above max_scale
 
     Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step
     path reads the device on the host, except for optimizers that cannot skip on the device by
@@ -39,7 +38,11 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: "cuda", "cpu", ...; None: "cuda" where there is one.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        init_scale: the scale to begin with.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by after an overflow.
+        growth_interval: clean steps in a row until the scale grows.
+        enabled: False: every method does what there is to do without a scale, as in torch.
         min_scale: the scale never goes below; positive.
         max_scale: the scale never goes above.
         hysteresis: overflows, without a clean step between them, until the scale backs off.
@@ -78,20 +81,22 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if not (0 < min_scale <= init_scale <= max_scale and math.isfinite(max_scale)):
             raise ValueError(
-                f"got min_scale={min_scale}, init_scale={init_scale}, max_scale={max_scale}: "
-                "allowed is 0 < min_scale <= init_scale <= max_scale < inf"
+                "expected 0 < min_scale <= init_scale <= max_scale < inf, got "
+                f"min_scale={min_scale}, init_scale={init_scale}, max_scale={max_scale}"
             )
         if hysteresis < 1 or growth_interval < 1:
             raise ValueError(
-                f"got hysteresis={hysteresis}, growth_interval={growth_interval}: allowed is 1 or more"
+                "expected hysteresis and growth_interval of 1 or more, got "
+                f"hysteresis={hysteresis}, growth_interval={growth_interval}"
             )
         if mode not in MODES:
-            raise ValueError(f"got mode={mode!r}, allowed is one of {MODES}")
+            raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
         powers = (init_scale, growth_factor, backoff_factor, min_scale, max_scale)
         if mode == "headroom" and any(math.frexp(x)[0] != 0.5 for x in powers):
             raise ValueError(
-                f"got init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
-                f"min_scale={min_scale}, max_scale={max_scale}: mode='headroom' allows powers of two"
+                f"mode='headroom': expected powers of two, got init_scale={init_scale}, "
+                f"growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+                f"min_scale={min_scale}, max_scale={max_scale}"
             )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,8 +112,11 @@ class GradScaler(torch.amp.GradScaler):
             backoff_on_fault=backoff_on_fault,
         )
         self._process_group = process_group
-        self.mode, self.backoff_on_fault = mode, backoff_on_fault
-        self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
+        self.mode = mode
+        self.backoff_on_fault = backoff_on_fault
+        self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._hysteresis = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
@@ -117,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_ceiling = max_scale
 
     def clone(self) -> "GradScaler":
-        """A scaler of the same settings at its initial scale."""
+        """Return a scaler of the same settings at its initial scale."""
         scaler = self._settings()
         scaler._process_group = self._process_group
         return scaler
@@ -136,15 +144,18 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs.float() * scale``, for a tensor or an iterable of tensors; notes whether they
-        are finite.
+        """Return ``outputs.float() * scale``, and note whether the outputs are finite.
+
+        Args:
+            outputs: a tensor or an iterable of tensors.
         """
         if not self._enabled:
             return outputs
         if not isinstance(outputs, Tensor):
             if not isinstance(outputs, Iterable):
                 raise ValueError(
-                    f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
+                    "outputs: expected a Tensor or an iterable of Tensors, got "
+                    f"{type(outputs).__name__}"
                 )
             items = [self.scale(item) for item in outputs]
             return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
@@ -154,12 +165,14 @@ class GradScaler(torch.amp.GradScaler):
         return scaled
 
     def scale_tensor(self, device: torch.device) -> Tensor:
-        """The current scale, 0-d float32; made on ``device`` at the first call."""
+        """Return the current scale, 0-d float32; the first call makes it on ``device``."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         return self._scale
 
+    # private, called by GradScaler of torch 2.11 to 2.15 where it first needs the scale: what we
+    # keep on the device beside it is made with it
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full(
@@ -169,20 +182,24 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def loss_nonfinite(self) -> Tensor | None:
-        """1 where a loss scaled since the last ``update`` was non-finite (0-d float32); None: none
-        was scaled.
+        """Whether a loss scaled since the last ``update`` was non-finite.
+
+        1 or 0, 0-d float32; None: none was scaled.
         """
         return self._loss_nonfinite
 
     def take_loss_nonfinite(self) -> Tensor:
-        """The same, 0 for None; forgets it."""
+        """Return the flag of the losses scaled since the last update, and reset it.
+
+        1 where one was non-finite, else 0, also where none was scaled.
+        """
         assert self._scale is not None
         flag, self._loss_nonfinite = self._loss_nonfinite, None
         return torch.zeros_like(self._scale) if flag is None else flag
 
     @property
     def scale_state(self) -> ScaleState:
-        """What moves after each decision; there is one when something was scaled."""
+        """The tensors that move after each decision; there are some once a loss was scaled."""
         assert self._scale is not None and self._growth_tracker is not None
         assert self._hysteresis_tracker is not None and self._ceiling is not None
         return ScaleState(
@@ -190,8 +207,12 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def record(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
-        """Notes, for the next ``update``, a decision that was made elsewhere on gradients of
-        magnitudes ``amax``.
+        """Note, for the next ``update``, a decision that was made elsewhere.
+
+        Args:
+            optimizer: which has stepped, or skipped.
+            found_inf: 0-d, not 0: it was a skip.
+            amax: magnitudes of its scaled gradients.
         """
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
             found_inf.device: found_inf
@@ -199,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
         self.note(amax)
 
     def note(self, amax: Tensor) -> None:
-        """Magnitudes of scaled gradients of the decision that ``move`` will be about."""
+        """Note magnitudes of the scaled gradients that the next ``move`` is about."""
         if self.mode == "headroom" and len(amax):
             assert self._scale is not None
             largest = amax.max() / self._scale
@@ -208,15 +229,14 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the optimizer's gradients by the scale, in place, once between two updates.
+        """Divide the optimizer's gradients by the scale, in place, once between two updates.
 
         Raises:
             ValueError: half gradients: their parameters have no FP32 masters.
             RuntimeError: called twice since the last update, or after ``step``.
         """
-        if self._enabled and hasattr(
-            optimizer, "_amp_unscale_"
-        ):  # an enabled optimizer, which has masters
+        # an enabled optimizer, which has masters
+        if self._enabled and hasattr(optimizer, "_amp_unscale_"):
             optimizer._amp_unscale_(self)
         else:
             super().unscale_(optimizer)
@@ -224,14 +244,17 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Called by torch's ``unscale_`` (to unscale) and, with ``allow_fp16``, by its ``step``
-        (only to check).
+        """Unscale the optimizer's gradients and return whether one is non-finite, by device.
+
+        Private: GradScaler of torch 2.11 to 2.15 calls it from ``unscale_`` and, to check only,
+        with ``allow_fp16``, from ``step``.
         """
         grads = _grads(optimizer)
         if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer holds float16 parameters. "
-                'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and unscales into those'
+                'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and '
+                "unscales into those"
             )
         assert self._scale is not None
         amax, square_sum = grad_stats(TensorLists(grads=grads), self._scale.device)
@@ -255,15 +278,19 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def _groups(self, grads: Sequence[Any]) -> list[Any]:
-        """The process groups to agree with; of FSDP2 each rank has seen its shards only."""
+        """Return the process groups to agree with: under FSDP2 each rank has seen only its part."""
         if grads and hasattr(grads[0], "device_mesh"):
             groups: list[Any] = grads[0].device_mesh.get_all_groups()
             return groups
         return [] if self._process_group is None else [self._process_group]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()`` on unscaled gradients, or a skip where they or the loss are
-        non-finite.
+        """Run ``optimizer.step()`` on unscaled gradients, or skip where something is non-finite.
+
+        Args:
+            optimizer: whose gradients a backward of a scaled loss has made.
+            *args: passed on.
+            **kwargs: passed on.
 
         Raises:
             RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
@@ -271,7 +298,8 @@ class GradScaler(torch.amp.GradScaler):
         closure = args[0] if args else kwargs.get("closure")
         if self._enabled and closure is not None:
             raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled: a skipped step cannot run it again"
+                "Closure use is not currently supported if GradScaler is enabled: a skipped step "
+                "cannot run it again"
             )
         if self._enabled and hasattr(optimizer, "_amp_unscale_"):
             return optimizer._amp_step(self)  # type: ignore[attr-defined]
@@ -282,15 +310,14 @@ class GradScaler(torch.amp.GradScaler):
                 state = self._per_optimizer_states[id(optimizer)]
                 if state["stage"] is OptState.READY:
                     self._check_inf_per_device(optimizer)
-                if any(
-                    map(bool, state["found_inf_per_device"].values())
-                ):  # such an optimizer would skip by itself
+                # such an optimizer would skip by itself, unseen by whoever watches its step
+                if any(map(bool, state["found_inf_per_device"].values())):
                     state["stage"] = OptState.STEPPED
                     return None
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale after the steps of this iteration, or sets it to ``new_scale``."""
+        """Move the scale after the steps of this iteration, or set it to ``new_scale``."""
         if not self._enabled:
             return
         if new_scale is not None:
@@ -310,7 +337,12 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def move(self, found_inf: Tensor, loss_nonfinite: Tensor) -> None:
-        """Moves the scale after one decision; 0-d float32 flags."""
+        """Move the scale after one decision.
+
+        Args:
+            found_inf: 0-d float32, not 0: it was a skip.
+            loss_nonfinite: 0-d float32, not 0: because of the loss.
+        """
         largest, self._largest = self._largest, None
         if largest is None:
             largest = torch.full_like(found_inf, math.inf)  # unknown: no room
@@ -329,8 +361,9 @@ class GradScaler(torch.amp.GradScaler):
             scale.copy_(torch.maximum(scale, floor))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's keys; what ``hysteresis`` above 1 and "headroom" remember under keys of ours.
-        Reads the device.
+        """Return the state under torch's keys. Reads the device.
+
+        What ``hysteresis`` above 1 and "headroom" remember is under keys of their own.
         """
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
@@ -360,8 +393,9 @@ class GradScaler(torch.amp.GradScaler):
         return {**state, **dict.fromkeys(passing)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of this class or of ``torch.amp.GradScaler``; a scale beyond the bounds
-        goes to the bound.
+        """Load a state of this class or of ``torch.amp.GradScaler``.
+
+        A scale beyond the bounds goes to the bound.
         """
         super().load_state_dict(state_dict)
         if not self._enabled:
@@ -379,9 +413,11 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def is_watched(optimizer: Any) -> bool:
-    """Whether a ``step`` was put on the instance to see if it is called, as Accelerate does: to
-    tell it of a skip costs one host read a step. LR schedulers put one there, too, and want to know
-    nothing.
+    """Return whether a ``step`` was put on the instance to see if it is called, as Accelerate does.
+
+    It must not be called for a skip, which costs one host read a step. LR schedulers put one there,
+    too, and mark it with the private ``_wrapped_by_lr_sched`` (torch 2.11 to 2.15): theirs only
+    notes that there was a call, skip or not.
     """
     step = vars(optimizer).get("step")
     return not (
@@ -392,8 +428,9 @@ def is_watched(optimizer: Any) -> bool:
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``loss * scale``, a half loss in FP32 (times 65536 it would be inf), and a 0-d flag: was the
-    loss non-finite?
+    """Return ``loss * scale``, and a 0-d flag: was the loss non-finite?
+
+    A half loss is scaled in FP32: times 65536 it would be inf.
     """
     nonfinite = (~torch.isfinite(loss.detach()).all()).float().to(scale.device, non_blocking=True)
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
@@ -401,7 +438,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """This rank's magnitudes and behind them the largest on any rank, and the largest flag on any."""
+    """Return this rank's magnitudes with the largest on any rank behind, and the largest flag."""
     largest = amax.max() if len(amax) else torch.zeros_like(flag)
     both = torch.stack([largest, flag]).nan_to_num(nan=math.inf, posinf=math.inf)
     for group in groups:
@@ -415,7 +452,7 @@ def _several_processes() -> bool:
 
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's gradients; of a sparse one its values, coalesced in place."""
+    """Return the optimizer's gradients; of a sparse one its values, coalesced in place."""
     grads = []
     for group in optimizer.param_groups:
         for param in group["params"]:

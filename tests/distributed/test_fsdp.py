@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def net() -> nn.Sequential:
-    """With shapes that two ranks cannot share evenly, and a bias that one of them lacks."""
+    """With shapes that two ranks cannot share evenly, and a bias of which one has nothing."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
 
@@ -372,31 +372,22 @@ def refused(what: str) -> str:
     return "enabled"
 
 
+_POLICY = "MixedPrecisionPolicy(param_dtype=torch.float16)"
+_NEEDED = f"model: expected fully_shard(..., mp_policy={_POLICY}) before enable, got"
+
 REFUSED = {
     "FSDP1": "ValueError: model: FullyShardedDataParallel (FSDP1) flattens the parameters",
-    "no half": (
-        "ValueError: model: got no half param_dtype in its MixedPrecisionPolicy, "
-        "this level needs fully_shard("
-    ),
-    "other half": (
-        "ValueError: model: got torch.bfloat16 in its MixedPrecisionPolicy, "
-        "this level needs fully_shard("
-    ),
-    "in part": (
-        "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), others are"
-    ),
-    "offloaded": (
-        "ValueError: model: its parameters are on cpu (CPUOffloadPolicy), "
-        "its forwards run on cuda: allowed"
-    ),
-    "O3": (
-        "ValueError: level: under FSDP2 the sharded FP32 parameters are the masters, "
-        "so O3 is not there: use O2"
-    ),
-    "heal": "ValueError: on_nonfinite='heal': running a batch again takes all ranks",
-    "fp32_modules": (
-        "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16"
-    ),
+    "no half": f"ValueError: {_NEEDED} no half param_dtype in its MixedPrecisionPolicy",
+    "other half": f"ValueError: {_NEEDED} torch.bfloat16 in its MixedPrecisionPolicy",
+    "in part": "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), "
+    "others are",
+    "offloaded": "ValueError: model: expected parameters on cuda, where its forwards run, got some "
+    "on cpu (CPUOffloadPolicy): call fully_shard without offload_policy",
+    "O3": "ValueError: level: expected one with masters under FSDP2, whose sharded FP32 parameters "
+    "they are, got O3: use O2",
+    "heal": "ValueError: on_nonfinite: expected 'skip', got 'heal': running a batch again takes",
+    "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in "
+    "torch.float16",
     "too late": "RuntimeError: fully_shard was called on an enabled model",
 }
 
