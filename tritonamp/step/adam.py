@@ -38,7 +38,7 @@ class AdamRule(FusedRule):
         _adamw.adamw(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
-        """Return those of one group."""
+        """Return the hyperparameters of one group."""
         decoupled = isinstance(optimizer, torch.optim.AdamW)
         return _adamw.AdamRule(
             scalar(group["lr"]),
@@ -58,7 +58,7 @@ class AdamRule(FusedRule):
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield what is wrong, and what only apex's FusedAdam can do."""
+        """Yield what is wrong with the groups of a state, or only apex's FusedAdam can do."""
         yield from super().group_problems(groups, defaults)
         corrected = all(group.get("bias_correction", True) for group in groups)
         if not (corrected or "bias_correction" in defaults):

@@ -43,7 +43,7 @@ class Undo:
         return len(self._before) > 0
 
     def __call__(self) -> None:
-        """Put them back, once."""
+        """Put the tensors back, once."""
         for tensor, value in self._before:
             tensor.copy_(value)
         self._before.clear()
@@ -144,7 +144,7 @@ class Decision:
         elif undoable or not DECIDE.uses_triton(self._backend, self.scale):
             self._undo = Undo([*self.scaler.scale_state, record.numbers])
             self._keep(self.waiting, stats)
-        # with backoff_on_fault the scale hears of a fault as of an overflow, the record as a fault
+        # with backoff_on_fault a fault moves the scale as an overflow does; the record notes which
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         evidence = Evidence(amax, square_sum, flag, earlier)

@@ -20,7 +20,9 @@ class EnabledOptimizer(Swapped):
     _kept_by_copies = False
     _stepper: Stepper  # of the Amp that enabled it
     _stepped = False  # by a GradScaler, which is about to call ``step`` for whoever watches
-    _step_supports_amp_scaling = True  # so that torch's GradScaler shows itself, see ``step``
+    # private (torch 2.11 to 2.15): has torch's GradScaler set ``found_inf``, by which ``step``
+    # recognises it
+    _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None) -> None:
         """Step or skip: unscale, check, clip, update, half copies.
@@ -35,15 +37,19 @@ class EnabledOptimizer(Swapped):
                 "optimizer.step(closure): a skipped step cannot run the closure again. Compute the "
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
-        if "found_inf" in vars(self):  # torch's GradScaler tells optimizers that skip on the device
+        if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
             self._stepper.check_scaler(None)
-        self._opt_called = True  # what an LR scheduler looks for
+        # private (torch 2.11 to 2.15): an LR scheduler warns of an order of calls that is wrong
+        # where it does not find it
+        self._opt_called = True
         optimizer: Any = self
         with Uninterrupted(), self._stepper.around_step(optimizer):
             self._stepper.step(optimizer)
 
-    step.hooked = True  # type: ignore[attr-defined]  # the hooks fire in the base class's step
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nor need a scheduler wrap it
+    # both private (torch 2.11 to 2.15): Optimizer need not wrap it to fire hooks, which the step of
+    # the base class does; nor a scheduler, to see that it was called
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and half parameters."""

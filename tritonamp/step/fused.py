@@ -49,7 +49,7 @@ class FusedRule(ABC):
 
     @abstractmethod
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Hyperparameters:
-        """Return those of one group."""
+        """Return the hyperparameters of one group."""
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
         """Tell whether the group's parameters have the state of that name."""

@@ -1,6 +1,8 @@
-"""Ctrl-C at a good moment."""
+"""Ctrl-C kept waiting until a step is whole."""
 
-import _signal  # type: ignore[import-not-found]  # signal itself makes an enum of each answer, at 5 us each
+# private, and what ``signal`` is built on in all supported Pythons: ``signal`` itself makes an enum
+# of each answer, at 5 us each
+import _signal  # type: ignore[import-not-found]
 import threading
 from types import FrameType
 from typing import Any
@@ -11,11 +13,10 @@ _SIGINT: int = _signal.SIGINT
 
 
 class Uninterrupted:
-    """Inside of the ``with`` block a first SIGINT is kept waiting until the block ends; a second
-    one is not.
+    """A context manager in which a first SIGINT waits until the block ends; a second one does not.
 
-    In the main thread, the only one that Python hands signals to, and for any handler that is
-    installed there.
+    It acts in the main thread, the only one that Python hands signals to, and for any handler that
+    is installed there.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,8 @@ class Uninterrupted:
 
     def __exit__(self, *exception: Any) -> None:
         if self._handler is not None:
-            if (
-                _signal.getsignal(_SIGINT) == self._keep
-            ):  # else somebody has put another one there since
+            # else somebody has put another one there since
+            if _signal.getsignal(_SIGINT) == self._keep:
                 _signal.signal(_SIGINT, self._handler)
             if self._arrived is not None:
                 self._handler(_SIGINT, self._arrived)

@@ -29,7 +29,7 @@ class LionRule(FusedRule):
         _lion.lion(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:
-        """Return those of one group."""
+        """Return the hyperparameters of one group."""
         beta1, beta2 = map(scalar, group["betas"])
         return _lion.LionRule(
             scalar(group["lr"]), beta1, beta2, group["weight_decay"], group["maximize"]

@@ -35,7 +35,7 @@ class SGDRule(FusedRule):
         _sgd.sgd(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _sgd.SGDRule:
-        """Return those of one group."""
+        """Return the hyperparameters of one group."""
         return _sgd.SGDRule(
             scalar(group["lr"]),
             group["momentum"],

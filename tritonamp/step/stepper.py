@@ -49,11 +49,11 @@ class Stepper:
         scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
         pending: the decisions.
-        log: hears of every decision.
-        forwards: knows what led to it.
+        log: notes every decision.
+        forwards: holds the batches that led to it.
         ranks: take part in every decision.
-        respond: told of every decision whether it was a skip, where the policy wants more than
-            skipping.
+        respond: called after every decision with whether it was a skip, where the policy wants more
+            than skipping.
         around_step: gives a context manager for each step of an optimizer.
     """
 
@@ -168,7 +168,8 @@ class Stepper:
             if fused is None:
                 self._step_by_itself(w, decisions)
             else:
-                # with the user's hooks around it, and torch's profiler
+                # with the user's hooks around it, and torch's profiler: public by its name, but
+                # without documentation, and the same from torch 2.11 to 2.15
                 step = functools.partial(self._step_in_one_pass, w, decisions, fused)
                 Optimizer.profile_hook_step(step)(optimizer)
         except BaseException:  # as if this call had never been: it can be repeated
@@ -246,7 +247,7 @@ class Stepper:
         return _Judged(gradients, grad_scale, _found_inf(decisions))
 
     def _decide(self, decision: Decision, max_norm: float | None = None, **how: Any) -> None:
-        """Make the decision unless it is made, and tell the log."""
+        """Make the decision unless it is made, and have the log note it."""
         if decision.is_decided:
             return
         params = [w.parameters() for w in decision.waiting]
