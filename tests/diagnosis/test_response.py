@@ -282,7 +282,7 @@ def test_two_optimizers_hear_of_one_fault_once(device: torch.device, caplog: Any
 def test_a_bundle_of_the_failing_batch(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(level="O2")
     run.step(0, size=1.0)
-    with pytest.raises(RuntimeError, match="got no failing batch"):
+    with pytest.raises(RuntimeError, match="expected a failing batch, got none: no step was"):
         run.amp.write_bundle(tmp_path / "a")
     run.step(1)
     folder = run.amp.write_bundle(tmp_path / "b")

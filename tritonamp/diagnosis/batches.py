@@ -16,8 +16,9 @@ MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
 
 class Forwards:
-    """Snapshots of the forwards since the last decision. They hold the batch until its decision is
-    known.
+    """Snapshots of the forwards since the last decision.
+
+    They hold the batch until its decision is known.
 
     Args:
         gradients: also keep the gradients that arrive at the outputs, to run the backward again.
@@ -34,8 +35,8 @@ class Forwards:
         """Record a forward that is about to run.
 
         Returns:
-            what ``after`` and ``failed`` take; None: the forward is of no interest, or followed by
-            somebody else.
+            what ``after`` and ``failed`` take; None: the forward is of no interest, or a snapshot
+            of it would be wrong.
         """
         if not torch.is_grad_enabled() or _is_traced():
             return None
@@ -53,6 +54,8 @@ class Forwards:
         """
         if not isinstance(value, Tensor):
             return False
+        # private (torch 2.11 to 2.15): the one identity that views and detached copies share; the
+        # weak references are those of torch.multiprocessing
         made = (ref.cdata for ref in self._outputs if not ref.expired())
         return value.grad_fn is not None or value.untyped_storage()._cdata in made
 
@@ -109,6 +112,7 @@ def _is_traced() -> bool:
 
     Replays of a CUDA graph do not run Python, and its capture must not ask generators.
     """
+    # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
     functorch = torch._C._functorch.peek_interpreter_stack() is not None
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return (

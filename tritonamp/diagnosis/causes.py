@@ -1,6 +1,4 @@
-"""Why a step was skipped: from what the device noted about it, and from the batch and the
-parameters where needed.
-"""
+"""Why a step was skipped: from what the device noted, the batch and the parameters."""
 
 import enum
 import math
@@ -174,7 +172,7 @@ class Explanation(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """What would tell more, to be appended to the text; "" where nothing would."""
+        """How to find out more, to be appended to the text; "" where nothing would help."""
         return _REPLAY if self.cause.replayable else ""
 
     @property
@@ -189,6 +187,7 @@ def find_cause(
     """Find the cause of a skip. Waits for the device, but not where a scale merely finds its level.
 
     Args:
+        skip: the skip.
         batches: the data of the forwards that led to it, as far as it is known.
         parameters: of the model, and buffers, with their names.
     """
@@ -274,7 +273,7 @@ def _in_parameters(skip: Skip, parameters: Mapping[Tensor, str]) -> Explanation 
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
-    """A skip leaves parameters alone, but a forward has written to running statistics."""
+    """Return what to add if running statistics, which a skip leaves as they are, are not finite."""
     running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in _RUNNING)
     names = _nonfinite(running)
     if not names:

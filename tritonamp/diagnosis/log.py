@@ -1,6 +1,4 @@
-"""What became of each step, and why: kept on the device, and on the host when its numbers have
-arrived there.
-"""
+"""What became of each step, and why: first on the device, later on the host."""
 
 import logging
 import math
@@ -39,9 +37,7 @@ _LONG_RUN = 8  # skips in a row that are worth a warning
 
 
 class NonFiniteError(RuntimeError):
-    """Steps were skipped that no lower scale could have helped, and the policy says
-    ``on_nonfinite="raise"``.
-    """
+    """Raised under ``on_nonfinite="raise"`` for skips that no lower scale could have avoided."""
 
 
 class StepRecord(NamedTuple):
@@ -115,7 +111,7 @@ class StepLog:
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
         self._readback: Readback | None = None
         self._known = [0.0, 0.0, 0.0]  # counts at the last reading
-        self._run: list[int] = []  # numbers of the skips in a row that the last readings told of
+        self._run: list[int] = []  # numbers of the skips in a row, by the last readings
         # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self._since = 0
         self._rule: ScaleRule | None = None  # of the last decision
@@ -132,6 +128,7 @@ class StepLog:
         Args:
             params: one list for each optimizer. The lists do not change: other parameters come in
                 other lists.
+            device: where the decision is made.
             ranks: behind the parameters the decision has a magnitude for each of these.
         """
         key = tuple(map(id, params))
@@ -224,7 +221,7 @@ class StepLog:
         )
         self.history.append(record)
         if self._log_skips:
-            # 1, 2, 4, 8...: a run that skips all the time says so now and then
+            # 1, 2, 4, 8...: a run that skips all the time is not to fill the log
             news = math.frexp(found.skip.skipped)[0] == 0.5
             long_run = len(self._run) == _LONG_RUN
             log = logger.warning if (found.needs_help and news) or long_run else logger.info
@@ -274,9 +271,7 @@ class StepLog:
         }
 
     def last_good(self) -> tuple[float, float]:
-        """Return norm and largest magnitude of the gradients of the last step that was not skipped.
-        Reads the device.
-        """
+        """Return norm and largest magnitude of the last good step's gradients. Reads the device."""
         values = self._values()
         return values[NORM], values[AMAX]
 
@@ -297,7 +292,7 @@ class StepLog:
         values, known = self._values(), self._known
         unseen = values[OVERFLOW] + values[FAULT] > known[OVERFLOW] + known[FAULT]
         if values[SKIPPED] and self._rule is not None and (unseen or self.last is None):
-            # a CUDA graph left it: nobody was told of its decisions one by one
+            # a CUDA graph left it, whose decisions are not copied one by one
             exact = values[CLEAN] == known[CLEAN]
             return self._explain(int(sum(values[:3])), exact, values, Attached(self._rule, ()))
         return self.last

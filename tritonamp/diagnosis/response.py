@@ -1,6 +1,4 @@
-"""What is done about a skip beyond skipping: the batch runs again, and the fault is named, healed
-or raised.
-"""
+"""What is done about a skip beyond skipping: replay the batch; name, heal or raise the fault."""
 
 import logging
 from collections import Counter
@@ -34,10 +32,11 @@ HEALED_BY_FP32 = frozenset(
 
 
 class Response:
-    """Answers each skip as ``policy.on_nonfinite`` says.
+    """Does what ``policy.on_nonfinite`` says about each skip.
 
     Args:
         models: the enabled ones.
+        policy: of the Amp.
         log: knows the cause of the last skip, and the forwards that led to it.
         heal: makes the module of that name compute in FP32.
     """
@@ -45,7 +44,10 @@ class Response:
     def __init__(
         self, models: list[nn.Module], policy: Policy, log: StepLog, heal: Callable[[str], None]
     ) -> None:
-        self._models, self._policy, self._log, self._heal = models, policy, log, heal
+        self._models = models
+        self._policy = policy
+        self._log = log
+        self._heal = heal
         self._in_a_row = 0
         self._seen = 0  # faults since the last heal that a replay can find
         self._healed: list[str] = []
@@ -53,7 +55,10 @@ class Response:
         self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
 
     def __call__(self, skipped: bool) -> None:
-        """Answer a decision.
+        """Do what the policy says about a decision.
+
+        Args:
+            skipped: whether it was a skip.
 
         Raises:
             NonFiniteError: under "raise", where a lower scale cannot help.
@@ -69,7 +74,8 @@ class Response:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned; an empty one is a new beginning."""
-        self._in_a_row, self._seen = state.get("in_a_row", 0), state.get("seen", 0)
+        self._in_a_row = state.get("in_a_row", 0)
+        self._seen = state.get("seen", 0)
         self._faults = Counter(state.get("by_module", {}))
 
     def share(self, states: Sequence[dict[str, Any]]) -> None:
@@ -152,8 +158,7 @@ class Response:
                     scale=self._log.last_scale,
                     **known,
                 )
-            # of the user's code, run a second time: training goes on without the report
-            except Exception as error:
+            except Exception as error:  # the user's code raised: training goes on without a report
                 return f"The replay failed: {type(error).__name__}: {error}", None
             if fault is not None:
                 return str(fault), fault
@@ -174,8 +179,8 @@ class Response:
         self._log.collect(wait=True)
         if not self._log.batches:
             raise RuntimeError(
-                "write_bundle: got no failing batch: no step was skipped whose forward could run "
-                "again"
+                "write_bundle: expected a failing batch, got none: no step was skipped whose "
+                "forward could run again"
             )
         _, fault = self.replay()
         snapshot = self._log.batches[-1]
@@ -193,8 +198,7 @@ class Response:
         self._seen = 0
         return (
             f"\nHealed: {module or 'the model'} computes in FP32 from now on, after {HEAL_AFTER} "
-            "faults there; "
-            f"amp.unheal({module!r}) undoes it."
+            f"faults there; amp.unheal({module!r}) undoes it."
         )
 
 
@@ -204,8 +208,7 @@ def _is_power_of_two(n: int) -> bool:
 
 _IN_THE_LOSS = (
     "Run again, the model's output is finite, but the gradient that came back to it was not: look "
-    "in the loss, which "
-    "is computed from it outside of the model."
+    "in the loss, which is computed from it outside of the model."
 )
 
 

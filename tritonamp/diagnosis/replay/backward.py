@@ -17,8 +17,10 @@ class Backward:
     """The backward from some outputs to the parameters, at one loss scale or another.
 
     Args:
-        output: tensors; those that require a gradient are gone back from.
+        output: tensors; the backward starts at those that require a gradient.
         grad_outputs: what arrives there at loss scale ``scale``; None: the output is a loss.
+        scale: the loss scale of ``grad_outputs``.
+        params: parameters whose gradients are wanted.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class Backward:
         kept = [
             (t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)
         ]
-        self.outputs, self.seeds = [t for t, _ in kept], [g for _, g in kept]
-        self.scale, self.params = scale, params
+        self.outputs = [t for t, _ in kept]
+        self.seeds = [g for _, g in kept]
+        self.scale = scale
+        self.params = params
 
     def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
         """Return the gradients of the parameters, as they are stored.
@@ -44,13 +48,10 @@ class Backward:
             keep_none: with None for parameters that the outputs do not depend on, which are left
                 out otherwise.
         """
-        if any(g is not None for g in self.seeds):
-            outputs, seeds = (
-                self.outputs,
-                [g * (scale / self.scale) for g in self.seeds if g is not None],
-            )
-        else:
-            outputs, seeds = [t.float() * scale for t in self.outputs], None
+        outputs = self.outputs
+        seeds = [g * (scale / self.scale) for g in self.seeds if g is not None] or None
+        if seeds is None:
+            outputs = [t.float() * scale for t in outputs]
         try:
             grads: Any = torch.autograd.grad(
                 outputs, self.params, seeds, retain_graph=True, allow_unused=True
@@ -58,9 +59,8 @@ class Backward:
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            torch.autograd.backward(
-                outputs, seeds, retain_graph=True
-            )  # the one way into checkpoints of this kind
+            # the one way into checkpoints of this kind
+            torch.autograd.backward(outputs, seeds, retain_graph=True)
             grads = tuple(p.grad for p in self.params)
             for p in self.params:
                 p.grad = None

@@ -69,7 +69,10 @@ def write_bundle(
     replay.py, which the user completes with the function that makes his model.
 
     Args:
+        folder: made if it is not there.
         fault: what ``find_fault`` gave; None: not reproduced.
+        snapshot: the forward.
+        policy: that the model was enabled with.
         weights: False leaves weights.pt out.
 
     Raises:
@@ -108,7 +111,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, _PLAIN):
         kind = type(value).__name__
         raise ValueError(
-            f"the model was called with a {kind}: a bundle can hold tensors and plain values"
+            f"write_bundle: expected a model called with tensors and plain values, got a {kind}"
         )
     return value
 

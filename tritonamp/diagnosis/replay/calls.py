@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+# ops that ignore what they write over
 OVERWRITES = {
     "copy",
     "fill",
@@ -86,7 +87,13 @@ def signature(func: Any) -> Signature:
 
 
 class Call(NamedTuple):
-    """One op as it was dispatched."""
+    """One op as it was dispatched.
+
+    Attributes:
+        func: the OpOverload.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -94,6 +101,7 @@ class Call(NamedTuple):
 
     @property
     def signature(self) -> Signature:
+        """What the op's schema says."""
         return signature(self.func)
 
     def pick(self, keys: frozenset[int | str], among: bool = True) -> list[Any]:
@@ -133,19 +141,12 @@ class Call(NamedTuple):
             return None
 
         def changed(value: Any) -> Any:
+            if is_watched(value):
+                return change(value)
             if isinstance(value, Tensor):
-                return (
-                    change(value)
-                    if is_watched(value)
-                    else value.clone()
-                    if self.signature.written
-                    else value
-                )
-            return (
-                dtype
-                if dtype is not None and isinstance(value, torch.dtype) and value.is_floating_point
-                else value
-            )
+                return value.clone() if self.signature.written else value
+            floating = isinstance(value, torch.dtype) and value.is_floating_point
+            return dtype if dtype is not None and floating else value
 
         try:
             call = self.map(changed)

@@ -2,6 +2,7 @@
 
 import linecache
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ class FaultReport:
         event: what was seen at the op, and its ``place``.
         outcome: what became of the loss or the gradients.
         silent: the result of the forward is finite, and wrong.
-        scale: the loss scale of the backward. ``fits``: the largest (vanished gradients: smallest)
-            that serves.
+        scale: the loss scale of the backward.
+        fits: the largest loss scale (for vanished gradients the smallest) that serves.
         names: the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
     """
@@ -36,8 +37,9 @@ class FaultReport:
 
     @property
     def module(self) -> str | None:
-        """Full name of the module to blame: what ``fp32_modules`` takes; "" is the model, None
-        outside of it.
+        """Full name of the module to blame, as ``fp32_modules`` takes it.
+
+        "" is the model; None: outside of it.
         """
         return self.event.place.module
 
@@ -48,7 +50,7 @@ class FaultReport:
 
     @property
     def phase(self) -> str:
-        """ "forward" or "backward"."""
+        """Whether it began in the "forward" or the "backward"."""
         return self.event.phase
 
     @property
@@ -64,12 +66,12 @@ class FaultReport:
 
     @property
     def why(self) -> str:
-        """One sentence."""
+        """Why it happened, in one sentence."""
         return VERDICTS[self.kind].why.format(**self._words())
 
     @property
     def advice(self) -> str:
-        """One sentence."""
+        """What to do, in one sentence."""
         return VERDICTS[self.kind].advice.format(**self._words())
 
     def _words(self) -> dict[str, str]:
@@ -88,14 +90,11 @@ class FaultReport:
             "argument": "zero" if event.zero else "out of its range",
             "reason": self._reason(),
             "named": f"{', '.join(event.names)}: " if event.names else "",
-            "names": ", ".join(self.names[:8])
-            + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else ""),
+            "names": listed(self.names),
             "samples": f", samples {listed(event.samples)} of dim 0" if event.samples else "",
             "scale": number(self.scale),
             "fits": number(self.fits),
-            "keep": f"fp32_modules=[{module!r}]"
-            if module
-            else "x.float() under tritonamp.disable_casts()",
+            "keep": f"fp32_modules=[{module!r}]" if module else _BY_HAND,
         }
 
     def _reason(self) -> str:
@@ -107,32 +106,37 @@ class FaultReport:
         event = self.event
         silent = "silent " if self.silent else ""
         lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
-        code = (
-            linecache.getline(event.place.file, event.place.line).strip()
-            if event.place.file
-            else ""
-        )
-        lines += [f"  code:    {code}"] * bool(code)
-        lines += [f"  why:     {self.why}"]
-        lines += [f"  inputs:  {'; '.join(map(str, event.inputs))} ({event.aten})"] * bool(
-            event.inputs
-        )
-        lines += [f"  then:    {text}" for text in [self._aftermath()] if text]
-        lines += [f"  to do:   {self.advice}"]
-        lines += [f"  replay:  forward output {self.replayed}"] * (self.replayed != "not checked")
+        code = ""
+        if event.place.file:
+            code = linecache.getline(event.place.file, event.place.line).strip()
+        if code:
+            lines.append(f"  code:    {code}")
+        lines.append(f"  why:     {self.why}")
+        if event.inputs:
+            lines.append(f"  inputs:  {'; '.join(map(str, event.inputs))} ({event.aten})")
+        aftermath = self._aftermath()
+        if aftermath:
+            lines.append(f"  then:    {aftermath}")
+        lines.append(f"  to do:   {self.advice}")
+        if self.replayed != "not checked":
+            lines.append(f"  replay:  forward output {self.replayed}")
         return "\n".join(lines)
 
     def _aftermath(self) -> str:
         event = self.event
-        parts = [f"{event.later} later ops not finite"] * bool(event.later)
-        parts += [f"first NaN in {event.first_nan}"] * bool(event.first_nan)
-        parts += [f"inf became a wrong finite number in {event.absorbed}"] * bool(
-            self.silent and event.absorbed
-        )
-        return "; ".join([*parts, *filter(None, [self.outcome])])
+        parts = []
+        if event.later:
+            parts.append(f"{event.later} later ops not finite")
+        if event.first_nan:
+            parts.append(f"first NaN in {event.first_nan}")
+        if self.silent and event.absorbed:
+            parts.append(f"inf became a wrong finite number in {event.absorbed}")
+        if self.outcome:
+            parts.append(self.outcome)
+        return "; ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         event = self.event
         return {
             "kind": self.kind,
@@ -169,7 +173,11 @@ class FaultReport:
         }
 
 
+_BY_HAND = "x.float() under tritonamp.disable_casts()"
+
+
 def number(value: float | None) -> str:
+    """Return a number as texts show it: powers of two as such, else four digits."""
     if value is None:
         return "an unknown value"
     exponent = math.frexp(value)[1] - 1 if value and math.isfinite(value) else 0
@@ -178,12 +186,12 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if abs(value) != 65504 else f"{value:.0f}"
 
 
-def listed(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (
-        f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    )
+def listed(items: Sequence[Any]) -> str:
+    """Return the first eight items in words, and how many more there are."""
+    more = f" and {len(items) - 8} more" if len(items) > 8 else ""
+    return ", ".join(map(str, items[:8])) + more
 
 
 def _strict(value: float | None) -> float | str | None:
-    """JSON has no inf and no NaN."""
+    """Return ``value``; inf and NaN, which JSON does not have, as text."""
     return value if value is None or math.isfinite(value) else str(value)

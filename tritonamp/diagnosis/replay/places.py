@@ -1,6 +1,4 @@
-"""Where an op runs: the module, the user's source line, and for an op of a backward those of its
-forward.
-"""
+"""Where an op runs: module and source line; an op of a backward where its forward's op ran."""
 
 import dataclasses
 import sys
@@ -21,7 +19,6 @@ class Names:
 
     Args:
         models: several get their number in front.
-
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
@@ -50,11 +47,18 @@ class Names:
 
 def storage(tensor: Tensor) -> int:
     """Return the same number for all views of one memory."""
+    # private (torch 2.11 to 2.15): the identity of the storage that views share
     return tensor.untyped_storage()._cdata
 
 
 class Rule(NamedTuple):
-    """A rule of the op table in progress: the op that it stands for, and what that was given."""
+    """A rule of the op table in progress.
+
+    Attributes:
+        func: the op that it stands for.
+        args: what that was given.
+        kwargs: what that was given by name.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -62,21 +66,21 @@ class Rule(NamedTuple):
 
 
 class PlaceTracker:
-    """Follows the modules in progress and the autograd nodes that are made, between ``begin`` and
-    ``end``.
+    """Follows the modules and the autograd nodes of a run, from ``begin`` to ``end``.
 
     Attributes:
         inputs: storage of a tensor that a model was called with to its name.
     """
 
     def __init__(self, names: Names) -> None:
-        self._names, self.inputs = names, dict[int, str]()
+        self.inputs: dict[int, str] = {}
+        self._names = names
         self._modules: list[nn.Module] = []
         self._nodes: dict[int, Place] = {}  # by sequence number
         self._makers: dict[int, Place] = {}  # by storage
 
     def begin(self) -> None:
-        """Have modules say when they are entered and left, until ``end``."""
+        """Follow forwards of all modules, until ``end``."""
         hooks = nn.modules.module
         self._hooks = [
             hooks.register_module_forward_pre_hook(self._entered),
@@ -109,6 +113,7 @@ class PlaceTracker:
 
         Args:
             op: its name, if no rule of the op table stands above it.
+            inputs: the floating tensors that it reads.
             in_backward: it may be part of an autograd node, and then belongs where the node was
                 made.
         """
@@ -120,14 +125,14 @@ class PlaceTracker:
         place = self._place(op if rule is None else rule.func.overloadpacket.__name__, file, line)
         is_cast = at_edge and op == "to_copy" and rule is None
         if is_cast and inputs and self._modules and self._modules[-1] in self._names.roots:
-            place = self._makers.get(
-                storage(inputs[0]), place
-            )  # an output that is cast belongs to its maker
+            # an output that is cast belongs to its maker
+            place = self._makers.get(storage(inputs[0]), place)
+        # private (torch 2.11 to 2.15): nothing public gives the node of a backward that is running,
+        # or the number that ties it to the op of the forward
         node: Any = torch._C._current_autograd_node() if in_backward else None
         origin = None if node is None else self._origin(node)
-        if (
-            node is None or torch.is_grad_enabled()
-        ):  # the latter: a checkpointed segment is computed again
+        # in a backward gradients are recorded where a checkpointed segment is computed again
+        if node is None or torch.is_grad_enabled():
             if origin is not None and place.module is None:
                 place = dataclasses.replace(place, module=origin.module, kind=origin.kind)
             number = torch._C._autograd._get_sequence_nr() - 1

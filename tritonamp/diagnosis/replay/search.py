@@ -84,6 +84,7 @@ def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
         p.grad = None
     try:
         # writes count as none: what watches versions must not take the replay for the user
+        # (private, and what FSDP2 itself uses, from torch 2.11 to 2.15)
         with (
             preserve({d for m in models for d in devices(m)}),
             preserve_versions((*params, *(b for b, _ in values))),
@@ -109,7 +110,8 @@ class _Replay:
     def __init__(self, models: list[nn.Module], dtype: torch.dtype, scale: float) -> None:
         self.names = Names(models)
         self.watch = Watch(self.names)
-        self.dtype, self.scale = dtype, scale
+        self.dtype = dtype
+        self.scale = scale
         self.replayed = "not checked"
         self.models = models
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
@@ -120,9 +122,8 @@ class _Replay:
         Where torch refuses a constant that the format cannot hold: the report of that.
         """
         with self.watch, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Using `torch.compile"
-            )  # about the hooks of the watch
+            # about the hooks of the watch
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
             try:
                 output = run()
             except RuntimeError as error:
@@ -132,18 +133,16 @@ class _Replay:
         if expected is not None:
             again = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             same = len(again) == len(expected) and all(map(_same_bits, again, expected))
-            self.replayed = (
-                "bit-identical to the first" if same else "not bit-identical to the first"
-            )
+            self.replayed = f"{'' if same else 'not '}bit-identical to the first"
         return output
 
     def _refused(self, error: RuntimeError) -> FaultReport:
         seen = [e for e in self.watch.events if e.refused]
-        event = (
-            seen[-1]
-            if seen
-            else Event(self.watch.tracker.of_traceback(error.__traceback__), "forward", self.dtype)
-        )
+        if seen:
+            event = seen[-1]
+        else:
+            place = self.watch.tracker.of_traceback(error.__traceback__)
+            event = Event(place, "forward", self.dtype)
         return FaultReport(
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
         )
@@ -156,16 +155,14 @@ class _Replay:
         bad = [t for t in results if not is_finite(t)]
         is_loss = len(results) == 1 and results[0].numel() == 1
         events = [self.watch.origin(t, _RESULT) for t in bad]
-        events = [
-            e for e in events if is_loss or not e.quiet
-        ]  # masked logits may be -inf; a loss may not
+        # masked logits may be -inf; a loss may not
+        events = [e for e in events if is_loss or not e.quiet]
         if events:
             return self._fault(self._first(events), outcome=_outcome(bad[0], is_loss))
         absorbed = [e for e in self.watch.events if e.absorbed]
         if silent and absorbed:
-            return self._fault(
-                absorbed[0], silent=True, outcome="the result is finite" if results else ""
-            )
+            outcome = "the result is finite" if results else ""
+            return self._fault(absorbed[0], silent=True, outcome=outcome)
         return None
 
     def _first(self, events: list[Event]) -> Event:
@@ -200,8 +197,8 @@ class _Replay:
         )
         if asked and not possible:
             raise ValueError(
-                "backward=True: run must return one scalar that requires a gradient, or give "
-                "grad_outputs"
+                "backward=True: expected a run that returns one scalar that requires a gradient, "
+                "or grad_outputs, got neither"
             )
         return possible and asked is not False and bool(self.params)
 

@@ -1,6 +1,4 @@
-"""What a forward depends on beside the weights, recorded without waiting for the device, so that it
-can run again.
-"""
+"""What a forward depends on beside the weights, recorded so that it can run again."""
 
 import functools
 import weakref
@@ -43,10 +41,12 @@ class Snapshot:
         output = snapshot.follow(model(*args, **kwargs))
         ...
         find_fault(model, snapshot.run, expected=snapshot.outputs,
-        grad_outputs=snapshot.grad_outputs, scale=scale)
+                   grad_outputs=snapshot.grad_outputs, scale=scale)
 
     Args:
-        model: what will be called, with ``args`` and ``kwargs``.
+        model: what will be called.
+        args: what it will be called with.
+        kwargs: what it will be called with by name.
         weak: hold the tensors in the arguments only as long as somebody else does.
     """
 
@@ -61,11 +61,7 @@ class Snapshot:
         self.ambient = AmbientState.now(Generators.now(found, numpy=False))
         self.training = model.training
         self._versions = [_version(t) for t in tree_leaves(given)]
-        self._given = (
-            tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, given)
-            if weak
-            else given
-        )
+        self._given = tree_map(_weak, given) if weak else given
         self._outputs: list[weakref.ref[Tensor]] = []
         self._grads: dict[int, Tensor] = {}
 
@@ -81,16 +77,15 @@ class Snapshot:
         if changed:
             raise BatchGoneError(
                 f"the batch was changed in place after the forward (tensor {changed[0]} of its "
-                "arguments), so the "
-                "forward cannot be run again: write to a copy of it"
+                "arguments), so the forward cannot be run again: write to a copy of it"
             )
         return given
 
     def run(self) -> Any:
-        """Run the forward again, under generators, grad mode, autocast and training flag of the
-        first time.
+        """Run the forward again, under what it ran under the first time.
 
-        The random numbers go on from there, for a loss that draws some, too.
+        That is: generators, grad mode, autocast and training flag. The random numbers go on from
+        there, for a loss that draws some, too.
 
         Raises:
             BatchGoneError: see ``arguments``.
@@ -126,13 +121,19 @@ class Snapshot:
 
     @property
     def grad_outputs(self) -> list[Tensor | None] | None:
-        """The gradient that arrived at each of them, with the loss scale; None: no backward has
-        come yet.
+        """The gradient that arrived at each output, with the loss scale in it.
+
+        None: no backward has come yet.
         """
         return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
 
 
+def _weak(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
 def _version(value: Any) -> int:
+    # private, but as old as autograd; tensors of inference mode have none
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
@@ -143,7 +144,6 @@ def _alive(value: Any) -> Any:
     if value is None:
         raise BatchGoneError(
             "the batch of this forward is gone, so it cannot be run again: keep a reference to it "
-            "until after "
-            "optimizer.step(), or have snapshots hold it (weak=False)"
+            "until after optimizer.step(), or have snapshots hold it (weak=False)"
         )
     return value

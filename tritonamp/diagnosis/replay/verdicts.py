@@ -17,7 +17,8 @@ class Place:
         module: full name of the innermost module, "" for the model itself, None outside of it.
         kind: class name of that module.
         op: "linear", "mul"; in a backward the forward op whose gradient was computed.
-        file, line: the user's source, None and 0 where only torch was between the model and the op.
+        file: the user's source, None where only torch was between the model and the op.
+        line: in that file; 0 where there is none.
     """
 
     module: str | None
@@ -29,11 +30,9 @@ class Place:
     @property
     def name(self) -> str:
         """The module in words."""
-        return (
-            "outside the model"
-            if self.module is None
-            else self.module or f"the model itself ({self.kind})"
-        )
+        if self.module is None:
+            return "outside the model"
+        return self.module or f"the model itself ({self.kind})"
 
     def __str__(self) -> str:
         line = f" at {self.file}:{self.line}" if self.file else ""
@@ -42,7 +41,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Operand:
-    """A floating tensor that went into an op; ``amax`` is the largest finite magnitude in it."""
+    """A floating tensor that went into an op.
+
+    Attributes:
+        dtype: as the op read it.
+        shape: of the tensor.
+        amax: the largest finite magnitude in it.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,24 +62,30 @@ class Event:
     """An op that made inf or NaN, and what became of it.
 
     Attributes:
+        place: where the op ran.
+        phase: "forward" or "backward".
+        dtype: of the result.
         aten: the op as torch dispatched it; ``place.op`` is the one the user called.
         inputs: the floating tensors that the user's op was given.
-        dtype: of the result. ``nan``: there is NaN in it.
+        nan: there is NaN in the result.
         exact: largest magnitude of the result in float64; inf or NaN where float64 has no number
             either; None where the op could not be run again.
         quiet: an infinity that somebody wrote on purpose, such as a mask of -inf.
-        source: "data", "parameters" or "propagated" where no op made it; ``names`` and ``samples``
-            say which.
+        source: "data", "parameters" or "propagated" where no op made it.
+        names: of the inputs or parameters that were not finite.
+        samples: of the input, by number, that were not finite.
         scalars: Python numbers among the arguments.
         eps: a number that was added further up, and the format in which it rounds to zero.
-        zero: a divisor, or the argument of a logarithm, is zero. ``masked``: a softmax row has
-            nothing but -inf.
+        zero: a divisor, or the argument of a logarithm, is zero.
+        masked: a softmax row has nothing but -inf.
         constant: an infinity that somebody wrote on purpose went in.
-        rounding: the op only rounded a finite value of a wider format. ``squares``: a tensor times
-            itself.
+        rounding: the op only rounded a finite value of a wider format.
+        squares: the op multiplied a tensor by itself.
         discarded: the forward threw its result away, the backward did not.
         refused: torch raised, because a constant does not fit.
-        later: ops that handed it on. ``absorbed``: where inf became a wrong finite number.
+        later: how many ops handed inf or NaN on.
+        first_nan: where inf became NaN.
+        absorbed: where inf became a wrong finite number.
     """
 
     place: Place
@@ -103,18 +114,20 @@ class Event:
 
     @property
     def overflowed(self) -> bool:
-        """The value exists; this format cannot hold it."""
-        return (
-            not self.source
-            and not self.quiet
-            and self.exact is not None
-            and math.isfinite(self.exact)
-        )
+        """Whether the value exists, and this format cannot hold it."""
+        if self.source or self.quiet or self.exact is None:
+            return False
+        return math.isfinite(self.exact)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why and what to do, with the names of ``FaultReport._words`` in braces."""
+    """What is said about a kind of fault, with the names of ``FaultReport._words`` in braces.
+
+    Attributes:
+        why: it happened.
+        advice: what to do.
+    """
 
     why: str
     advice: str
@@ -166,8 +179,7 @@ VERDICTS = {
     "zero_by_zero": Verdict(
         "0/0",
         "Clamp the divisor, or handle the empty case (all masked, all equal) apart; if it is zero "
-        "in half only (a "
-        f"square of small numbers), {_KEEP}.",
+        f"in half only (a square of small numbers), {_KEEP}.",
     ),
     "division_by_zero": Verdict(
         "a divisor is zero",
@@ -201,22 +213,19 @@ VERDICTS = {
     ),
     "scale_too_high": Verdict(
         "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
-        "{format} ends at; "
-        "all gradients fit at {fits}",
+        "{format} ends at; all gradients fit at {fits}",
         "Nothing, if it is rare: the scale comes down by itself. If this layer alone holds the "
         "scale down, {keep}.",
     ),
     "gradient_overflow": Verdict(
         "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
-        "{format} ends at, and "
-        "no loss scale from 1 up fits",
+        "{format} ends at, and no loss scale from 1 up fits",
         f"Make the loss or the gradient of this op smaller, or {_KEEP}.",
     ),
     "backward_nan": Verdict(
         "the forward is finite, the gradient of {op} is not: {reason}",
         "Put a harmless value in before {op} where it is not differentiable (torch.where after it "
-        "does not stop "
-        "0 * inf in the backward), or clamp its argument.",
+        "does not stop 0 * inf in the backward), or clamp its argument.",
     ),
     "vanished_gradients": Verdict(
         "all gradients are zero: at loss scale {scale} they are below what {format} holds; not so "
@@ -234,14 +243,11 @@ def _is(*families: str) -> Callable[[Event], bool]:
 
 
 def _constant(e: Event) -> bool:
-    """Products are taken in FP32: there the constant is to blame where it is far out, or multiplies
-    a mask.
-    """
+    """Return whether a constant that does not fit is to blame."""
     limit = torch.finfo(e.dtype).max
-    if (
-        family(e.place.op) & {"product", "divide"}
-        and max((o.amax for o in e.inputs), default=0.0) > 1.0
-    ):
+    largest = max((o.amax for o in e.inputs), default=0.0)
+    # products are taken in FP32: the constant has to be far out, or to multiply a mask
+    if family(e.place.op) & {"product", "divide"} and largest > 1.0:
         limit *= 16
     return any(limit < abs(s) < math.inf for s in e.scalars)
 
@@ -283,9 +289,10 @@ REASONS = {
 
 
 def judge(event: Event, fits: float | None = None) -> str:
-    """The kind of fault: a key of ``VERDICTS``.
+    """Return the kind of fault: a key of ``VERDICTS``.
 
     Args:
+        event: what was seen at the op.
         fits: for a backward, the largest loss scale at which all gradients are finite; None if
             there is none.
     """
@@ -299,4 +306,5 @@ def judge(event: Event, fits: float | None = None) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

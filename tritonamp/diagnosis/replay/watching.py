@@ -1,6 +1,4 @@
-"""A dispatch mode that looks at each op of a forward and a backward, and notes where inf and NaN
-begin and end.
-"""
+"""A dispatch mode that notes at which ops of a run inf and NaN begin and end."""
 
 import math
 from typing import Any
@@ -27,28 +25,32 @@ from tritonamp.diagnosis.replay.verdicts import Event, Operand, Place
 
 
 class Watch(TorchDispatchMode):
-    """While it is active, every op is looked at. Waits for the device at each.
+    """Looks at every op while it is active. Waits for the device at each.
 
     Attributes:
+        names: of parameters and buffers.
+        tracker: knows where ops run.
         in_backward: set by the owner when the backward begins.
         looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is
             zero, and should not.
         events: in the order in which they happened.
+        zeroed: see ``looks_for_zeros``.
         writes: name of a parameter or buffer that an op wrote to, to the tensor and its value
             before.
     """
 
     def __init__(self, names: Names) -> None:
         super().__init__()
-        self.names, self.tracker = names, PlaceTracker(names)
-        self.in_backward = self.looks_for_zeros = False
+        self.names = names
+        self.tracker = PlaceTracker(names)
+        self.in_backward = False
+        self.looks_for_zeros = False
         self.events: list[Event] = []
         self.zeroed: Event | None = None
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._origins: dict[int, Event] = {}  # of what is not finite, by storage
-        self._eps: dict[
-            int, tuple[float, torch.dtype]
-        ] = {}  # what was added and is zero in that format, by storage
+        # what was added and is zero in that format, by storage
+        self._eps: dict[int, tuple[float, torch.dtype]] = {}
         self._unwritten: set[int] = set()  # storages that an op allocated and none has written to
 
     def __enter__(self) -> "Watch":
@@ -75,6 +77,8 @@ class Watch(TorchDispatchMode):
                 self.events.append(event)
             raise
         results = floats([result, call.pick(call.signature.written)])
+        # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
+        # ops see of autocast
         with torch.no_grad(), torch._C._DisableAutocast():
             self._look(before, place, rule, results, floats([args, call.kwargs]))
         return result
@@ -173,14 +177,12 @@ class Watch(TorchDispatchMode):
         name = call.signature.name
         inputs = call.inputs()
         given = inputs if rule is None else floats([rule.args, rule.kwargs])
-        divisor = (
-            call.args[DIVISORS[name]]
-            if name in DIVISORS and len(call.args) > DIVISORS[name]
-            else None
-        )
-        rounded = "cast" in family(name) and (
-            rule is None or storage(inputs[0]) in {storage(t) for t in given}
-        )
+        divisor = None
+        if name in DIVISORS and len(call.args) > DIVISORS[name]:
+            divisor = call.args[DIVISORS[name]]
+        rounded = False
+        if "cast" in family(name):
+            rounded = rule is None or storage(inputs[0]) in {storage(t) for t in given}
         named = [self.names.weight(t) for t in inputs] if rounded else []
         event = Event(
             place,
@@ -208,39 +210,33 @@ class Watch(TorchDispatchMode):
         known = self._origins.get(storage(tensor))
         if known is not None:
             return known
-        weight, label = self.names.weight(tensor), self.tracker.inputs.get(storage(tensor))
+        weight = self.names.weight(tensor)
+        label = self.tracker.inputs.get(storage(tensor))
         nan = bool(tensor.isnan().any())
         only_negative = not nan and not bool((tensor == math.inf).any())
         quiet = only_negative or (tensor.dim() == 0 and not nan)
         samples: tuple[int, ...] = ()
         if weight is not None:
-            source, quiet, names = (
-                "parameters",
-                quiet and not isinstance(weight[1], nn.Parameter),
-                (weight[0],),
-            )
+            source = "parameters"
+            name = weight[0]
+            quiet = quiet and not isinstance(weight[1], nn.Parameter)
         elif storage(tensor) in self._unwritten or self.in_backward:
-            source, names = "propagated", (label or "a tensor that no op of torch wrote",)
+            source = "propagated"
+            name = label or "a tensor that no op of torch wrote"
         else:
-            source, names = (
-                "data",
-                (label or f"a tensor of shape {tuple(tensor.shape)} from outside the model",),
-            )
-            bad = ~torch.isfinite(tensor)
-            samples = (
-                tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
-                if tensor.dim() > 1
-                else ()
-            )
-        phase = "backward" if self.in_backward else "forward"
+            source = "data"
+            name = label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
+            if tensor.dim() > 1:
+                bad = ~torch.isfinite(tensor)
+                samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
         event = Event(
             place,
-            phase,
+            "backward" if self.in_backward else "forward",
             tensor.dtype,
             nan=nan,
             quiet=quiet,
             source=source,
-            names=names,
+            names=(name,),
             samples=samples,
         )
         self._origins[storage(tensor)] = event
