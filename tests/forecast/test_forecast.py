@@ -813,18 +813,18 @@ def test_as_dict_is_json():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, None, ()), "model: got int, allowed is a torch.nn.Module"),
+        ((3, None, ()), "model: expected a torch.nn.Module or a list of them, got int"),
         (
             (nn.Linear(4, 4), 3, (torch.ones(1, 4),)),
-            "optimizer: got int, allowed is a torch.optim.Optimizer",
+            "optimizer: expected a torch.optim.Optimizer, a list of them, or None, got int",
         ),
         (
             (nn.Linear(4, 4), None, (torch.ones(1, 4),), lambda y: y),
-            r"got a tensor of shape \(1, 4\), allowed is a scalar",
+            r"expected a scalar tensor, got a tensor of shape \(1, 4\)",
         ),
         (
             (nn.Linear(4, 4), None, (torch.ones(1, 4),), lambda y: 1.0),
-            "got float, allowed is a scalar tensor",
+            "expected a scalar tensor, got float",
         ),
         (
             (nn.Identity(), None, (torch.ones(2, dtype=torch.int64),)),
@@ -952,6 +952,6 @@ def test_an_operation_that_overflows_again_in_a_loop_is_one_problem() -> None:
 def test_one_model_at_a_time() -> None:
     with pytest.raises(
         ValueError,
-        match=r"model: got list, allowed is one torch.nn.Module: check models one by one",
+        match=r"model: expected one torch.nn.Module, got list: check models one by one",
     ):
         tritonamp.check([nn.Linear(2, 2)], None, (torch.ones(1, 2),))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What half precision will do to a model, told before training from one run in FP32."""
+"""What half precision will do to a model, predicted before training from one run in FP32."""
 
 from tritonamp.forecast.report import Forecast as Forecast
 from tritonamp.forecast.report import check as check

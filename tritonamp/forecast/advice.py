@@ -1,4 +1,4 @@
-"""What a model and its optimizers tell about mixed precision before any data is seen."""
+"""What is known about a model and its optimizers in half before any data is seen."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ def look(
     loss_fn: Callable[..., Any] | None,
     policy: Policy,
 ) -> list[Finding]:
-    """Return everything that can be said without data."""
+    """Return all findings that need no data."""
     modules = dict(model.named_modules())
     return [
         *parameters(model, policy),
@@ -48,7 +48,7 @@ def look(
 
 
 def _refused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
-    """What ``enable`` would raise about the optimizers."""
+    """Yield what ``enable`` would raise about the optimizers."""
     try:
         check_optimizers(optimizers, [model])
     except ValueError as error:
@@ -69,10 +69,8 @@ def _optimizers(
     becomes_half = policy.cast_model and not policy.master_weights
     kept = {id(p) for p in fp32_parameters(model, policy)} if becomes_half else set()
     for optimizer in optimizers:
-        kind, with_masters = (
-            type(optimizer).__name__,
-            isinstance(optimizer, (optim.Adam, optim.AdamW)),
-        )
+        kind = type(optimizer).__name__
+        with_masters = isinstance(optimizer, (optim.Adam, optim.AdamW))
         params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         half = [
             (p, g)
@@ -84,12 +82,12 @@ def _optimizers(
         name = names.get(half[0][0], f"a parameter of shape {tuple(half[0][0].shape)}")
         why = (
             f"{kind} steps on {len(half)} half parameters without FP32 master weights ({name}, "
-            "...): small updates "
+            "...): small updates round away"
         )
         yield Finding(
             "no masters",
             name,
-            why + "round away",
+            why,
             'use level "O2", or tritonamp.optim.AdamW',
             weight=1e10,
         )
@@ -148,7 +146,7 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
 
 
 def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
-    """Matrix sizes that Tensor Cores do not take as they are."""
+    """Yield matrix sizes that Tensor Cores do not take as they are."""
     total = sum(p.numel() for p in modules[""].parameters())
     for path, module in modules.items():
         weight = getattr(module, "weight", None)

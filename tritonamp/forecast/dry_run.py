@@ -27,7 +27,7 @@ _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 
 
 class Misuse(ValueError):
-    """The arguments are wrong, not the model."""
+    """Raised where the arguments are wrong, not the model."""
 
 
 class DryRun(NamedTuple):
@@ -47,12 +47,13 @@ class DryRun(NamedTuple):
 def dry_run(
     model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, policy: Policy
 ) -> DryRun:
-    """Runs a copy; model, batch, gradients and random states stay as they are, bit for bit.
+    """Run a copy; model, batch, gradients and random states stay as they are, bit for bit.
 
     Args:
         model: its half parameters, if any, are taken as FP32.
         batch: the tuple of the model's positional inputs.
         loss_fn: gives a scalar for the model's output; None: the mean of its floating tensors.
+        policy: that the copy is enabled with.
 
     Raises:
         ValueError: the loss is no scalar.
@@ -71,9 +72,8 @@ def dry_run(
             for name, tensor in twin.named_parameters():
                 _mark(tensor, recorder, "parameter", name)
             with recorder, _BceInFp32(recorder):
-                loss = (
-                    copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn or _mean
-                )(twin(*batch))
+                own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+                loss = (_mean if own_loss is None else own_loss)(twin(*batch))
                 grads = _backward(loss, list(params.values()), recorder)
             for name, grad in zip(params, grads, strict=True):
                 if grad is not None:
@@ -96,18 +96,17 @@ def dry_run(
 
 
 def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
-    """Gradients of ``params``, None for those that the loss does not depend on."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
-        raise Misuse(f"loss_fn(output): got {got}, allowed is a scalar tensor")
+    """Return the gradients of ``params``, None where the loss does not depend on one."""
+    if not isinstance(loss, Tensor):
+        raise Misuse(f"loss_fn(output): expected a scalar tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}"
+        raise Misuse(f"loss_fn(output): expected a scalar tensor, got {got}")
     if not loss.requires_grad:
         return [None] * len(params)
     _find_functions(loss, recorder)
     one = torch.ones_like(loss)
+    # private (torch 2.11 to 2.15): the recorder is not to see it as an op of the run
     with _disable_current_modes():
         _mark(one, recorder, "loss gradient", scaled=True)
     grads: Sequence[Tensor | None] = torch.autograd.grad(loss, params, one, allow_unused=True)
@@ -117,7 +116,15 @@ def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[T
 def _mark(
     tensor: Tensor, recorder: Recorder, op: str, parameter: str = "", scaled: bool = False
 ) -> None:
-    """Measures a tensor that no op of the run made."""
+    """Measure a tensor that no op of the run made.
+
+    Args:
+        tensor: the tensor.
+        recorder: of the run.
+        op: what the record says in place of an op.
+        parameter: the full name, of a parameter or its gradient.
+        scaled: it carries the loss scale.
+    """
     values = values_of(tensor.detach())
     if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
         place = Location(parameter.rpartition(".")[0], "")
@@ -156,30 +163,23 @@ def _floating(output: Any) -> Iterator[Tensor]:
         return
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
         output = vars(output)
-    for item in (
-        output.values()
-        if isinstance(output, Mapping)
-        else output
-        if isinstance(output, (list, tuple))
-        else ()
-    ):
-        yield from _floating(item)
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _floating(item)
 
 
 @contextlib.contextmanager
 def _isolated(model: nn.Module) -> Iterator[None]:
     """Put random states back at the end; autocast and no_grad around the call do not count."""
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    cudnn = (
-        torch.backends.cudnn.flags(enabled=False) if devices else contextlib.nullcontext()
-    )  # it reads raw memory,
-    attention = (
-        sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()
-    )  # and flash attention half only
+    nothing = contextlib.nullcontext()
     with (
         preserve(devices),
-        cudnn,
-        attention,
+        # cuDNN reads raw memory, and flash attention takes half only
+        torch.backends.cudnn.flags(enabled=False) if devices else nothing,
+        sdpa_kernel(SDPBackend.MATH) if devices else nothing,
         torch.inference_mode(False),
         torch.enable_grad(),
         disable_casts(),
@@ -189,13 +189,12 @@ def _isolated(model: nn.Module) -> Iterator[None]:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy in FP32, whose embeddings give dense gradients."""
+    """Return a copy in FP32, whose embeddings give dense gradients."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
-            if (
-                isinstance(value, Tensor) and not value.is_leaf
-            ):  # deepcopy refuses results kept from a forward
+            # deepcopy refuses results kept from a forward
+            if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
@@ -216,7 +215,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
-    """Half parameters and buffers get their FP32 values back, and still say they are half."""
+    """Give half parameters and buffers their FP32 values back; they still say they are half."""
     made: dict[int, Tensor] = {}  # one for each, where several names hold it
     for path, module in twin.named_modules(remove_duplicate=False):
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -224,9 +223,8 @@ def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
             if tensor.dtype not in HALF_DTYPES:
                 continue
             if id(tensor) not in made:
-                new: Tensor = Unrounded(
-                    wide[f"{path}.{name}" if path else name].clone(), tensor.dtype
-                )
+                values = wide[f"{path}.{name}" if path else name].clone()
+                new: Tensor = Unrounded(values, tensor.dtype)
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 made[id(tensor)] = made[id(new)] = new
@@ -234,7 +232,7 @@ def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
 
 
 def _follow(twin: nn.Module, recorder: Recorder) -> None:
-    """Tells the recorder which module the forward is in."""
+    """Have the recorder know which module the forward is in."""
     thread = threading.get_ident()
 
     def enter(path: str) -> Callable[..., None]:
@@ -258,7 +256,7 @@ def _follow(twin: nn.Module, recorder: Recorder) -> None:
 
 
 def _find_functions(loss: Tensor, recorder: Recorder) -> None:
-    """Notes the user's autograd Functions that autocast does not know of."""
+    """Note the user's autograd Functions that autocast does not know of."""
     nodes, known = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -266,11 +264,11 @@ def _find_functions(loss: Tensor, recorder: Recorder) -> None:
             continue
         known.add(node)
         nodes += [function for function, _ in node.next_functions]
+        # private (torch 2.11 to 2.15): the Function that a node of autograd belongs to
         function: Any = getattr(type(node), "_forward_cls", None)
         own = function is not None and not function.__module__.startswith(("torch.", "tritonamp."))
-        if (
-            own and function.forward.__code__.co_name != "decorate_fwd"
-        ):  # what torch.amp.custom_fwd makes of it
+        # the name of what torch.amp.custom_fwd puts in its place
+        if own and function.forward.__code__.co_name != "decorate_fwd":
             recorder.note("function", function.__qualname__, recorder.place_of(node))
 
 

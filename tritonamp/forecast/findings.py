@@ -1,4 +1,4 @@
-"""What there is to know before training, one thing at a time."""
+"""A finding of a forecast: where, why, and what to do."""
 
 from dataclasses import dataclass
 
@@ -32,6 +32,7 @@ class Finding:
 
 
 def bce(where: str, line: str = "") -> Finding:
+    """Return the finding about a binary_cross_entropy."""
     why = (
         "binary_cross_entropy takes probabilities: in half they round to 0 and 1, and autocast "
         "refuses it"
@@ -47,7 +48,7 @@ def bce(where: str, line: str = "") -> Finding:
 
 
 def keep(module: str) -> str:
-    """Advice for what a module cannot do in half."""
+    """Return the advice about what a module cannot do in half."""
     if module:
         return f'keep it in FP32: fp32_modules=["{module}"]'
     return (
@@ -57,5 +58,5 @@ def keep(module: str) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    """ "float16"."""
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -109,7 +109,7 @@ def largest_scale(amax: float, dtype: torch.dtype) -> float:
 
 
 def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> tuple[str, ...]:
-    """Parameters whose gradients pass through half and are zero there."""
+    """Return the parameters whose gradients pass through half and are zero there."""
     return tuple(
         r.parameter
         for r in records
@@ -119,13 +119,13 @@ def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> 
 
 
 def _is_noise(gradient: TensorRecord) -> bool:
-    """Whether rounding alone explains a gradient: that of a key's bias in attention is zero but for
-    it.
+    """Return whether rounding alone explains a gradient.
+
+    That of a key's bias in attention, for example, is zero but for rounding.
     """
     terms = [source.sizes.amax for made_by in gradient.sources for source in made_by.sources]
-    return bool(terms) and gradient.sizes.amax <= NOISE * math.prod(
-        min(1.0, amax) for amax in terms
-    )
+    limit = NOISE * math.prod(min(1.0, amax) for amax in terms)
+    return bool(terms) and gradient.sizes.amax <= limit
 
 
 def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:

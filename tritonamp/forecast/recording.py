@@ -1,4 +1,4 @@
-"""Every result of a run on FP32 values is measured, with the place it comes from."""
+"""Measures every result of a run on FP32 values, with the place it comes from."""
 
 import bisect
 import os
@@ -48,7 +48,12 @@ NORMS = (
 
 
 class Location(NamedTuple):
-    """Where an op runs: the path of its module, and the line of the user's code."""
+    """Where an op runs.
+
+    Attributes:
+        module: the path of its module.
+        line: of the user's code, as "file:number".
+    """
 
     module: str
     line: str
@@ -61,6 +66,8 @@ class TensorRecord:
     Attributes:
         place: of the op; in backward, of the forward op that the gradient belongs to.
         op: its name in aten, or "input", "parameter", "gradient".
+        shape: of the tensor.
+        sizes: of its values.
         parameter: the full name, for a parameter and its gradient.
         backward: it was computed in backward.
         half: the policy stores it in half.
@@ -82,8 +89,12 @@ class TensorRecord:
 
 
 class Note(NamedTuple):
-    """Something that is wrong whatever the sizes: "constant", "eps", "divisor", "refused", "bce",
-    "thread"...
+    """Something that is wrong whatever the sizes.
+
+    Attributes:
+        kind: "constant", "eps", "divisor", "refused", "bce", "thread"...
+        place: where it is.
+        detail: what it is, in words.
     """
 
     kind: str
@@ -108,12 +119,12 @@ class Recorder(TorchDispatchMode):
         self.modules: list[str] = []
         self.failed = ""
         self._dtype = dtype
-        self._nodes: list[
-            int
-        ] = []  # sequence numbers of autograd nodes, ascending, and where they were made
+        # sequence numbers of autograd nodes, ascending, and where they were made
+        self._nodes: list[int] = []
         self._places: list[Location] = []
 
     def note(self, kind: str, detail: str, place: Location | None = None) -> None:
+        """Note that something is wrong; ``place`` None: at the op that is running."""
         self.notes[Note(kind, place or self._place(), detail)] = None
 
     def place_of(self, node: Any) -> Location:
@@ -132,9 +143,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, place = kwargs or {}, self._place()
-        sequence = (
-            torch._C._autograd._get_sequence_nr() - 1
-        )  # of the op's node, which autograd has just made
+        # of the op's node, which autograd has just made; private (torch 2.11 to 2.15), nothing
+        # public ties the node of a backward to the op of the forward
+        sequence = torch._C._autograd._get_sequence_nr() - 1
         if not self._in_backward() and sequence > (self._nodes[-1] if self._nodes else -1):
             self._nodes.append(sequence)
             self._places.append(place)
@@ -209,23 +220,14 @@ class Recorder(TorchDispatchMode):
             self.note("divisor", f"{name.strip('_')} of {record.sizes.amin:.2g}", place)
 
     def _excuse_mask(self, name: str, args: Any, kwargs: Any) -> None:
-        """Very negative scores may become -inf where a softmax takes them, if each row keeps a
-        finite one.
-        """
-        scores = (
-            args[0]
-            if name in SOFTMAX
-            else kwargs.get("attn_mask")
-            if "scaled_dot_product" in name
-            else None
-        )
+        """Excuse scores of a softmax that become -inf, if each row keeps a finite one."""
+        scores = args[0] if name in SOFTMAX else None
+        if "scaled_dot_product" in name:
+            scores = kwargs.get("attn_mask")
         record, top = record_of(scores), rounds_to_inf(self._dtype)
-        if (
-            scores is None
-            or record is None
-            or not record.sizes.overflows(self._dtype)
-            or record.sizes.largest >= top
-        ):
+        if scores is None or record is None:
+            return
+        if not record.sizes.overflows(self._dtype) or record.sizes.largest >= top:
             return
         if bool((values_of(scores) > -top).any(args[1] if name in SOFTMAX else -1).all()):
             for masked in (record, *record.sources):

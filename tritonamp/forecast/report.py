@@ -61,7 +61,7 @@ class Forecast:
         return "\n".join(_report(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the forecast as plain values, for JSON."""
         return {
             "model": self.model,
             "loss": self.loss if math.isfinite(self.loss) else str(self.loss),
@@ -85,7 +85,7 @@ def check(
     level: str | Policy = "O2",
     dtype: torch.dtype | None = None,
 ) -> Forecast:
-    """Predicts what overflows and vanishes in half, from one forward and backward in FP32 values.
+    """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
     Model, optimizer, gradients, buffers and random states stay as they are, bit for bit: a copy is
     run. Where something is found, further runs try which modules have to stay FP32.
@@ -105,8 +105,8 @@ def check(
     policy = resolve(level, dtype)
     if isinstance(model, (list, tuple)):
         raise ValueError(
-            f"model: got {type(model).__name__}, allowed is one torch.nn.Module: check models one "
-            "by one"
+            f"model: expected one torch.nn.Module, got {type(model).__name__}: check models one by "
+            "one"
         )
     (model,) = check_models([model], O3)  # one that is half already is something to report
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -114,8 +114,8 @@ def check(
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ValueError(
-                f"optimizer: got {type(each).__name__}, allowed is a torch.optim.Optimizer, a "
-                "list, or None"
+                "optimizer: expected a torch.optim.Optimizer, a list of them, or None, got "
+                f"{type(each).__name__}"
             )
     inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     findings = [*look(model, optimizers, loss_fn, policy)]
@@ -135,21 +135,22 @@ def check(
 def _cure(
     model: nn.Module, batch: Any, loss_fn: Any, policy: Policy, findings: Sequence[Finding]
 ) -> Policy:
-    """The policy with as many modules in FP32 as it takes, tried out; else bfloat16, else FP32."""
+    """Return the policy with as many modules in FP32 as it takes, else in bfloat16, else FP32.
+
+    Each is tried out.
+    """
     tried = policy
     for number in range(ROUNDS):
         # what follows from an overflow is often mended with it
-        told = [f for f in findings if f.problem and (f.kind != "follows" or number >= ROUNDS // 2)]
-        wanted = {path for finding in told for path in finding.modules}
-        if (
-            tried.cast_inputs
-            and tried.op_policy
-            and any(finding.where == BATCH for finding in findings)
-        ):
+        late = number >= ROUNDS // 2
+        causes = [f for f in findings if f.problem and (f.kind != "follows" or late)]
+        wanted = {path for finding in causes for path in finding.modules}
+        in_batch = any(finding.where == BATCH for finding in findings)
+        if tried.cast_inputs and tried.op_policy and in_batch:
             tried = dataclasses.replace(tried, cast_inputs=False)
         elif not wanted:
             return tried
-        elif "" in wanted or (wanted <= {*tried.fp32_modules} and number >= ROUNDS // 2):
+        elif "" in wanted or (wanted <= {*tried.fp32_modules} and late):
             break  # the model's own forward cannot stay FP32 alone
         else:
             tried = dataclasses.replace(tried, fp32_modules=_with(tried.fp32_modules, wanted))
@@ -161,7 +162,7 @@ def _cure(
 
 
 def _with(fp32_modules: Iterable[str | type], more: set[str]) -> tuple[str | type, ...]:
-    """Without modules inside others that are named."""
+    """Return ``fp32_modules`` and ``more``, without modules inside others that are named."""
     classes = [kind for kind in fp32_modules if isinstance(kind, type)]
     names = more | {name for name in fp32_modules if isinstance(name, str)}
     return *classes, *(
@@ -170,12 +171,11 @@ def _with(fp32_modules: Iterable[str | type], more: set[str]) -> tuple[str | typ
 
 
 def _wider(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy) -> Policy:
-    """``policy`` in bfloat16, where the device has it and that is enough, or O0."""
+    """Return ``policy`` in bfloat16, where the device has it and that is enough, or O0."""
     wider = resolve(policy, torch.bfloat16, loss_scale=1.0)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        check_dtype(
-            torch.bfloat16, next((p.device for p in model.parameters()), torch.device("cpu"))
-        )
+        check_dtype(torch.bfloat16, device)
     except UnsupportedDeviceError:
         return O0
     findings = [
@@ -186,7 +186,7 @@ def _wider(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy) -> Policy
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Worst first, each once."""
+    """Return the findings worst first, each once."""
     once = {(f.kind, f.where, f.why): f for f in findings}
     return tuple(
         sorted(once.values(), key=lambda f: (not f.problem, f.kind == "follows", -f.weight))
@@ -240,9 +240,9 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _forward(seen: Outlook) -> str:
-    text = f"{seen.overflows} of {seen.stored} results overflow"
     return (
-        text + f", {seen.vanishing:.2%} of their values become zero, {seen.subnormal:.2%} lose bits"
+        f"{seen.overflows} of {seen.stored} results overflow, {seen.vanishing:.2%} of their values "
+        f"become zero, {seen.subnormal:.2%} lose bits"
     )
 
 
@@ -250,11 +250,9 @@ def _backward(seen: Outlook) -> str:
     text = (
         f"{_scale(seen)}, {seen.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
     )
-    return (
-        text
-        if seen.scale == 1 or not seen.fits
-        else f"{text}, {seen.scaled_vanishing:.2%} at {_power(seen.scale)}"
-    )
+    if seen.scale == 1 or not seen.fits:
+        return text
+    return f"{text}, {seen.scaled_vanishing:.2%} at {_power(seen.scale)}"
 
 
 def _scale(seen: Outlook) -> str:
@@ -265,11 +263,9 @@ def _scale(seen: Outlook) -> str:
             f"no loss scale fits, at {_power(seen.max_scale)} the gradient of {seen.lost[0]} is "
             "zero"
         )
-    limit = (
-        f" ({_power(seen.max_scale)} is the largest, for {seen.limited_by})"
-        if seen.limited_by
-        else ""
-    )
+    limit = ""
+    if seen.limited_by:
+        limit = f" ({_power(seen.max_scale)} is the largest, for {seen.limited_by})"
     return f"loss scale {_power(seen.scale)} fits{limit}"
 
 

@@ -32,6 +32,8 @@ class Unrounded(Tensor):
     """
 
     values: Tensor  # type: ignore[assignment]  # for sparse tensors a method
+    # private, and how torch's documentation writes it for subclasses that only dispatch (torch 2.11
+    # to 2.15); so is _make_wrapper_subclass
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -73,12 +75,17 @@ def unrounded(
     The results say the dtype that they would have.
 
     Args:
+        func: the OpOverload.
+        args: its arguments.
+        kwargs: its arguments by name.
         refused: called with torch's message where the dtypes would be refused; the op is computed
             all the same.
     """
     leaves = tree_flatten((args, kwargs))[0]
     if not any(map(_is_half, leaves)):
         return func(*args, **kwargs)
+    # private (torch 2.11 to 2.15): for all device types at once, and without a change of what ops
+    # see of autocast
     with torch._C._DisableAutocast():
         inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
         if func in _SOFTMAX:
@@ -87,18 +94,13 @@ def unrounded(
         if not any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in flat):
             return tree_unflatten(flat, spec)
         dtypes = _dtypes(func, args, kwargs, refused) or [_promoted(leaves)] * len(flat)
-        floating = {
-            leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        }
-        if (
-            refused is not None
-            and len(floating) > 1
-            and func._schema.name.removeprefix("aten::") in _SAME_DTYPE
-        ):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        name = func._schema.name.removeprefix("aten::")
+        if refused is not None and len(floating) > 1 and name in _SAME_DTYPE:
             refused(" and ".join(sorted(map(str, floating))))
-    result = tree_unflatten(
-        [_outer(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)], spec
-    )
+    outer = [_outer(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)]
+    result = tree_unflatten(outer, spec)
     if any(isinstance(leaf, Unrounded) for leaf in leaves):
         return return_and_correct_aliasing(func, args, kwargs, result)
     return result
@@ -124,7 +126,7 @@ def _outer(value: Any, dtype: torch.dtype | None) -> Any:
 def _dtypes(
     func: Any, args: Any, kwargs: Any, refused: Callable[[str], None] | None
 ) -> list[torch.dtype | None] | None:
-    """Return the dtypes that torch gives the results; None where shapes and dtypes do not tell."""
+    """Return the dtypes that torch gives the results; None where they depend on values."""
     try:
         results = tree_flatten(func(*tree_map(_shape, args), **tree_map(_shape, kwargs)))[0]
     except NotImplementedError:
@@ -145,7 +147,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _promoted(leaves: list[Any]) -> torch.dtype:
-    """The widest floating dtype; tensors without dimensions count where there are no others."""
+    """Return the widest floating dtype; 0-d tensors count where there are no others."""
     floating = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     dtypes = [leaf.dtype for leaf in floating if leaf.dim()] or [leaf.dtype for leaf in floating]
     result = (dtypes or [leaf for leaf in leaves if isinstance(leaf, torch.dtype)])[0]
@@ -173,20 +175,22 @@ class Magnitudes(NamedTuple):
     exponents: dict[int, int]
 
     def overflows(self, dtype: torch.dtype, scale: float = 1.0) -> bool:
-        """Whether a value times ``scale`` becomes inf in ``dtype``."""
+        """Return whether a value times ``scale`` becomes inf in ``dtype``."""
         return self.amax * scale >= rounds_to_inf(dtype)
 
     def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """The share of values other than zero that times ``scale``, a power of two, become zero in
-        ``dtype``.
+        """Return the share of the non-zero values that times ``scale`` become zero in ``dtype``.
+
+        Args:
+            dtype: a half format.
+            scale: a power of two.
         """
         return self._share_below(rounds_to_zero(dtype) / scale)
 
     def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """The share of those that stay other than zero, but with fewer bits."""
-        return self._share_below(torch.finfo(dtype).smallest_normal / scale) - self.vanishing(
-            dtype, scale
-        )
+        """Return the share that stays other than zero, but with fewer bits; see ``vanishing``."""
+        below_normal = self._share_below(torch.finfo(dtype).smallest_normal / scale)
+        return below_normal - self.vanishing(dtype, scale)
 
     def _share_below(self, power: float) -> float:
         limit = math.log2(power)

@@ -1,4 +1,4 @@
-"""What parameters and buffers tell about mixed precision: values, formats, averaged copies."""
+"""What is found in parameters and buffers: values, formats, averaged copies."""
 
 from collections.abc import Iterator
 
@@ -44,6 +44,7 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
 
 
 def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
+    """Yield the parameters that stay FP32, or are used in FP32, under a policy."""
     kept = fp32_modules(model, policy)
     norms = [m for m in model.modules() if isinstance(m, NORMS)] if policy.op_policy else []
     for module in (*kept, *norms):
@@ -51,6 +52,7 @@ def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
 
 
 def already_half(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
+    """Yield what is wrong with parameters that are half before ``enable``."""
     half = [
         (f"{path}.{name}".lstrip("."), module, p.dtype)
         for path, module in modules.items()
@@ -62,8 +64,8 @@ def already_half(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Find
             "half model",
             half[0][0],
             f"{len(half)} parameters are {short(half[0][2])} already "
-            f"({_some([name for name, _, _ in half])}): the "
-            "values that FP32 master weights would hold are lost",
+            f"({_some([name for name, _, _ in half])}): the values that FP32 master weights would "
+            "hold are lost",
             "load the model in FP32, or call model.float() before building the optimizer; enable "
             "makes the half copies",
             weight=1e20,
@@ -118,6 +120,7 @@ def _is_copy(module: nn.Module, original: nn.Module) -> bool:
 
 
 def buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
+    """Yield buffers with values that are inf in the half format."""
     top = rounds_to_inf(policy.dtype)
     for path, module in modules.items():
         for name, buffer in module.named_buffers(recurse=False):
