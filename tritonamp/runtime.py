@@ -78,8 +78,8 @@ def enable(
     """
     if policy is not None and level is not None:
         raise ValueError(
-            f"expected a level or a policy, got both level={level!r} and policy: a policy takes the "
-            "place of the level, drop one"
+            f"expected a level or a policy, got both level={level!r} and policy: a policy takes "
+            "the place of the level, drop one"
         )
     if scaler is not None:
         check_scaler(scaler, policy_fields)
