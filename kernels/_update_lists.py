@@ -37,7 +37,7 @@ class UpdateLists:
         self.track_lost = track_lost
         self.tensors = TensorLists(may_repeat=("copies", *optional))
         self.steps = TensorLists()
-        self.rules: Sequence[Hyperparameters] = []
+        self.rules: list[Hyperparameters] = []
         self.groups: list[int] = []
         self._compiled: list[Any] = []  # kinds of the launches whose kernels are known to compile
         self._sent: dict[torch.device, _Sent] = {}

@@ -23,12 +23,6 @@ from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
 from tritonamp.kernels.device import tl, triton
 
-NO_MOMENTUM_YET = -0.0
-"""An element of a momentum buffer that no step has written to: torch has no buffer then.
-
-A step never leaves a negative zero behind, so that the first one can be told: it takes the gradient
-as it is, without dampening.
-"""
 OPTIONAL = ("momentum_buffers",)  # state that a group may lack
 _NUMBERS = 6  # of a rule
 _VEC = 4  # elements that a thread holds, as in adamw
@@ -65,9 +59,8 @@ def _update(
     # momentum
     if MOMENTUM:
         before = tl.load(momentum_buffers + offs, mask=mask, other=0.0)
-        first = before.to(tl.int32, bitcast=True) == -2147483648  # NO_MOMENTUM_YET
-        buffer = tl.where(first, grad, before * momentum + (1.0 - dampening) * grad)
-        tl.store(momentum_buffers + offs, buffer + 0.0, mask=mask)
+        buffer = before * momentum + (1.0 - dampening) * grad
+        tl.store(momentum_buffers + offs, buffer, mask=mask)
         grad = tl.where(nesterov != 0.0, grad + momentum * buffer, buffer)
     # update
     p -= lr * grad
@@ -163,13 +156,14 @@ def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor |
             grad = grad.add(p, alpha=weight_decay)
         # momentum
         if momentum != 0:
-            first = momentum_buffer.signbit() & (momentum_buffer == 0)  # NO_MOMENTUM_YET
             buffer = (momentum_buffer * momentum).add(grad, alpha=1 - dampening)
-            buffer = torch.where(first, grad, buffer)
-            updates.store(momentum_buffer, buffer + 0.0)
+            updates.store(momentum_buffer, buffer)
             grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
         # update
-        p = p - lr.to(p) * grad if isinstance(lr, Tensor) else p.add(grad, alpha=-lr)
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":  # whom the host must not read
+            p = p - lr.to(p) * grad
+        else:
+            p = p.add(grad, alpha=-float(lr))
 
         updates.store(param, p)
         if copy is not param:
@@ -188,8 +182,8 @@ def sgd(
     Args:
         lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
             floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for FP64 parameters,
-            which are stepped on in FP64; ``NO_MOMENTUM_YET`` before the first step), copies, and
-            their hyperparameters.
+            which are stepped on in FP64; zeros before the first step, whose dampening is 0 in
+            torch), copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
     """

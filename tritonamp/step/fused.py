@@ -23,7 +23,6 @@ class FusedRule(ABC):
         state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
             parameter's shape, in FP32 (FP64 for FP64 parameters).
         optional: those of these names that a group may lack.
-        fresh: what such a tensor is filled with before the first step.
         counts_steps: whether the state holds a step count under "step".
         leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
     """
@@ -33,7 +32,6 @@ class FusedRule(ABC):
     needs: Sequence[str]
     state_keys: ClassVar[Mapping[str, str]]
     optional: Sequence[str] = ()
-    fresh: float = 0.0
     counts_steps: bool = False
     leaves_sparse_to_torch: bool = False
 
@@ -54,6 +52,17 @@ class FusedRule(ABC):
     def has(self, name: str, group: dict[str, Any]) -> bool:
         """Tell whether the group's parameters have the state of that name."""
         return True
+
+    def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether a parameter's first step differs from one on state of zeros.
+
+        It costs one host read a step: a step that is skipped on the device is not the first one.
+        """
+        return False
+
+    def at_first_step(self, hyperparameters: Any) -> Hyperparameters:
+        """Return what holds in a parameter's first step in the place of ``hyperparameters``."""
+        return hyperparameters
 
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
@@ -88,8 +97,12 @@ class FusedStep:
         self._keys = {**rule.state_keys, **({"steps": "step"} if rule.counts_steps else {})}
         self._seen: tuple[Any, ...] = ()  # what the state was brought into shape for
         self._seen_state: list[list[int]] = []
-        self._order: list[int] = []  # where the parameters' states are among the optimizer's
+        self._order: list[
+            int
+        ] = []  # where the parameters' states are among the optimizer's; -1: none
         self._lacks: dict[str, list[bool]] = {}  # which parameters have no such state, if any
+        self._groups: list[int] = []  # by number, which group a parameter belongs to
+        self._made: set[int] = set()  # numbers of the parameters whose state was just made
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -105,6 +118,9 @@ class FusedStep:
         if not len(tensors):
             return
         lists, groups = self._lists, self._optimizer.param_groups
+        tells_first = self.rule.tells_first_step(groups)
+        if tells_first and found_inf is not None and bool(found_inf):
+            return
         tensors.may_repeat = self._lists.tensors.may_repeat
         lists.tensors = tensors
         for name, values in self._state(gradients).items():
@@ -114,6 +130,11 @@ class FusedStep:
             else:
                 tensors.set(name, values, lasting=True)
         lists.rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        lists.groups = self._groups
+        made, self._made = self._made, set()
+        if tells_first:  # behind the groups stand those of first steps
+            lists.rules += [self.rule.at_first_step(rule) for rule in lists.rules]
+            lists.groups = [g + len(groups) * (i in made) for i, g in enumerate(self._groups)]
         self.rule.update(lists, grad_scale, found_inf, self._backend)
         # whoever replaces or removes state gets its memory back
         tensors.release(*self.rule.state_keys)
@@ -128,7 +149,7 @@ class FusedStep:
         seen = members, list(map(id, params)), list(map(id, states)), optional
         if seen == self._seen:
             try:
-                found = self._read([states[k] for k in self._order], gradients)
+                found = self._read([states[k] if k >= 0 else {} for k in self._order], gradients)
                 if self._ids(found) == self._seen_state:
                     return found
             except KeyError:
@@ -136,7 +157,7 @@ class FusedStep:
         # something is new, or somebody else has been at it: bring the state into shape
         mine = self._bring_into_shape(gradients)
         index = {id(state): k for k, state in enumerate(self._optimizer.state.values())}
-        self._order = [index[id(state)] for state in mine]
+        self._order = [index.get(id(state), -1) for state in mine]
         self._seen = (*seen[:2], list(map(id, self._optimizer.state.values())), optional)
         found = self._read(mine, gradients)
         self._seen_state = self._ids(found)
@@ -147,18 +168,24 @@ class FusedStep:
         groups, params = self._optimizer.param_groups, gradients.params
         tensors = gradients.lists
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-        self._lists.groups = [0] * tensors.size
+        self._groups = [0] * tensors.size
         for number, param in zip(tensors.numbers, params, strict=True):
-            self._lists.groups[number] = group_of[param]
+            self._groups[number] = group_of[param]
         self._lacks = {}
         for name in self.rule.optional:
             lacks = [not self.rule.has(name, groups[group_of[p]]) for p in params]
             if any(lacks):
                 self._lacks[name] = lacks
-        return [self._shaped(param, groups[group_of[param]]) for param in params]
+        return [
+            self._shaped(number, param, groups[group_of[param]])
+            for number, param in zip(tensors.numbers, params, strict=True)
+        ]
 
-    def _shaped(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _shaped(self, number: int, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return one parameter's state in torch's format, made or brought to FP32."""
+        keys = [key for name, key in self.rule.state_keys.items() if self.rule.has(name, group)]
+        if not keys:
+            return {}
         state: dict[str, Any] = self._optimizer.state[param]
         if self.rule.counts_steps:
             step = state.get("step", 0.0)
@@ -167,13 +194,14 @@ class FusedStep:
                 step = torch.as_tensor(step, dtype=torch.float32)
                 state["step"] = step.to(param.device)
         dtype = torch.promote_types(param.dtype, torch.float32)
-        for name, key in self.rule.state_keys.items():
-            if not self.rule.has(name, group):
-                continue
+        for key in keys:
             if state.get(key) is None:  # torch's SGD keeps None where it has no buffer
-                state[key] = torch.full_like(
-                    param, self.rule.fresh, dtype=dtype, memory_format=torch.preserve_format
+                state[key] = torch.zeros_like(
+                    param, dtype=dtype, memory_format=torch.preserve_format
                 )
+                self._made.add(number)
+            elif state[key].is_sparse:  # torch's own step of a sparse gradient has made it
+                state[key] = state[key].to_dense()
             elif state[key].dtype != dtype:
                 state[key] = state[key].to(dtype)
         return state
@@ -195,8 +223,9 @@ class FusedStep:
         return found
 
     def _ids(self, found: Mapping[str, Sequence[Tensor]]) -> list[list[int]]:
-        """Return who the tensors of the state are; optional state follows from ``_seen`` alone."""
-        return [list(map(id, values)) for name, values in found.items() if name not in self._lacks]
+        """Return who the tensors of the state are; of what all lack, nothing."""
+        there = {name: not all(self._lacks.get(name, (False,))) for name in found}
+        return [list(map(id, values)) for name, values in found.items() if there[name]]
 
 
 def scalar(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """SGD as a fused rule."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,6 @@ class SGDRule(FusedRule):
     needs = ("lr", "momentum", "dampening", "weight_decay")
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
     optional = _sgd.OPTIONAL
-    fresh = _sgd.NO_MOMENTUM_YET
     leaves_sparse_to_torch = True
 
     def update(
@@ -44,6 +43,15 @@ class SGDRule(FusedRule):
             group["nesterov"],
             group["maximize"],
         )
+
+    def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether a first step differs: torch does not dampen it."""
+        return any(group["momentum"] != 0 and group["dampening"] != 0 for group in groups)
+
+    def at_first_step(self, hyperparameters: Any) -> _sgd.SGDRule:
+        """Return the hyperparameters of a parameter's first step."""
+        first: _sgd.SGDRule = hyperparameters._replace(dampening=0.0)
+        return first
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
         """Tell whether the group's parameters have a momentum buffer."""
