@@ -9,6 +9,7 @@ body of a loop counts once.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
@@ -176,7 +177,7 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue
-        with mock.patch.object(module, "launch") as launch:
+        with recorded_launches() as launch:
             case.function(*case.args)
         times: Counter[str] = Counter()
         for kernel, _, tensors, sizes, constants, warps, *maxnreg in (
@@ -210,6 +211,17 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
                 case.exp2,
                 case.max_shared,
             )
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[mock.Mock]:
+    """Have every module of the kernels call the mock that this yields in the place of ``launch``."""
+    launch = mock.Mock()
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tritonamp.kernels.") and hasattr(module, "launch"):
+                patches.enter_context(mock.patch.object(module, "launch", launch))
+        yield launch
 
 
 # Measuring

@@ -246,7 +246,9 @@ def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
     """Nothing is allocated: tensors on the meta device, with a table on the CPU."""
     sizes = [3, 2**31 + 5, 2**33, 1]
     x = [torch.empty(n, dtype=HALF, device="meta") for n in sizes]
-    part = _multi_tensor._Part(torch.device("cpu"), {"x": x}, [0, 1, 2, 3], [0, 1, 2, 3], 0)
+    part = _multi_tensor._Part(
+        torch.device("cpu"), {"x": x}, frozenset(), [0, 1, 2, 3], [0, 1, 2, 3], 0
+    )
     (table,) = part.tables
     assert table.numel.tolist() == sizes
     assert table.chunk == MAX_CHUNK
