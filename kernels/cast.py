@@ -7,15 +7,9 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._multi_tensor import (
-    NUM_WARPS,
-    TensorLists,
-    chunk_bounds,
-    element_pointer,
-    note_overflow,
-    shipped_lists,
-)
+from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels.device import tl, triton
 
 

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._multi_tensor import (
-    TensorLists,
-    chunk_bounds,
-    element_pointer,
-    shipped_lists,
-)
+from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._tables import chunk_bounds, element_pointer
 from tritonamp.kernels.device import tl, triton
 
 _WARPS = 4

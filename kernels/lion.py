@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._multi_tensor import (
-    NUM_WARPS,
-    chunk_bounds,
-    element_pointer,
-    note_overflow,
-    shipped_lists,
-)
+from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
 from tritonamp.kernels.device import tl, triton
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _multi_tensor
+from tritonamp.kernels import _tables
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
@@ -221,7 +221,7 @@ def test_one_step_is_the_textbook_step(
     assert all(torch.equal(a, b) for a, b in zip(before.grads, after.grads, strict=True))
 
 
-@pytest.mark.parametrize("programs", [_multi_tensor.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [_tables.PROGRAMS, 1])
 @pytest.mark.parametrize("grad_dtype", [WIDE, HALF], ids=str)
 def test_memory_that_is_not_aligned(
     device: torch.device,
@@ -235,7 +235,7 @@ def test_memory_that_is_not_aligned(
         device, backend, WIDE, grad_dtype, HALF, steps=2, shapes=[(), (1,), (255,), (257,), (4099,)]
     )
     aligned = start.clone().step()
-    monkeypatch.setattr(_multi_tensor, "PROGRAMS", programs)
+    monkeypatch.setattr(_tables, "PROGRAMS", programs)
     start.params, start.grads = (
         list(map(unaligned, start.params)),
         list(map(unaligned, start.grads)),
@@ -341,9 +341,7 @@ def test_amsgrad_may_be_switched(device: torch.device, backend: str) -> None:
     for amsgrad in (True, False, True):
         rules = [RULE._replace(amsgrad=amsgrad)]
         lists.rules = expected.rules = rules
-        lists.tensors.set(
-            "max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.params
-        )
+        lists.tensors.set("max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.params)
         adamw(lists, None, None, backend)
         assert same_bits(tensors, expected.step()), amsgrad
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tritonamp.kernels import _multi_tensor
+from tritonamp.kernels import _tables
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._multi_tensor import (
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._tables import (
     MAX_CHUNK,
     MIN_CHUNK,
     PROGRAMS,
     Table,
-    TensorLists,
-    Upload,
     _chunk,
     chunk_bounds,
     element_pointer,
 )
+from tritonamp.kernels._upload import Upload
 from tritonamp.kernels.cast import CAST
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
@@ -103,7 +103,7 @@ def unaligned(tensor: Tensor) -> Tensor:
 def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """How often tables were built, and numbers sent to a device by hand of ``Upload``."""
     counts = SimpleNamespace(builds=0, sent=0)
-    build, send = _multi_tensor._Part.__init__, Upload.send
+    build, send = _tables.DeviceTables.__init__, Upload.send
 
     def counted_build(self: Any, *args: Any) -> None:
         counts.builds += 1
@@ -113,7 +113,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         counts.sent += 1
         send(self, *args)
 
-    monkeypatch.setattr(_multi_tensor._Part, "__init__", counted_build)
+    monkeypatch.setattr(_tables.DeviceTables, "__init__", counted_build)
     monkeypatch.setattr(Upload, "send", counted_send)
     return counts
 
@@ -167,11 +167,11 @@ def test_each_element_once(
 )
 def test_chunks_grow_with_the_model(numel: int, chunk: int) -> None:
     assert _chunk(numel) == chunk
-    assert chunk % (32 * _multi_tensor.NUM_WARPS * 8) == 0, "whole tiles"
+    assert chunk % (32 * _tables.NUM_WARPS * 8) == 0, "whole tiles"
 
 
 def test_large_chunks(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_multi_tensor, "PROGRAMS", 2)
+    monkeypatch.setattr(_tables, "PROGRAMS", 2)
     x, y = ([numbered((n,), triton_device) for n in (1, 8192, 9000)] for _ in range(2))
     (table,) = add(TensorLists(x=x, y=y))
     assert (table.chunk, table.rows.tolist(), table.first.tolist()) == (
@@ -246,7 +246,7 @@ def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
     """Nothing is allocated: tensors on the meta device, with a table on the CPU."""
     sizes = [3, 2**31 + 5, 2**33, 1]
     x = [torch.empty(n, dtype=HALF, device="meta") for n in sizes]
-    part = _multi_tensor._Part(
+    part = _tables.DeviceTables(
         torch.device("cpu"), {"x": x}, frozenset(), [0, 1, 2, 3], [0, 1, 2, 3], 0
     )
     (table,) = part.tables

@@ -15,7 +15,7 @@ import tritonamp
 from tritonamp.kernels import (
     _implementations,
     _launch,
-    _multi_tensor,
+    _tables,
     _update_lists,
     adamw,
     cast,
@@ -229,9 +229,9 @@ def test_tables_are_sent_only_when_memory_moves(
     for x in xs[:2]:
         run.step(x)
     built: list[Any] = []
-    original = _multi_tensor._Part.__init__
+    original = _tables.DeviceTables.__init__
     monkeypatch.setattr(
-        _multi_tensor._Part, "__init__", lambda *args: (built.append(args), original(*args))[1]
+        _tables.DeviceTables, "__init__", lambda *args: (built.append(args), original(*args))[1]
     )
     run.step(xs[2])
     assert built == []
