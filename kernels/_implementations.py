@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._launch import KernelError, broken_compiler, is_traced
+from tritonamp.kernels._sample import Sample
 from tritonamp.kernels.device import runs_triton
 
 MIN_NUMEL = 1 << 16
@@ -31,7 +32,11 @@ class Implementations:
         _operations[self.name] = self
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:
-        """Tell whether ``backend`` ("auto", "triton" or "eager") means the kernel where ``x`` is."""
+        """Tell whether ``backend`` means the kernel where ``x`` is.
+
+        Args:
+            backend: "auto", "triton" or "eager".
+        """
         return backend == "triton" or (
             backend == "auto" and runs_triton(x.device) and self.name not in failures
         )
@@ -60,11 +65,19 @@ class Implementations:
 
 
 class TraceableOp(Implementations):
-    """An operation on a tensor that tracers can follow."""
+    """An operation on a tensor that tracers can follow.
+
+    Attributes:
+        samples: calls for the tests that hold for every operation.
+    """
 
     def __init__(
-        self, triton_function: Callable[..., Tensor], torch_function: Callable[..., Tensor]
+        self,
+        triton_function: Callable[..., Tensor],
+        torch_function: Callable[..., Tensor],
+        samples: Sequence[Sample] = (),
     ) -> None:
+        self.samples = tuple(samples)
         super().__init__(triton_function, torch_function)
         # A partial has no source code: triton_op would look for kernels in it (in vain: ``launch``
         # gets them as arguments) with a helper of inductor's, which takes seconds to import.

@@ -13,6 +13,7 @@ from torch import Tensor
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import cached_by_shape, column_offsets, in_range, line_offsets, tiling
+from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
@@ -113,7 +114,11 @@ def sum(
     return SUM(backend, x, dim, keepdim, dtype)
 
 
-SUM = TraceableOp(sum_triton, sum_torch)
+SUM = TraceableOp(
+    sum_triton,
+    sum_torch,
+    [Sample(lambda x, dim: (x, (dim,), False, torch.float32), any_order=True)],
+)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -19,6 +19,7 @@ from tritonamp.kernels._lines import (
     power_of_two,
     tiling,
 )
+from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
@@ -225,8 +226,16 @@ def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") 
     return LOG_SOFTMAX(backend, x, dim, dtype)
 
 
-SOFTMAX = TraceableOp(softmax_triton, softmax_torch)
-LOG_SOFTMAX = TraceableOp(log_softmax_triton, log_softmax_torch)
+SOFTMAX = TraceableOp(
+    softmax_triton,
+    softmax_torch,
+    [Sample(lambda x, dim: (x, dim, x.dtype), reads=2, writes=2, parts=2)],
+)
+LOG_SOFTMAX = TraceableOp(
+    log_softmax_triton,
+    log_softmax_torch,
+    [Sample(lambda x, dim: (x, dim, torch.float32), reads=2, writes=4, parts=2)],
+)
 
 
 def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.dtype]]:

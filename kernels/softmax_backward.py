@@ -12,6 +12,7 @@ from torch import Tensor
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two, tiling
+from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 from tritonamp.kernels.softmax import exp_shifted, shipped_cases
@@ -211,8 +212,28 @@ def log_softmax_backward(
     return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
 
-SOFTMAX_BACKWARD = TraceableOp(softmax_backward_triton, softmax_backward_torch)
-LOG_SOFTMAX_BACKWARD = TraceableOp(log_softmax_backward_triton, log_softmax_backward_torch)
+SOFTMAX_BACKWARD = TraceableOp(
+    softmax_backward_triton,
+    softmax_backward_torch,
+    [Sample(lambda g, dim: (g, g.abs(), dim, g.dtype), reads=4, writes=2, parts=1, any_order=True)],
+)
+LOG_SOFTMAX_BACKWARD = TraceableOp(
+    log_softmax_backward_triton,
+    log_softmax_backward_torch,
+    [
+        Sample(
+            lambda g, dim: (g, -g.abs(), dim, g.dtype), reads=4, writes=2, parts=1, any_order=True
+        ),
+        Sample(
+            lambda g, dim: (g.float(), -g.abs().float(), dim, g.dtype),
+            reads=8,
+            writes=2,
+            parts=1,
+            any_order=True,
+            variant="of float32",
+        ),
+    ],
+)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -4,19 +4,48 @@ distance from FP64.
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import every_test  # noqa: F401  # first: it asks for Triton's interpreter
 import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _lines, reduce, softmax, softmax_backward
+from tritonamp.kernels import _lines, softmax, softmax_backward
+from tritonamp.kernels._implementations import TraceableOp, operations
+from tritonamp.kernels._sample import Sample
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 
 GUARD = 64  # elements; a multiple of 16 bytes leaves the alignment as it is
 U = 2.0**-24  # half an ulp of 1 in FP32
+
+
+class SampleCall(NamedTuple):
+    """A sample, and the operation that declares it."""
+
+    operation: TraceableOp
+    sample: Sample
+
+    def __call__(self, x: Tensor, dim: int, backend: str = "triton") -> Tensor:
+        return self.operation(backend, *self.sample.args(x, dim))
+
+
+SAMPLES = {
+    " ".join(filter(None, (operation.name, sample.variant))): SampleCall(operation, sample)
+    for operation in operations().values()
+    if isinstance(operation, TraceableOp)
+    for sample in operation.samples
+}
+each_sample = pytest.mark.parametrize("call", SAMPLES.values(), ids=SAMPLES)
+
+
+def kernel_modules(attribute: str) -> list[ModuleType]:
+    """Modules of the kernels that have this attribute."""
+    found = [m for name, m in sys.modules.items() if name.startswith("tritonamp.kernels.")]
+    return [module for module in found if hasattr(module, attribute)]
 
 
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,12 +213,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]
             return
         for name, value in {"SHORT": 64, "LOOP_WARPS": 1, "MANY": many}.items():
             monkeypatch.setattr(_lines, name, value)
-        for module, longest in ((softmax, 128), (softmax_backward, 64), (reduce, 128)):
-            monkeypatch.setattr(
-                module, "tiling", inspect.unwrap(_lines.tiling)
-            )  # remembers nothing
+        for module in kernel_modules("LONGEST"):
+            remembers_nothing = inspect.unwrap(_lines.tiling)
+            monkeypatch.setattr(module, "tiling", remembers_nothing)
             monkeypatch.setattr(module, "PER_THREAD", 4)
-            monkeypatch.setattr(module, "LONGEST", longest)
+            monkeypatch.setattr(module, "LONGEST", 64 if module is softmax_backward else 128)
 
     return shrink
 

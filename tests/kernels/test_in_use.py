@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tritonamp
+from tests.kernels.conftest import kernel_modules
 from tritonamp import functional
-from tritonamp.kernels import _implementations, _launch, reduce, softmax, softmax_backward
+from tritonamp.kernels import _implementations, _launch, softmax
 from tritonamp.kernels import device as hardware
 
 pytestmark = [
@@ -48,7 +49,7 @@ class Calls(nn.Module):
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were launched."""
     names: list[str] = []
-    for module in (softmax, softmax_backward, reduce):
+    for module in kernel_modules("launch"):
 
         def launch(kernel: Any, *args: Any, original: Any = module.launch) -> None:
             names.append(kernel.__name__)

@@ -1,15 +1,14 @@
-"""What softmax's and sum's kernels read and write: bytes, counted in Triton's interpreter; and the
-same bits again.
-"""
+"""What operations read and write: bytes, counted in Triton's interpreter; and the same bits again."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import reduce, softmax, softmax_backward
+from tests.kernels.conftest import SAMPLES, SampleCall, each_sample, kernel_modules
+from tritonamp.kernels import reduce, softmax
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
@@ -19,42 +18,14 @@ HALF, WIDE = torch.float16, torch.float32
 Shrink = Callable[[int | None], None]
 
 
-class Operation(NamedTuple):
-    """Attributes:
-    run: on a tensor of halves and a dimension.
-    reads, writes: bytes for each element.
-    parts: numbers that shared lines leave for each segment.
-    """
-
-    run: Callable[[Tensor, int], Tensor]
-    reads: int
-    writes: int
-    parts: int
-
-
-OPERATIONS = {
-    "softmax": Operation(lambda x, dim: softmax.softmax(x, dim, HALF, "triton"), 2, 2, 2),
-    "log_softmax": Operation(lambda x, dim: softmax.log_softmax(x, dim, WIDE, "triton"), 2, 4, 2),
-    "softmax_backward": Operation(
-        lambda x, dim: softmax_backward.softmax_backward(x, x.abs(), dim, HALF, "triton"), 4, 2, 1
-    ),
-    "log_softmax_backward": Operation(
-        lambda x, dim: softmax_backward.log_softmax_backward(
-            x.float(), -x.abs().float(), dim, HALF, "triton"
-        ),
-        8,
-        2,
-        1,
-    ),
-}
-RUNS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    name: operation.run for name, operation in OPERATIONS.items()
-}
-RUNS["sum"] = lambda x, dim: reduce.sum(x, (dim,), False, WIDE, "triton")
 WHOLE = [((3, 9), 1), ((3, 64), 1), ((9, 1025), 1), ((9, 7), 0), ((2, 33, 5), 1)]
 SEVERAL = [((3, 300), 1), ((2, 256), 1), ((129, 3), 0), ((1, 9, 65), 1)]
 
-each_operation = pytest.mark.parametrize("name", OPERATIONS)
+COUNTED = {name: call for name, call in SAMPLES.items() if call.sample.reads is not None}
+SHARED = {name: call for name, call in COUNTED.items() if call.sample.parts}
+
+each_counted = pytest.mark.parametrize("call", COUNTED.values(), ids=COUNTED)
+each_shared = pytest.mark.parametrize("call", SHARED.values(), ids=SHARED)
 
 
 def half(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -62,55 +33,55 @@ def half(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize(("shape", "dim"), WHOLE)
-@each_operation
+@each_counted
 def test_whole_lines_are_read_once(
-    triton_device: torch.device, traffic: Any, name: str, shape: tuple[int, ...], dim: int
+    triton_device: torch.device, traffic: Any, call: SampleCall, shape: tuple[int, ...], dim: int
 ) -> None:
-    x, operation = half(shape, triton_device), OPERATIONS[name]
-    operation.run(x, dim)
+    x, sample = half(shape, triton_device), call.sample
+    call(x, dim)
     assert (traffic.read, traffic.written) == (
-        x.numel() * operation.reads,
-        x.numel() * operation.writes,
+        x.numel() * sample.reads,
+        x.numel() * sample.writes,
     )
 
 
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
-@each_operation
+@each_shared
 def test_long_lines_are_read_twice(
     triton_device: torch.device,
     small_tiles: Shrink,
     traffic: Any,
-    name: str,
+    call: SampleCall,
     shape: tuple[int, ...],
     dim: int,
 ) -> None:
     small_tiles(0)
-    x, operation = half(shape, triton_device), OPERATIONS[name]
-    operation.run(x, dim)
+    x, sample = half(shape, triton_device), call.sample
+    call(x, dim)
     assert (traffic.read, traffic.written) == (
-        2 * x.numel() * operation.reads,
-        x.numel() * operation.writes,
+        2 * x.numel() * sample.reads,
+        x.numel() * sample.writes,
     )
 
 
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
-@each_operation
+@each_shared
 def test_shared_lines_are_read_twice(
     triton_device: torch.device,
     small_tiles: Shrink,
     traffic: Any,
-    name: str,
+    call: SampleCall,
     shape: tuple[int, ...],
     dim: int,
 ) -> None:
     """Every segment leaves its numbers, in FP32, and reads those of all segments of its line."""
     small_tiles(4)
-    x, operation = half(shape, triton_device), OPERATIONS[name]
-    operation.run(x, dim)
-    parts = traffic.written - x.numel() * operation.writes
-    splits, rest = divmod(parts, 4 * operation.parts * x.numel() // x.shape[dim])
+    x, sample = half(shape, triton_device), call.sample
+    call(x, dim)
+    parts = traffic.written - x.numel() * sample.writes
+    splits, rest = divmod(parts, 4 * sample.parts * x.numel() // x.shape[dim])
     assert splits > 1 and rest == 0
-    assert traffic.read == 2 * x.numel() * operation.reads + splits * parts
+    assert traffic.read == 2 * x.numel() * sample.reads + splits * parts
 
 
 @pytest.mark.parametrize(
@@ -150,33 +121,36 @@ def test_a_sum_of_tiles_reads_once(
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 40_000), (0, 5, 3), (3, 5, 0)])
-@pytest.mark.parametrize("name", RUNS)
+@each_sample
 def test_empty_tensors_launch_nothing(
-    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
+    triton_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    call: SampleCall,
+    shape: tuple[int, ...],
 ) -> None:
     """A grid of no programs is an error on a GPU."""
     launched: list[Any] = []
-    for module in (softmax, softmax_backward, reduce):
+    for module in kernel_modules("launch"):
         monkeypatch.setattr(module, "launch", lambda *args: launched.append(args))
     x = half(shape, triton_device)
     for dim in range(len(shape)):
-        RUNS[name](x, dim)
+        call(x, dim)
     assert not launched
 
 
 @pytest.mark.parametrize(
     ("shape", "dim", "many"), [((5, 300), 1, None), ((2, 200, 3), 1, 0), ((2, 300), 1, 4)]
 )
-@pytest.mark.parametrize("name", RUNS)
+@each_sample
 def test_the_same_bits_again(
     triton_device: torch.device,
     small_tiles: Shrink,
-    name: str,
+    call: SampleCall,
     shape: tuple[int, ...],
     dim: int,
     many: int | None,
 ) -> None:
     small_tiles(many)
     x = half(shape, triton_device)
-    first = RUNS[name](x, dim)
-    assert torch.equal(RUNS[name](x, dim), first)
+    first = call(x, dim)
+    assert torch.equal(call(x, dim), first)

@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.conftest import (
+    SAMPLES,
+    SampleCall,
     assert_within,
     backward_and_error,
+    each_sample,
     softmax_and_error,
     sum_and_error,
     ulp,
 )
-from tritonamp.kernels.reduce import sum
+from tritonamp.kernels._sample import Sample
+from tritonamp.kernels.reduce import SUM, sum
 from tritonamp.kernels.softmax import log_softmax, softmax
 from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
 
@@ -26,25 +30,11 @@ pytestmark = pytest.mark.filterwarnings(
 )  # NumPy's, in the interpreter
 
 Shrink = Callable[[int | None], None]
-FORWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
-    "softmax": lambda x, dim, backend: softmax(x, dim, x.dtype, backend),
-    "log_softmax": lambda x, dim, backend: log_softmax(x, dim, torch.float32, backend),
-}
-BACKWARD: dict[str, Callable[[Tensor, int, str], Tensor]] = {
-    "gradient of softmax": lambda g, dim, backend: softmax_backward(
-        g, g.abs(), dim, g.dtype, backend
-    ),
-    "gradient of log_softmax": lambda g, dim, backend: log_softmax_backward(
-        g, -g.abs(), dim, g.dtype, backend
-    ),
-}
-SUM: dict[str, Callable[[Tensor, int, str], Tensor]] = {
-    "sum": lambda x, dim, backend: sum(x, (dim,), False, torch.float32, backend),
-    "sum of the others": lambda x, dim, backend: sum(
-        x, tuple(d for d in range(x.dim()) if d != dim), True, torch.float32, backend
-    ),
-}
-ALL = FORWARD | BACKWARD | SUM
+OTHERS = Sample(
+    lambda x, dim: (x, [d for d in range(x.dim()) if d != dim], True, torch.float32),
+    any_order=True,
+)
+CALLS = {**SAMPLES, "sum of the others": SampleCall(SUM, OTHERS)}
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2, 3, 4, 10]
     "transposed": lambda x: x.transpose(0, 3),
     "permuted": lambda x: x.permute(2, 0, 3, 1),
@@ -58,14 +48,16 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2, 3, 4, 10]
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("op", ALL)
-def test_strides_do_not_matter(device: torch.device, backend: str, op: str, view: str) -> None:
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_strides_do_not_matter(
+    device: torch.device, backend: str, call: SampleCall, view: str
+) -> None:
     """Bit for bit, where torch does not choose the order of additions by strides."""
     x = VIEWS[view](torch.randn(2, 3, 4, 10, device=device).to(torch.float16))
     copy = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x)
     for dim in (0, x.dim() - 1):
-        result, expected = ALL[op](x, dim, backend), ALL[op](copy, dim, backend)
-        if backend == "triton" or op in FORWARD:
+        result, expected = call(x, dim, backend), call(copy, dim, backend)
+        if backend == "triton" or not call.sample.any_order:
             assert torch.equal(result, expected)
             assert result.is_contiguous()
         else:
@@ -73,14 +65,14 @@ def test_strides_do_not_matter(device: torch.device, backend: str, op: str, view
 
 
 @pytest.mark.parametrize("shape", [(3, 5), ()])
-@pytest.mark.parametrize("op", [*FORWARD, *BACKWARD, "sum"])
+@each_sample
 def test_dimensions_that_do_not_exist_are_refused(
-    device: torch.device, backend: str, op: str, shape: tuple[int, ...]
+    device: torch.device, backend: str, call: SampleCall, shape: tuple[int, ...]
 ) -> None:
     x = torch.ones(shape, dtype=torch.float16, device=device)
     for dim in (5, -3):
         with pytest.raises(IndexError, match="Dimension out of range"):
-            ALL[op](x, dim, backend)
+            call(x, dim, backend)
 
 
 def test_dimensions_are_summed_once(device: torch.device, backend: str) -> None:

@@ -1,0 +1,65 @@
+"""What holds for every operation on a tensor, by the samples that it declares."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.kernels.conftest import SampleCall, each_sample, kernel_modules
+from tritonamp.kernels._implementations import TraceableOp, operations
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
+
+INF, NAN = float("inf"), float("nan")
+MAX_GRID = 2**31 - 1, 65535, 65535  # CUDA's
+SHAPES = [(3, 9), (2, 300), (4, 130, 3), (1,)]
+
+
+@pytest.mark.parametrize("name", operations())
+def test_every_operation_on_a_tensor_has_a_sample(name: str) -> None:
+    operation = operations()[name]
+    assert not isinstance(operation, TraceableOp) or operation.samples
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("shape", SHAPES)
+@each_sample
+def test_twins_agree(triton_device: torch.device, call: SampleCall, shape: tuple[int, ...]) -> None:
+    """To a rounding to half, and one bit of FP32 for each element of a line."""
+    x = torch.randn(shape, device=triton_device).half()
+    for dim in range(len(shape)):
+        kernel, twin = call(x, dim), call(x, dim, "eager")
+        assert (kernel.dtype, kernel.shape) == (twin.dtype, twin.shape)
+        torch.testing.assert_close(kernel, twin, rtol=2.0**-10, atol=2.0**-15)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("value", [INF, -INF, NAN, 65504.0, -65504.0, 6e-8, -0.0])
+@each_sample
+def test_special_values_are_the_twins(
+    triton_device: torch.device, call: SampleCall, value: float
+) -> None:
+    """In one line, at its start, at its end or everywhere; the other lines know nothing of it."""
+    x = torch.randn(5, 140, device=triton_device).half()
+    x[0, 0] = x[1, -1] = x[3] = value
+    kernel, twin = call(x, 1), call(x, 1, "eager")
+    assert torch.equal(kernel.isfinite(), twin.isfinite())
+    torch.testing.assert_close(kernel[[2, 4]], twin[[2, 4]], rtol=2.0**-10, atol=2.0**-15)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1 << 17, 1 << 15), 1), ((1 << 15, 1 << 17), 0)])
+@each_sample
+def test_more_than_32_bits_of_elements_fit_a_grid(
+    monkeypatch: pytest.MonkeyPatch, call: SampleCall, shape: tuple[int, int], dim: int
+) -> None:
+    """Nothing is allocated; every dimension that a kernel is told is the tensor's own."""
+    launch, x = mock.Mock(), torch.empty(shape, dtype=torch.float16, device="meta")
+    for module in kernel_modules("launch"):
+        monkeypatch.setattr(module, "launch", launch)
+    call.operation.triton_function(*call.sample.args(x, dim))
+    assert launch.call_args_list
+    for _, grid, tensors, *_ in (called.args for called in launch.call_args_list):
+        assert all(0 < size <= limit for size, limit in zip(grid, MAX_GRID, strict=True))
+        assert all(tensor.device.type == "meta" for tensor in tensors)
