@@ -142,7 +142,7 @@ def _compile(
     _check_compiler(kernel)
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        compiled.run  # loads it onto the device
+        compiled.run  # noqa: B018  loads it onto the device
     except (
         Exception
     ) as error:  # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug

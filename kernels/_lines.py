@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,9 +83,9 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
 
     if not row_major:
         per_thread = min(per_thread, 16)  # addresses take registers too
-    loop = LOOP_WARPS * 32 * per_thread  # elements of a tile that moves along the lines
+    loop = LOOP_WARPS * WARP_SIZE * per_thread  # elements of a tile that moves along the lines
     if row_major:
-        block = power_of_two(n, min(longest, MAX_WARPS * 32 * per_thread))
+        block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
     else:
         lines = power_of_two(rows, 64)
@@ -94,7 +94,7 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
         block = loop // lines
     if row_major and lines == 1 and n % block == 0:
         align = block
-    num_warps = min(max(lines * block // (32 * per_thread), 1), MAX_WARPS)
+    num_warps = min(max(lines * block // (WARP_SIZE * per_thread), 1), MAX_WARPS)
     blocks = -(-rows // lines)
 
     splits, steps = 1, max(-(-n // block), 1)
@@ -113,7 +113,8 @@ def in_range(dim: int, rank: int) -> int:
     """``dim`` counted from the front; torch's error where there is no such dimension."""
     if not -rank <= dim < rank:
         raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
+            "Dimension out of range "
+            f"(expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
         )
     return dim % rank
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._upload import Upload
-from tritonamp.kernels.device import INTERPRETED, tl, triton
+from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """What kernels take."""
@@ -56,6 +56,36 @@ class Table(NamedTuple):
         """
         dtype = self.dtypes[name]
         return None if dtype is None else getattr(tl, DTYPES[stored(dtype)])
+
+    def launch_of(
+        self,
+        kernel: Any,
+        names: Sequence[str],
+        operands: Sequence[Tensor],
+        constants: tuple[Any, ...],
+        vec: int,
+    ) -> tuple[Any, ...]:
+        """Return what ``launch`` takes to run ``kernel`` on every chunk.
+
+        Args:
+            kernel: with the parameters in the order of what follows.
+            names: lists whose pointers come first; the table's columns follow.
+            operands: other tensors, after the columns.
+            constants: those in front of VEC and BLOCK.
+            vec: elements that a thread holds where the tensors are aligned.
+        """
+        vec = vec if self.aligned else 1
+        pointers = [self.pointers[name] for name in names]
+        tensors = (*pointers, self.numel, self.first, self.number, self.rows, *operands)
+        tile = WARP_SIZE * NUM_WARPS * vec
+        return (
+            kernel,
+            (self.chunks, 1, 1),
+            tensors,
+            (self.chunk,),
+            (*constants, vec, tile),
+            NUM_WARPS,
+        )
 
 
 class DeviceTables:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
-from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 
 class AdamRule(NamedTuple):
@@ -41,65 +42,7 @@ class AdamRule(NamedTuple):
 
 
 OPTIONAL = ("max_exp_avg_sqs",)  # state that a group may lack
-RATES = 9  # numbers that adam_rates_kernel leaves for each tensor
 _VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
-
-
-@triton.jit
-def _power(base, exponent):
-    """``base`` to the power of an int32 ``exponent``, by squaring: at most 48 roundings."""
-    result = tl.full(exponent.shape, 1.0, tl.float64)
-    for _ in range(25):
-        result = tl.where(exponent % 2 == 1, result * base, result)
-        base *= base
-        exponent //= 2
-    return result
-
-
-@triton.jit(do_not_specialize=("rows",))
-def adam_rates_kernel(
-    steps_ptr, number_ptr, groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, rates_ptr, lost_ptr, rows,
-    LOST: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Counts the steps; what of the update is the same for all elements of a tensor, in FP64,
-    rounded once.
-    """
-    if tl.load(found_inf_ptr) != 0.0:
-        return
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < rows
-    step_ptr = tl.load(steps_ptr + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-    number = tl.load(number_ptr + row, mask=mask, other=0)
-    rule = rules_ptr + 7 * tl.load(groups_ptr + number, mask=mask, other=0)
-    lr, beta1, beta2 = (
-        tl.load(rule, mask=mask),
-        tl.load(rule + 1, mask=mask),
-        tl.load(rule + 2, mask=mask),
-    )
-    eps, weight_decay = tl.load(rule + 3, mask=mask), tl.load(rule + 4, mask=mask)
-    decoupled, sign = tl.load(rule + 5, mask=mask), tl.load(rule + 6, mask=mask)
-    step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
-    tl.store(step_ptr, step, mask=mask)
-    bias_correction1 = 1.0 - _power(beta1, step.to(tl.int32))
-    bias_correction2 = 1.0 - _power(beta2, step.to(tl.int32))
-    if LOST:
-        tl.store(lost_ptr + 2 * number, 0, mask=mask)
-        tl.store(lost_ptr + 2 * number + 1, 0, mask=mask)
-    rates = rates_ptr + number * RATES
-    factor = tl.load(grad_scale_ptr) * sign.to(tl.float32)
-    tl.store(rates, factor, mask=mask)
-    tl.store(
-        rates + 1,
-        tl.where(decoupled != 0.0, 1.0 - lr * weight_decay, 1.0).to(tl.float32),
-        mask=mask,
-    )
-    tl.store(rates + 2, tl.where(decoupled != 0.0, 0.0, weight_decay).to(tl.float32), mask=mask)
-    tl.store(rates + 3, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(rates + 4, beta2.to(tl.float32), mask=mask)
-    tl.store(rates + 5, (1.0 - beta2).to(tl.float32), mask=mask)
-    tl.store(rates + 6, tl.sqrt(bias_correction2).to(tl.float32), mask=mask)
-    tl.store(rates + 7, eps.to(tl.float32), mask=mask)
-    tl.store(rates + 8, (-lr / bias_correction1).to(tl.float32), mask=mask)
 
 
 @triton.jit
@@ -158,7 +101,8 @@ def _count(lost_ptr, lost, moves):
 @triton.jit(do_not_specialize=("chunk",))
 def adamw_kernel(
     params_ptr, grads_ptr, exp_avgs_ptr, exp_avg_sqs_ptr, max_exp_avg_sqs_ptr, copies_ptr,
-    numel_ptr, first_ptr, number_ptr, rows_ptr, rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
+    numel_ptr, first_ptr, number_ptr, rows_ptr,
+    rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, AMSGRAD: tl.constexpr,
     LOST: tl.constexpr, RATES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -180,16 +124,16 @@ def adamw_kernel(
     rates_ptr += number * RATES
     rates = (  # once: the compiler cannot know that the stores leave them alone
         tl.load(rates_ptr), tl.load(rates_ptr + 1), tl.load(rates_ptr + 2), tl.load(rates_ptr + 3),
-        tl.load(rates_ptr + 4), tl.load(rates_ptr + 5), tl.load(rates_ptr + 6), tl.load(rates_ptr + 7),
-        tl.load(rates_ptr + 8),
+        tl.load(rates_ptr + 4), tl.load(rates_ptr + 5), tl.load(rates_ptr + 6),
+        tl.load(rates_ptr + 7), tl.load(rates_ptr + 8),
     )  # fmt: skip
     overflow = overflow_ptr + number
     j = tl.arange(0, BLOCK)
     all_lost, all_moves = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for at in range(begin, whole, BLOCK):
         lost, moves = _update(
-            at + j, at + j < whole, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow, rates,
-            AMSGRAD, COPY is not None, LOST, VEC,
+            at + j, at + j < whole, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
+            overflow, rates, AMSGRAD, COPY is not None, LOST, VEC,
         )  # fmt: skip
         if LOST:
             all_lost += lost.to(tl.int32)
@@ -199,8 +143,8 @@ def adamw_kernel(
     if whole < end:
         offs = whole + tl.arange(0, VEC)
         lost, moves = _update(
-            offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow, rates,
-            AMSGRAD, COPY is not None, LOST, VEC,
+            offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
+            overflow, rates, AMSGRAD, COPY is not None, LOST, VEC,
         )  # fmt: skip
         if LOST:
             _count(lost_ptr + 2 * number, lost.to(tl.int32), moves.to(tl.int32))
@@ -219,25 +163,22 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             rates, lost = _rates(lists, on.device), _lost(lists, on.device)
             counts = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, lost
             rows = len(on.number)
-            grid = (-(-rows // 32), 1, 1)
-            calls.append(
-                (adam_rates_kernel, grid, counts, (rows,), (lists.track_lost, RATES, 32), 1)
-            )
+            grid = -(-rows // WARP_SIZE), 1, 1
+            constants = lists.track_lost, RATES, WARP_SIZE
+            calls.append((adam_rates_kernel, grid, counts, (rows,), constants, 1))
         for t in tables:
             _, skip = lists.scalars(t.device, grad_scale, found_inf)
+            rates, lost, overflow = (
+                _rates(lists, t.device),
+                _lost(lists, t.device),
+                lists.overflow(t.device),
+            )
             amsgrad = t.type("max_exp_avg_sqs") is not None
             types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
-            vec = _VEC if t.aligned else 1
             counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
-            operands = (
-                *(t.pointers[name] for name in _LISTS),
-                *(t.numel, t.first, t.number, t.rows),
-                *(_rates(lists, t.device), skip, lists.overflow(t.device), _lost(lists, t.device)),
-            )
-            constants = (*types, counts_lost, RATES, vec, 32 * NUM_WARPS * vec)
-            calls.append(
-                (adamw_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS)
-            )
+            operands = rates, skip, overflow, lost
+            constants = *types, counts_lost, RATES
+            calls.append(t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC))
         lists.launch_all(calls)
 
 
@@ -351,7 +292,8 @@ def shipped() -> Iterator[Shipped]:
         )
         lists.steps = shipped_lists(True, steps=wide)
         lists.rules, lists.groups = [AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)], [0]
-        name = f"adamw {param} {grad} {copy}{' amsgrad' * amsgrad}{'' if aligned else ' unaligned'}{' lost' * lost}"
+        words = (" amsgrad", amsgrad), (" unaligned", not aligned), (" lost", lost)
+        name = f"adamw {param} {grad} {copy}" + "".join(word for word, holds in words if holds)
         registers = 80 if lost else 72 if copy and grad is wide else 64
         shared = None if lost else 0
         yield Shipped(

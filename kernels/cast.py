@@ -9,8 +9,10 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels.device import tl, triton
+
+_VEC = 8  # elements that a thread holds
 
 
 @triton.jit
@@ -48,18 +50,8 @@ def cast_triton(lists: TensorLists) -> None:
             if t.dtypes["copies"] is None:
                 continue
             overflow = lists.kept("overflow", (lists.size,), torch.int32, t.device)
-            arrays = (
-                t.pointers["params"],
-                t.pointers["copies"],
-                t.numel,
-                t.first,
-                t.number,
-                t.rows,
-                overflow,
-            )
-            vec = 8 if t.aligned else 1
-            constants = t.type("params"), t.type("copies"), vec, 32 * NUM_WARPS * vec
-            launch(cast_kernel, (t.chunks, 1, 1), arrays, (t.chunk,), constants, NUM_WARPS)
+            types = t.type("params"), t.type("copies")
+            launch(*t.launch_of(cast_kernel, ("params", "copies"), (overflow,), types, _VEC))
 
 
 def cast_torch(lists: TensorLists) -> None:

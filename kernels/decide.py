@@ -145,8 +145,8 @@ def decide_kernel(
     n, parts, names, max_norm,
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
     CLIP: tl.constexpr, MOVE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
-    CLEAN: tl.constexpr, OVERFLOW: tl.constexpr, FAULT: tl.constexpr, NORM: tl.constexpr, AMAX: tl.constexpr,
-    SCALE: tl.constexpr, SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr,
+    CLEAN: tl.constexpr, OVERFLOW: tl.constexpr, FAULT: tl.constexpr, NORM: tl.constexpr,
+    AMAX: tl.constexpr, SCALE: tl.constexpr, SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
     used, fault, earlier = tl.load(used_ptr), tl.load(fault_ptr), tl.load(earlier_ptr)
@@ -174,8 +174,9 @@ def decide_kernel(
     tl.store(verdict_ptr + 2, factor)
     if MOVE:
         _next_scale(
-            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, tl.max(largest, 0),
-            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
+            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault,
+            tl.max(largest, 0), growth_factor, backoff_factor, growth_interval, hysteresis,
+            min_scale, max_scale, headroom,
         )  # fmt: skip
     if RECORD > 0:
         outcome = tl.where(fault != 0.0, FAULT, tl.where(found_inf != 0.0, OVERFLOW, CLEAN))

@@ -25,6 +25,8 @@ with contextlib.suppress(ImportError):
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
 BACKENDS = ("auto", "triton", "eager")
+WARP_SIZE = 32
+"""Threads that run as one on every NVIDIA GPU; tiles are made of it (64 on most of AMD's)."""
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
 
@@ -136,6 +138,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     found = capability(device)
     if dtype is torch.bfloat16 and found is not None and found < MIN_BF16_CAPABILITY:
         raise UnsupportedDeviceError(
-            f"dtype=torch.bfloat16 needs compute capability 8.0, {device} has {found[0]}.{found[1]}: "
+            "dtype=torch.bfloat16 needs compute capability 8.0, "
+            f"{device} has {found[0]}.{found[1]}: "
             "use dtype=torch.float16, which brings dynamic loss scaling with it"
         )

@@ -12,7 +12,7 @@ from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer
-from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 _WARPS = 4
 _VECTORS = 4  # of 16 bytes that a thread waits for
@@ -90,7 +90,7 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
                     amax.view(torch.int32),
                     squares,
                 )
-                constants = kind, vec, 32 * _WARPS * _VECTORS * vec
+                constants = kind, vec, WARP_SIZE * _WARPS * _VECTORS * vec
                 launch(
                     grad_stats_kernel,
                     (t.chunks, 1, 1),

@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
 from tritonamp.kernels.device import tl, triton
 
@@ -118,16 +118,9 @@ def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         for t in tables:
             rules, groups = lists.numbers(t.device)
             scalars = lists.scalars(t.device, grad_scale, found_inf)
-            operands = (
-                *(t.pointers[name] for name in _LISTS),
-                *(t.numel, t.first, t.number, t.rows),
-                *(groups, rules, *scalars, lists.overflow(t.device)),
-            )
-            vec = _VEC if t.aligned else 1
-            types = t.type("params"), t.type("grads"), t.type("copies")
-            constants = (*types, _NUMBERS, vec, 32 * NUM_WARPS * vec)
-            grid = t.chunks, 1, 1
-            calls.append((lion_kernel, grid, operands, (t.chunk,), constants, NUM_WARPS))
+            operands = groups, rules, *scalars, lists.overflow(t.device)
+            constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS
+            calls.append(t.launch_of(lion_kernel, _LISTS, operands, constants, _VEC))
         lists.launch_all(calls)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
 from tritonamp.kernels.device import tl, triton
 
@@ -118,16 +118,10 @@ def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
         for t in tables:
             rules, groups = lists.numbers(t.device)
             scalars = lists.scalars(t.device, grad_scale, found_inf)
-            operands = (
-                *(t.pointers[name] for name in _LISTS),
-                *(t.numel, t.first, t.number, t.rows),
-                *(groups, rules, *scalars, lists.overflow(t.device)),
-            )
-            has_momentum = t.type("momentum_buffers") is not None
-            vec = _VEC if t.aligned else 1
-            types = t.type("params"), t.type("grads"), t.type("copies"), has_momentum
-            constants = (*types, _NUMBERS, vec, 32 * NUM_WARPS * vec)
-            calls.append((sgd_kernel, (t.chunks, 1, 1), operands, (t.chunk,), constants, NUM_WARPS))
+            operands = groups, rules, *scalars, lists.overflow(t.device)
+            types = t.type("params"), t.type("grads"), t.type("copies")
+            constants = *types, t.type("momentum_buffers") is not None, _NUMBERS
+            calls.append(t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC))
         lists.launch_all(calls)
 
 

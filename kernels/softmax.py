@@ -41,7 +41,8 @@ def exp_shifted(d, SHIFT: tl.constexpr):
 @triton.jit
 def _max_and_sum(
     x_ptr, lines, valid, begin, end, rows, n,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Of columns ``begin`` to ``end``: the maximum m, and the sum of exp(x - m) (of exp(x) where m
     is -inf).
@@ -67,7 +68,8 @@ def _max_and_sum(
 @triton.jit
 def _write(
     x_ptr, y_ptr, lines, valid, m, s, begin, end, rows, n,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Columns ``begin`` to ``end`` of the result, the last first: they are in L2 still."""
     scale = tl.log2(s) * 0.6931471805599453 if LOG else 1 / s

@@ -35,7 +35,8 @@ def _gradient(g, y, total, LOG: tl.constexpr):
 @triton.jit
 def _total(
     g_ptr, y_ptr, lines, valid, begin, end, rows, n,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of columns ``begin`` to ``end``, for each line."""
     total = tl.zeros([ROWS, 1], tl.float32)
@@ -73,7 +74,8 @@ def _write_gradient(
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
 def softmax_backward_kernel(
     g_ptr, y_ptr, dx_ptr, rows, n, blocks,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Whole lines in registers."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
@@ -88,7 +90,8 @@ def softmax_backward_kernel(
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
 def softmax_backward_long_kernel(
     g_ptr, y_ptr, dx_ptr, rows, n, blocks,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Lines that registers cannot hold, read twice."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
@@ -101,7 +104,8 @@ def softmax_backward_long_kernel(
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
 def softmax_backward_part_kernel(
     g_ptr, y_ptr, total_ptr, rows, n, blocks, steps, count,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First launch for shared lines: the sum of each segment, [splits, count]."""
     lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)

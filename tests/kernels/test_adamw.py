@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _tables
+from tritonamp.kernels._adam_rates import RATES, _power
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.kernels.adamw import OPTIONAL, RATES, AdamRule, _power, adamw
+from tritonamp.kernels.adamw import OPTIONAL, AdamRule, adamw
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
 pytestmark = pytest.mark.filterwarnings(

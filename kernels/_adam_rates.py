@@ -1,0 +1,62 @@
+"""What of an Adam step is the same for all elements of a tensor, computed once for each tensor."""
+
+from tritonamp.kernels.device import tl, triton
+
+RATES = 9
+"""Numbers that adam_rates_kernel leaves for each tensor."""
+
+
+@triton.jit
+def _power(base, exponent):
+    """Raise ``base`` to an int32 ``exponent``, by squaring: at most 48 roundings."""
+    result = tl.full(exponent.shape, 1.0, tl.float64)
+    for _ in range(25):
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base *= base
+        exponent //= 2
+    return result
+
+
+@triton.jit(do_not_specialize=("rows",))
+def adam_rates_kernel(
+    steps_ptr, number_ptr, groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, rates_ptr,
+    lost_ptr, rows,
+    LOST: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count the steps, and compute the rates in FP64, rounded once; one row for each thread."""
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < rows
+    step_ptr = tl.load(steps_ptr + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    number = tl.load(number_ptr + row, mask=mask, other=0)
+    rule = rules_ptr + 7 * tl.load(groups_ptr + number, mask=mask, other=0)
+    lr, beta1, beta2 = (
+        tl.load(rule, mask=mask),
+        tl.load(rule + 1, mask=mask),
+        tl.load(rule + 2, mask=mask),
+    )
+    eps, weight_decay = tl.load(rule + 3, mask=mask), tl.load(rule + 4, mask=mask)
+    decoupled, sign = tl.load(rule + 5, mask=mask), tl.load(rule + 6, mask=mask)
+    step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
+    tl.store(step_ptr, step, mask=mask)
+    bias_correction1 = 1.0 - _power(beta1, step.to(tl.int32))
+    bias_correction2 = 1.0 - _power(beta2, step.to(tl.int32))
+    if LOST:
+        tl.store(lost_ptr + 2 * number, 0, mask=mask)
+        tl.store(lost_ptr + 2 * number + 1, 0, mask=mask)
+    rates = rates_ptr + number * RATES
+    factor = tl.load(grad_scale_ptr) * sign.to(tl.float32)
+    tl.store(rates, factor, mask=mask)
+    tl.store(
+        rates + 1,
+        tl.where(decoupled != 0.0, 1.0 - lr * weight_decay, 1.0).to(tl.float32),
+        mask=mask,
+    )
+    tl.store(rates + 2, tl.where(decoupled != 0.0, 0.0, weight_decay).to(tl.float32), mask=mask)
+    tl.store(rates + 3, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(rates + 4, beta2.to(tl.float32), mask=mask)
+    tl.store(rates + 5, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(rates + 6, tl.sqrt(bias_correction2).to(tl.float32), mask=mask)
+    tl.store(rates + 7, eps.to(tl.float32), mask=mask)
+    tl.store(rates + 8, (-lr / bias_correction1).to(tl.float32), mask=mask)
