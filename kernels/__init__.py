@@ -17,11 +17,11 @@ _MISTAKEN = (
 
 
 def _give_way() -> None:
-    """Put the next ``kernels`` on ``sys.path`` in the place of this module; where there is none, be
-    a package without anything in it.
+    """Put the next ``kernels`` on ``sys.path`` in the place of this module.
 
-    Not an ImportError: transformers (5.23) imports what ``find_spec`` finds without catching one,
-    and takes a module that has neither ``__version__`` nor ``__file__`` for not installed.
+    Where there is none, be a package without anything in it. Not an ImportError: transformers
+    (5.23) imports what ``find_spec`` finds without catching one, and takes a module that has
+    neither ``__version__`` nor ``__file__`` for not installed.
     """
     checkout = Path(__file__).resolve().parents[1]
     elsewhere = [path for path in sys.path if Path(path).resolve() != checkout]

@@ -36,6 +36,7 @@ class Implementations:
 
         Args:
             backend: "auto", "triton" or "eager".
+            x: what the operation works on.
         """
         return backend == "triton" or (
             backend == "auto" and runs_triton(x.device) and self.name not in failures
@@ -88,8 +89,7 @@ class TraceableOp(Implementations):
         )
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
-        """Run the operation on ``x`` and ``args``; under "auto" the kernel where ``x`` is large
-        enough to gain by it.
+        """Run the operation; under "auto" the kernel where ``x`` is large enough to gain by it.
 
         Raises:
             KernelError: see ``run``.

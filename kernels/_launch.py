@@ -16,8 +16,9 @@ class KernelError(RuntimeError):
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether somebody follows the operations on ``x``: a tracer, a dispatch mode, a tensor that is
-    not just memory.
+    """Tell whether somebody follows the operations on ``x``.
+
+    That is a tracer, a dispatch mode, or a tensor that is not just memory.
     """
     return torch._C._len_torch_dispatch_stack() > 0 or (
         type(x) is not Tensor and torch._C._dispatch_keys(x).has(DispatchKey.Python)
@@ -33,7 +34,7 @@ def launch(
     num_warps: int,
     maxnreg: int | None = None,
 ) -> None:
-    """Runs ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
+    """Run ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
 
     ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled
     kernel is looked up by types, the pointers' alignment and the constants, in less time than
@@ -58,7 +59,7 @@ def launch(
 
 
 def prepare(kernel: Any, *args: Any) -> None:
-    """Compiles what ``launch`` of the same arguments runs, and runs nothing.
+    """Compile what ``launch`` of the same arguments runs, and run nothing.
 
     Raises:
         KernelError: it could not be compiled or loaded.
@@ -125,8 +126,9 @@ def _check_compiler(kernel: Any) -> None:
 def _interpret(
     kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], rest: tuple[Any, ...]
 ) -> None:
-    """Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in, and
-    torch rounds.
+    """Run ``kernel`` in Triton's interpreter.
+
+    That truncates to bfloat16 and loses its subnormals: FP32 stands in, and torch rounds.
     """
     _check_compiler(kernel)
     stand_ins = [tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors]

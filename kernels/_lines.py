@@ -63,10 +63,12 @@ def cached_by_shape(function: F) -> F:
 
 @cached_by_shape
 def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest: int) -> Tiling:
-    """The tiling of a contiguous tensor for lines along its dimensions ``first`` to ``last``,
-    included.
+    """Return the tiling of a contiguous tensor for lines along some of its dimensions.
 
     Args:
+        shape: of the tensor.
+        first: dimension where the lines begin.
+        last: dimension where they end, included.
         per_thread: elements that a thread is to hold.
         longest: line that a program holds in its registers.
     """
@@ -120,9 +122,7 @@ def in_range(dim: int, rank: int) -> int:
 
 
 def power_of_two(n: int, limit: int = 1 << 62) -> int:
-    """The smallest power of two that is not below ``n``, or the largest that is not above
-    ``limit``.
-    """
+    """Return the smallest power of two not below ``n``, or the largest not above ``limit``."""
     power = 1
     while power < n and 2 * power <= limit:
         power *= 2
@@ -133,8 +133,7 @@ def power_of_two(n: int, limit: int = 1 << 62) -> int:
 def line_offsets(
     pid, rows, n, blocks, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The lines of program ``pid``, each [ROWS, 1]: where they start (int64), their numbers
-    (int64), and which exist.
+    """Return the lines of program ``pid``, each [ROWS, 1]: starts, numbers (int64), which exist.
 
     ``blocks`` programs share a group of ``rows`` lines.
     """
@@ -160,9 +159,7 @@ def line_offsets(
 def column_offsets(
     start, rows, n, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Where columns ``start`` to ``start + BLOCK`` lie from a line's start, [1, BLOCK], and which
-    of them exist.
-    """
+    """Return where columns ``start`` to ``start + BLOCK`` lie from a line's start; which exist."""
     j = tl.arange(0, BLOCK)[None, :]
     if ROW_MAJOR:
         n = n // ALIGN * ALIGN

@@ -1,6 +1,4 @@
-"""Lists of tensors as tables of pointers on the device, for kernels that take any number of tensors
-in one launch.
-"""
+"""Lists of tensors for kernels that take any number of tensors in one launch."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +17,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 class TensorLists:
-    """Named lists of n tensors each. Tensors at the same place of all lists have the same shape and
-    device.
+    """Named lists of n tensors each; those at one place have the same shape and device.
 
     A list may change from step to step: pointers are sent to the device only when they changed,
     without waiting. A tensor that does not lie in memory like the first list's tensor, without
@@ -56,10 +53,11 @@ class TensorLists:
         return self._lists[name]
 
     def set(self, name: str, tensors: Sequence[Tensor], lasting: bool = False) -> None:
-        """Puts a list in the place of an earlier one of the same name. A list of another length
-        starts anew.
+        """Put a list in the place of an earlier one of that name; another length starts anew.
 
         Args:
+            name: of the list.
+            tensors: as many as the other lists have.
             lasting: the tensors are the same from step to step: what they are like is looked at
                 only where another object, or other memory, takes the place of one.
         """
@@ -69,17 +67,13 @@ class TensorLists:
         self._to_check[name] = lasting
 
     def number(self, numbers: Sequence[int], size: int) -> None:
-        """Starts anew, with the lists to be set for these ``numbers`` out of ``size``, unless they
-        are those.
-        """
+        """Start anew, for lists of these ``numbers`` out of ``size``, unless they are those."""
         if numbers != self.numbers or size != self.size:
             self._n, self.numbers, self.size = len(numbers), numbers, size
             self._lists, self._known, self._to_check = {}, {}, {}
 
     def release(self, *names: str) -> None:
-        """Lets go of the tensors of these lists until they are set again; remembers where they
-        were.
-        """
+        """Let go of these lists' tensors until they are set again; remember where they were."""
         for name in names:
             self._lists[name] = ()
             self._to_check.pop(name, None)
@@ -87,23 +81,26 @@ class TensorLists:
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Memory that stays where it is as long as its shape does; zeros at first."""
+        """Return memory that stays where it is as long as its shape does; zeros at first."""
         tensor = self._kept.get((name, device))
         if tensor is None or tensor.shape != shape:
             tensor = self._kept[name, device] = torch.zeros(shape, dtype=dtype, device=device)
         return tensor
 
     def all_kept(self, name: str) -> list[Tensor]:
-        """That memory on all devices."""
+        """Return that memory on all devices."""
         return [tensor for (kept_name, _), tensor in self._kept.items() if kept_name == name]
 
     def uses_triton(
         self, backend: str, operation: Implementations, names: Iterable[str] | None = None
     ) -> bool:
-        """Tell whether ``operation`` on these lists runs its kernel. Kernels do not take float64,
-        nor wrapper subclasses.
+        """Tell whether ``operation`` on these lists runs its kernel.
+
+        Kernels do not take float64, nor wrapper subclasses.
 
         Args:
+            backend: "auto", "triton" or "eager".
+            operation: whose kernel it is.
             names: the lists that it works on; None: all.
         """
         if not self._n or torch.compiler.is_compiling():
@@ -122,11 +119,11 @@ class TensorLists:
     def launches(
         self, written: Sequence[str] = (), names: Iterable[str] | None = None
     ) -> Iterator[list[Table]]:
-        """Yields the tables, for a ``with`` block that launches kernels on the lists ``names``
-        (None: on all).
+        """Yield the tables, for a ``with`` block that launches kernels on the lists.
 
         Args:
-            written: those that they write to.
+            written: lists that the kernels write to.
+            names: lists that they work on; None: all.
         """
         self._follow(names)
         names = self._lists if names is None else names
@@ -147,7 +144,7 @@ class TensorLists:
                 torch.autograd.graph.increment_version(self._lists[name])
 
     def _follow(self, names: Iterable[str] | None) -> None:
-        """Brings what the tables have of these lists up to date."""
+        """Bring what the tables have of these lists up to date."""
         to_check = {
             n: self._to_check.pop(n) for n in list(self._to_check) if names is None or n in names
         }
@@ -177,7 +174,7 @@ class TensorLists:
             self._build()
 
     def _repeated(self) -> dict[str, list[bool]]:
-        """Where the lists that may repeat others do, by name."""
+        """Return by name where the lists that may repeat others do."""
         params = self._lists.get("params", ())
         found = {name: self._lists[name] for name in self.may_repeat if self._lists.get(name)}
         return {
@@ -214,7 +211,7 @@ class TensorLists:
 def shipped_lists(
     aligned: bool, may_repeat: Iterable[str] = ("copies",), **dtypes: torch.dtype | str
 ) -> TensorLists:
-    """Lists of one small tensor each, for ``shipped``; a name instead of a dtype repeats that list."""
+    """Return lists of one small tensor each, for ``shipped``; a name repeats that list."""
     lists = TensorLists(may_repeat=may_repeat)
     for name, dtype in dtypes.items():
         if isinstance(dtype, str):
@@ -228,8 +225,9 @@ def shipped_lists(
 
 
 class _Known(NamedTuple):
-    """What is known of a list without holding on to its tensors. The same object at the same
-    address is as it was.
+    """What is known of a list without holding on to its tensors.
+
+    The same object at the same address is as it was.
     """
 
     ids: list[int]
@@ -238,7 +236,7 @@ class _Known(NamedTuple):
 
 
 def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of sharded tensors (DTensor) the parts of this rank."""
+    """Return of sharded tensors (DTensor) the parts of this rank."""
     if len(tensors) and hasattr(tensors[0], "_local_tensor"):
         return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
     return tensors

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Shipped(NamedTuple):
-    """A call whose kernels ``bench/static.py`` builds for every architecture, and what the builds
-    have to keep.
+    """A call whose kernels ``bench/static.py`` builds, and what the builds have to keep.
 
     Attributes:
         name: for people, unique.

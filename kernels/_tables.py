@@ -24,16 +24,18 @@ Rows = list[tuple[int, list[Tensor]]]
 
 
 class Table(NamedTuple):
-    """Those tensors of the lists that one launch takes: they share the device, each list's dtype,
-    and the alignment.
+    """What one launch takes: rows that share the device, each list's dtype, and alignment.
 
     Attributes:
+        device: where the table and its tensors are.
         pointers: by list, int64 of shape (rows,).
-        numel, first, number: int64 of shape (rows,): elements, the first chunk, the tensor's
-            number.
+        numel: int64 of shape (rows,): elements.
+        first: int64 of shape (rows,): the first chunk.
+        number: int64 of shape (rows,): the tensor's number.
         rows: int32 of shape (chunks,): the row that each chunk belongs to.
-        chunk: elements of a chunk. ``chunks``: how many, ``before``: how many the earlier tables
-            have.
+        chunk: elements of a chunk.
+        chunks: how many there are.
+        before: how many the earlier tables have.
         dtypes: by list; None where the list only repeats an earlier one.
         aligned: all pointers are multiples of 16 bytes.
     """
@@ -51,9 +53,7 @@ class Table(NamedTuple):
     aligned: bool
 
     def type(self, name: str) -> Any:
-        """What the list's pointers point to, for a kernel; None where the list repeats an earlier
-        one.
-        """
+        """Return a kernel's type for the list's elements; None where it repeats an earlier list."""
         dtype = self.dtypes[name]
         return None if dtype is None else getattr(tl, DTYPES[stored(dtype)])
 
@@ -148,9 +148,7 @@ class DeviceTables:
     def _laid_out(
         self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]
     ) -> list[Tensor]:
-        """Return the tensors of one place, or copies of them: all have the same elements at the
-        same offsets.
-        """
+        """Return a place's tensors, or copies: all with the same elements at the same offsets."""
         first = given[0]
         strides = (
             first.stride() if _is_dense(first) else torch.empty(first.shape, device="meta").stride()
@@ -219,9 +217,7 @@ class DeviceTables:
 
 @triton.jit
 def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
-    """Where the chunk of this program starts, ends in whole vectors of VEC elements, and ends;
-    int64.
-    """
+    """Return where this program's chunk starts, ends in whole vectors, and ends; int64."""
     numel = tl.load(numel_ptr + row)
     begin = (tl.program_id(0) - tl.load(first_ptr + row)) * (
         chunk // VEC * VEC
@@ -232,9 +228,7 @@ def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
 
 @triton.jit
 def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
-    """The address in a table as a pointer to elements of TYPE; a multiple of 16 bytes unless VEC is
-    1.
-    """
+    """Return the address in a table as a pointer to TYPE, a multiple of 16 bytes if VEC > 1."""
     pointer = tl.load(pointers + row).to(tl.pointer_type(TYPE))
     if VEC > 1:
         pointer = tl.multiple_of(pointer, 16)
@@ -243,9 +237,7 @@ def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def note_overflow(flag_ptr, x, rounded, mask, VEC: tl.constexpr):
-    """Sets the flag where a finite ``x`` is beyond the range of what it was rounded to; a thread
-    holds VEC elements.
-    """
+    """Set the flag where a finite ``x`` was rounded to infinity; a thread holds VEC elements."""
     beyond = (tl.abs(rounded.to(tl.float32)) == float("inf")) & (tl.abs(x) < float("inf")) & mask
     of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (x.shape[0] // VEC, VEC)), 1)
     tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)
@@ -273,7 +265,7 @@ def _chunk(numel: int) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie next to each other in some order, each once."""
+    """Tell whether the elements lie next to each other in some order, each once."""
     expected = 1
     steps = [
         (stride, size)

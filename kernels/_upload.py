@@ -5,8 +5,7 @@ from torch import Tensor
 
 
 class Upload:
-    """Copies small CPU tensors to a device through pinned memory, without waiting and without
-    allocation.
+    """Copies small CPU tensors to a device without waiting and without allocation.
 
     A piece of pinned memory is used again when the copy out of it is through. What a CUDA graph
     captures copies from the same piece at every replay: that piece is never used again.
@@ -19,7 +18,7 @@ class Upload:
         self._captured: list[Tensor] = []
 
     def send(self, values: Tensor, target: Tensor) -> None:
-        """Copies ``values`` to ``target``, both of the same shape and dtype at every call."""
+        """Copy ``values`` to ``target``, both of the same shape and dtype at every call."""
         if target is values:
             return
         if target.device.type != "cuda":

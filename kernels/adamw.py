@@ -50,9 +50,7 @@ def _update(
     offs, mask, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow_ptr, rates,
     AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """The update of one tile; LOST: also which half values it left as they were, and where it was
-    not zero.
-    """
+    """Update one tile; return which elements moved, and under LOST whose half value did not."""
     factor, decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
     p = tl.load(params + offs, mask=mask, other=0.0)
     m = tl.load(exp_avgs + offs, mask=mask, other=0.0)
@@ -245,15 +243,15 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
 def adamw(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Updates parameters, moments, step counts and half copies in place; arithmetic in FP32 (FP64
-    for FP64 params).
+    """Update parameters, moments, step counts and half copies in place, with arithmetic in FP32.
 
     Args:
         lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, moments in FP32 (FP64 for FP64 parameters), step counts, copies, and
-            their hyperparameters.
+            floating dtype, moments in FP32 (FP64 for FP64 parameters, which are stepped on in
+            FP64), step counts, copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     uses_triton = lists.tensors.uses_triton(backend, ADAMW)
     uses_triton = uses_triton and lists.steps.uses_triton(backend, ADAMW)
@@ -264,7 +262,7 @@ ADAMW = Implementations(adamw_triton, adamw_torch)
 
 
 def shipped() -> Iterator[Shipped]:
-    """The dtypes of the levels: masters with copies, FP32 parameters, half parameters alone."""
+    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
     kinds = [
         (wide, half, half),

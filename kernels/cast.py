@@ -68,11 +68,12 @@ def cast_torch(lists: TensorLists) -> None:
 
 
 def cast(lists: TensorLists, backend: str = "auto") -> None:
-    """Writes each parameter, correctly rounded, into its copy.
+    """Write each parameter, correctly rounded, into its copy.
 
     Args:
         lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half;
             the parameter itself where there is no copy.
+        backend: "auto", "triton" or "eager".
     """
     CAST.run(backend, lists.uses_triton(backend, CAST), lists)
 
@@ -81,7 +82,7 @@ CAST = Implementations(cast_triton, cast_torch)
 
 
 def shipped() -> Iterator[Shipped]:
-    """Both halves, aligned and not."""
+    """Yield both halves, aligned and not."""
     for half in (torch.float16, torch.bfloat16):
         for aligned in (True, False):
             lists = shipped_lists(aligned, params=torch.float32, copies=half)
@@ -90,7 +91,7 @@ def shipped() -> Iterator[Shipped]:
 
 
 def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
-    """The FP32 value of a half tensor whose FP32 original is ``precise`` (same shape and device).
+    """Return the FP32 value of a half tensor whose FP32 original is ``precise``, of its shape.
 
     Wherever ``precise`` still rounds to what ``half`` holds it is the better value; elsewhere
     somebody wrote to ``half`` since, and its own value counts.

@@ -1,6 +1,4 @@
-"""What a step does: skip or go, by how much to scale the gradients, and what the loss scale
-becomes.
-"""
+"""What a step does: skip or go, how to scale the gradients, what the loss scale becomes."""
 
 from collections.abc import Iterator
 from enum import IntEnum
@@ -77,8 +75,13 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """A loss scale, 0-d float32, and what it remembers: two 0-d int32, and the highest that
-    ``headroom`` grows to, 0-d float32.
+    """A loss scale, and what it remembers; 0-d tensors.
+
+    Attributes:
+        scale: float32.
+        growth_tracker: int32, clean steps in a row.
+        hysteresis_tracker: int32, overflows that are left before the scale backs off.
+        ceiling: float32, the highest that ``headroom`` grows to.
     """
 
     scale: Tensor
@@ -281,8 +284,7 @@ def decide(
     verdict: Tensor,
     backend: str = "auto",
 ) -> None:
-    """Judges the gradients of one decision on the device, moves the loss scale, and notes the
-    outcome.
+    """Judge the gradients of one decision, move the loss scale, and note the outcome.
 
     Args:
         evidence: what is known of the gradients and the losses.
@@ -290,17 +292,19 @@ def decide(
         max_norm: clip the unscaled gradients to this total 2-norm
             (``torch.nn.utils.clip_grad_norm_``), or None.
         state: the loss scale to move by ``rule``, or None.
+        rule: how it moves.
         record: written in place, or None.
         verdict: float32 of shape (3,), receives found_inf (not 0: skip), the norm of the unscaled
             gradients, and the factor that turns a scaled gradient into the one to step with:
             1/scale, times the clip coefficient.
+        backend: "auto", "triton" or "eager".
     """
     args = evidence, used_scale, max_norm, state, rule, record, verdict
     DECIDE.run(backend, DECIDE.uses_triton(backend, used_scale), *args)
 
 
 def _numbers(rule: ScaleRule) -> tuple[float, ...]:
-    """For a kernel, which tells integers and floating-point numbers apart."""
+    """Return them for a kernel, which tells integers and floating-point numbers apart."""
     growth, backoff, interval, hysteresis, low, high, room = rule
     return (
         float(growth),
@@ -357,7 +361,7 @@ def update_scale(
     rule: ScaleRule,
     backend: str = "auto",
 ) -> None:
-    """The loss-scale state machine, in place on the device. Its twin is the specification.
+    """Move the loss scale in place on the device; the eager twin is the specification.
 
     - loss non-finite: nothing moves;
     - gradients non-finite though the loss is finite: the growth count restarts, and at the
@@ -367,7 +371,12 @@ def update_scale(
       is multiplied by ``growth_factor``, never above ``max_scale``.
 
     Args:
-        found_inf, loss_nonfinite, largest: 0-d float32; the last is the largest unscaled gradient.
+        state: the loss scale.
+        found_inf: 0-d float32, not 0 where a gradient is not finite.
+        loss_nonfinite: 0-d float32, not 0 where the loss is not.
+        largest: 0-d float32, the largest unscaled gradient.
+        rule: how the scale moves.
+        backend: "auto", "triton" or "eager".
     """
     uses_triton = UPDATE_SCALE.uses_triton(backend, state.scale)
     UPDATE_SCALE.run(backend, uses_triton, state, found_inf, loss_nonfinite, largest, rule)
@@ -378,7 +387,7 @@ UPDATE_SCALE = Implementations(update_scale_triton, update_scale_torch)
 
 
 def shipped() -> Iterator[Shipped]:
-    """With everything, and bare."""
+    """Yield a decision with everything, a bare one, and a scale that is moved alone."""
     rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
     flag = torch.zeros((), device="meta")
     state = ScaleState(flag, flag.int(), flag.int(), flag)

@@ -1,4 +1,4 @@
-"""Every question about the hardware, and about Triton, is answered in this file and nowhere else."""
+"""Questions about the hardware, and about Triton, are answered in this file and nowhere else."""
 
 import contextlib
 import importlib
@@ -8,8 +8,9 @@ import torch
 
 
 class _NoTriton:
-    """Stands for ``triton`` and ``triton.language`` where they cannot be imported: kernels are
-    defined, never run.
+    """Stand-in for ``triton`` and ``triton.language`` where they cannot be imported.
+
+    Kernels are defined, never run.
     """
 
     constexpr = None
@@ -50,7 +51,7 @@ class Backend(NamedTuple):
 
 
 def triton_version() -> str | None:
-    """The installed Triton's version, or None where it cannot be imported."""
+    """Return the installed Triton's version, or None where it cannot be imported."""
     return triton.__version__
 
 
@@ -66,8 +67,9 @@ were imported.
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA device; None for everything else (initialises CUDA for a CUDA
-    device).
+    """Return the compute capability of an NVIDIA device; None for everything else.
+
+    Initialises CUDA for a CUDA device.
     """
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
@@ -75,7 +77,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """None where Triton kernels can run on ``device``, else the reason why they cannot."""
+    """Return None where Triton kernels can run on ``device``, else the reason why they cannot."""
     found = capability(device)
     if found is None:
         return f"{device} is not an NVIDIA GPU"
@@ -87,7 +89,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether "auto" means Triton there."""
+    """Tell whether "auto" means Triton there."""
     answer = _answers.get(device)
     if answer is None:
         answer = _answers[device] = why_not_triton(device) is None
@@ -98,7 +100,7 @@ _answers: dict[torch.device, bool] = {}
 
 
 def choose_backend(requested: str, device: torch.device) -> Backend:
-    """The backend for ``device``.
+    """Return the backend for ``device``.
 
     Args:
         requested: "auto" (Triton where it can run, else eager torch), "triton" or "eager".
@@ -132,8 +134,10 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UnsupportedDeviceError for bfloat16 on an NVIDIA GPU that has no bfloat16 Tensor
-    Cores.
+    """Refuse bfloat16 on an NVIDIA GPU that has no bfloat16 Tensor Cores.
+
+    Raises:
+        UnsupportedDeviceError: that is so.
     """
     found = capability(device)
     if dtype is torch.bfloat16 and found is not None and found < MIN_BF16_CAPABILITY:

@@ -1,6 +1,4 @@
-"""What the step needs to know of the gradients, in one read: largest magnitude and sum of squares.
-2 B/param.
-"""
+"""What the step needs to know of the gradients: largest magnitude, sum of squares. 2 B/param."""
 
 from collections.abc import Iterator
 
@@ -29,7 +27,7 @@ def _magnitude(x, TYPE: tl.constexpr):
 
 @triton.jit
 def _float_bits(magnitude, TYPE: tl.constexpr):
-    """The bits of that magnitude in FP32."""
+    """Return the bits of that magnitude in FP32."""
     if tl.float32 == TYPE:
         return magnitude
     else:
@@ -123,11 +121,12 @@ def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, 
 def grad_stats(
     lists: TensorLists, device: torch.device, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Per tensor the largest magnitude (inf and NaN show themselves in it), and sums of squares.
+    """Return of each tensor the largest magnitude (inf and NaN show in it), and sums of squares.
 
     Args:
         lists: "grads", n dense floating tensors of any shapes, dtypes and devices.
         device: of the results.
+        backend: "auto", "triton" or "eager".
 
     Returns:
         amax of shape (lists.size,), 0 where a number has no tensor, and the sums of squares of
@@ -143,7 +142,7 @@ GRAD_STATS = Implementations(grad_stats_triton, grad_stats_torch)
 
 
 def shipped() -> Iterator[Shipped]:
-    """Each dtype, aligned and not."""
+    """Yield each dtype, aligned and not."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for aligned in (True, False):
             lists = shipped_lists(aligned, grads=dtype)

@@ -163,6 +163,7 @@ def lion(
             on in FP64), copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     LION.run(backend, lists.tensors.uses_triton(backend, LION), lists, grad_scale, found_inf)
 

@@ -23,8 +23,9 @@ LONGEST = 8192  # line that is one tile
 
 @triton.jit
 def _neighbours(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of two columns each. Those of a thread: older Triton adds a thread's elements one after
-    another.
+    """Add up two columns each.
+
+    Those of a thread: older Triton adds a thread's elements one after another.
     """
     a, b = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
     return a + b
@@ -35,7 +36,7 @@ def sum_kernel(
     x_ptr, y_ptr, rows, n, blocks, programs, count,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of BLOCK columns of ROWS lines; ``programs`` programs cover the ``count`` lines."""
+    """Add up BLOCK columns of ROWS lines; ``programs`` programs cover the ``count`` lines."""
     part = (tl.program_id(0) // programs).to(tl.int64)
     lines, numbers, valid = line_offsets(
         tl.program_id(0) % programs, rows, n, blocks, ROW_MAJOR, ALIGN, ROWS
@@ -54,8 +55,9 @@ def sum_kernel(
 def _reduction(
     shape: Sequence[int], dim: tuple[int, ...], keepdim: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
-    """Shape of the result; the order that makes the summed dimensions neighbours, if they are not;
-    first and last.
+    """Return the result's shape, an order of dimensions, and the first and last that are summed.
+
+    The order makes the summed dimensions neighbours; None where they are.
     """
     rank = len(shape)
     given = [in_range(d, max(rank, 1)) for d in dim]
@@ -105,11 +107,14 @@ def sum_torch(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) 
 def sum(
     x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype, backend: str = "auto"
 ) -> Tensor:
-    """Sum over ``dim`` (an empty sequence: over all) accumulated in FP32, rounded once to
-    ``dtype``.
+    """Sum with FP32 accumulation, rounded once to ``dtype``.
 
     Args:
         x: float16, bfloat16 or float32, any shape and strides.
+        dim: dimensions to sum over; an empty sequence: all.
+        keepdim: whether they stay, with size 1.
+        dtype: of the result.
+        backend: "auto", "triton" or "eager".
     """
     return SUM(backend, x, dim, keepdim, dtype)
 
@@ -122,7 +127,7 @@ SUM = TraceableOp(
 
 
 def shipped() -> Iterator[Shipped]:
-    """One tile and several, both orders of memory."""
+    """Yield one tile and several, in both orders of memory."""
     shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in (64, 1000, 8192, 50257)}
     shapes |= {"n=2**24": (1, 1 << 24), "inner": (64, 64, 4096)}
     for case, shape in shapes.items():

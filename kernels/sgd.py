@@ -175,6 +175,7 @@ def sgd(
             torch), copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     SGD.run(backend, lists.tensors.uses_triton(backend, SGD), lists, grad_scale, found_inf)
 

@@ -32,8 +32,9 @@ LONGEST = 32768  # line that registers hold
 
 @triton.jit
 def exp_shifted(d, SHIFT: tl.constexpr):
-    """exp(d) * 2**SHIFT. Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3
-    near 6e4.
+    """Return exp(d) * 2**SHIFT.
+
+    Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3 near 6e4.
     """
     return tl.exp2(d * 1.4426950408889634 + SHIFT)
 
@@ -44,8 +45,9 @@ def _max_and_sum(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Of columns ``begin`` to ``end``: the maximum m, and the sum of exp(x - m) (of exp(x) where m
-    is -inf).
+    """Return of columns ``begin`` to ``end`` the maximum m, and the sum of exp(x - m).
+
+    Where m is -inf, of exp(x).
     """
     m = tl.full([ROWS, 1], -float("inf"), tl.float32)
     s = tl.zeros([ROWS, 1], tl.float32)
@@ -71,7 +73,7 @@ def _write(
     LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``begin`` to ``end`` of the result, the last first: they are in L2 still."""
+    """Write columns ``begin`` to ``end`` of the result, the last first: they are in L2 still."""
     scale = tl.log2(s) * 0.6931471805599453 if LOG else 1 / s
     for back in range(0, end - begin, BLOCK):
         at = begin + (end - begin - 1) // BLOCK * BLOCK - back
@@ -204,11 +206,13 @@ def softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """exp(x - max) / sum(exp(x - max)) along ``dim``, computed in FP32 and rounded once.
+    """Compute exp(x - max) / sum(exp(x - max)) along ``dim`` in FP32, rounded once.
 
     Args:
         x: float16, bfloat16 or float32, any shape and strides.
+        dim: of the lines.
         dtype: of the result, one of these.
+        backend: "auto", "triton" or "eager".
     """
     return SOFTMAX(backend, x, dim, dtype)
 
@@ -222,9 +226,7 @@ def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """x - max - log(sum(exp(x - max))) along ``dim``, computed in FP32 and rounded once. Arguments
-    as ``softmax``.
-    """
+    """Compute x - max - log(sum(exp(x - max))) in FP32, rounded once; arguments as ``softmax``."""
     return LOG_SOFTMAX(backend, x, dim, dtype)
 
 
@@ -241,8 +243,10 @@ LOG_SOFTMAX = TraceableOp(
 
 
 def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.dtype]]:
-    """Yield name, shape, dtype of the input and of the result: the regimes of n, both orders of
-    memory, the dtypes that the op policy and its options lead to. FP32 results are log_softmax's.
+    """Yield name, shape, dtype of the input and of the result; FP32 results are log_softmax's.
+
+    They are the regimes of n, both orders of memory, and the dtypes that the op policy and its
+    options lead to.
     """
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
     lengths = 32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257

@@ -23,7 +23,7 @@ LONGEST = 16384  # line that registers hold, half as long as in the forward: the
 
 @triton.jit
 def _term(g, y, LOG: tl.constexpr):
-    """What a line's gradients are summed up of."""
+    """Return what a line's gradients are summed up of."""
     return g if LOG else g * y
 
 
@@ -38,7 +38,7 @@ def _total(
     LOG: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of columns ``begin`` to ``end``, for each line."""
+    """Return the sum of columns ``begin`` to ``end``, for each line."""
     total = tl.zeros([ROWS, 1], tl.float32)
     for at in range(begin, end, BLOCK):
         columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
@@ -54,7 +54,7 @@ def _write_gradient(
     g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n,
     LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
+    """Write columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
     for back in range(0, end - begin, BLOCK):
         at = begin + (end - begin - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
@@ -137,8 +137,9 @@ def softmax_backward_rest_kernel(
 
 
 def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
-    """Loops over two inputs take registers, and so do the addresses of single elements and of
-    columns.
+    """Return the tiling for two inputs.
+
+    Loops over two take registers, and so do the addresses of single elements and of columns.
     """
     rank, per_thread = max(len(shape), 1), PER_THREAD
     n = shape[dim % rank] if shape else 1
@@ -192,8 +193,9 @@ def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype
 def softmax_backward(
     grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
 ) -> Tensor:
-    """Gradient of softmax from its output: y * (grad - sum(grad * y)), in FP32, rounded once to
-    ``dtype``.
+    """Compute the gradient of softmax from its output, in FP32, rounded once to ``dtype``.
+
+    That is y * (grad - sum(grad * y)).
     """
     return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
@@ -210,8 +212,9 @@ def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.d
 def log_softmax_backward(
     grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
 ) -> Tensor:
-    """Gradient of log_softmax from its output: grad - exp(y) * sum(grad), in FP32, rounded once to
-    ``dtype``.
+    """Compute the gradient of log_softmax from its output, in FP32, rounded once to ``dtype``.
+
+    That is grad - exp(y) * sum(grad).
     """
     return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
