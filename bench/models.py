@@ -12,7 +12,8 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width), nn.ReLU(inplace=True),
             nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
         )  # fmt: skip
         self.shortcut: nn.Module = nn.Identity()
@@ -45,7 +46,7 @@ class ResNet(nn.Sequential):
 
 
 class Attention(nn.Module):
-    """(N, T, width) -> the same. ``fused``: torch's attention kernel, else matmul, softmax, matmul."""
+    """(N, T, width) -> the same; ``fused`` is torch's kernel, else matmul, softmax, matmul."""
 
     def __init__(self, width: int, heads: int, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -87,7 +88,8 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, fused: bool, vocabulary: int = 50257, context: int = 1024, width: int = 768, layers: int = 12,
+        self, fused: bool, vocabulary: int = 50257, context: int = 1024,
+        width: int = 768, layers: int = 12,
         heads: int = 12,
     ) -> None:  # fmt: skip
         super().__init__()

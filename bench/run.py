@@ -68,7 +68,8 @@ def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
     """
     rate = case.elements * case.bytes / timing.us * 1e6 if case.bytes else None
     return {
-        "group": case.group, "case": case.name, "peer": peer, "dtype": case.dtype, "shape": case.shape,
+        "group": case.group, "case": case.name, "peer": peer,
+        "dtype": case.dtype, "shape": case.shape,
         "headline": case.quick, "elements": case.elements, "bytes_per_element": case.bytes,
         "path_bytes_per_element": case.path_bytes.get(peer), "us": timing.us,
         "gb_per_s": rate and rate / 1e9, "copy_gb_per_s": copy_bandwidth / 1e9,
@@ -105,9 +106,8 @@ def child(process: str, quick: bool, until: float, path: Path) -> None:
         for found in measure(
             process, [c for c in all_cases() if c.quick or not quick], stopwatch, until
         ):
-            print(
-                f"{found['case']}: {found['peer']} {found.get('reason') or format(found['us'], '.1f') + ' us'}"
-            )
+            outcome = found.get("reason") or f"{found['us']:.1f} us"
+            print(f"{found['case']}: {found['peer']} {outcome}")
             print(json.dumps(found), file=lines, flush=True)
 
 

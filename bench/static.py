@@ -215,7 +215,7 @@ def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[mock.Mock]:
-    """Have every module of the kernels call the mock that this yields in the place of ``launch``."""
+    """Have every module of the kernels call the mock that this yields, not ``launch``."""
     launch = mock.Mock()
     with contextlib.ExitStack() as patches:
         for name, module in list(sys.modules.items()):
@@ -354,11 +354,13 @@ def gates(row: Row) -> list[str]:
     build, wrong = row.build, []
     if row.stack > STACK.get(build.arch, 0) or row.local or (row.spills and not row.stack):
         wrong.append(
-            f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: allowed are 0"
+            f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: "
+            "allowed are 0"
         )
     if build.max_shared is not None and row.shared > build.max_shared:
         wrong.append(
-            f"{row.shared} B of shared memory, allowed are {build.max_shared}: a layout is converted"
+            f"{row.shared} B of shared memory, allowed are {build.max_shared}: "
+            "a layout is converted"
         )
     allowed = build.max_registers if build.aligned else 255
     if build.arch == 70:
@@ -382,9 +384,15 @@ def code_gates(row: Row) -> Iterator[str]:
         return
     floats = [opcode for opcode in row.atomics if re.search(r"\.(B?F\d|CAS)", opcode)]
     if floats:
-        yield f"{', '.join(floats)}: atomics on floating-point numbers (CAS stands in for them), allowed are none"
+        yield (
+            f"{', '.join(floats)}: atomics on floating-point numbers (CAS stands in for them), "
+            "allowed are none"
+        )
     if build.max_instructions and build.judged and row.instructions > build.max_instructions:
-        yield f"{row.instructions:.2f} instructions for each element, allowed are {build.max_instructions:g}"
+        yield (
+            f"{row.instructions:.2f} instructions for each element, "
+            f"allowed are {build.max_instructions:g}"
+        )
     if not (build.aligned and build.moves_tensors):
         return
     if build.arch == 90 and row.in_flight < MIN_IN_FLIGHT:
@@ -396,7 +404,10 @@ def code_gates(row: Row) -> Iterator[str]:
         for size, bytes_needed in needed.items():
             moved = size * found.get(size, 0)
             if moved < bytes_needed:
-                yield f"{moved} of a tile's {bytes_needed} B in {what} of {size} B, allowed is all of it ({found})"
+                yield (
+                    f"{moved} of a tile's {bytes_needed} B in {what} of {size} B, "
+                    f"allowed is all of it ({found})"
+                )
     narrow = sum(count for size, count in row.loads.items() if size <= 2)
     if narrow and "VEC" not in build.constants:  # which has a masked tail of single elements
         yield f"{narrow} loads of 2 B or less, allowed are none"
@@ -425,7 +436,8 @@ def growth_gate(row: Row, snapshot: dict[str, dict[str, list[float | None]]]) ->
         return [f"sm_{arch} {name}: not in {SNAPSHOT.name}, write that with --snapshot"]
     before, now = snapshot[name][str(arch)], (row.registers, row.instructions)
     return [
-        f"sm_{arch} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: allowed is {MAX_GROWTH} times as many"
+        f"sm_{arch} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
+        f"allowed is {MAX_GROWTH} times as many"
         for what, new, old in zip(
             ("registers", "instructions for each element"), now, before, strict=True
         )
@@ -449,15 +461,16 @@ def line(row: Row) -> str:
     """A row of the table."""
     build = row.build
     size = f"{build.constants.get('ROWS', 1)}x{build.constants.get('BLOCK', 1)}"
-    start = f"{build.arch:<4}{build.name:64}{size:>8} {build.warps:2} warps {row.registers:3} registers "
-    start += f"{row.shared:5} B shared {row.occupancy:4.0%}"
+    start = f"{build.arch:<4}{build.name:64}{size:>8} {build.warps:2} warps "
+    start += f"{row.registers:3} registers {row.shared:5} B shared {row.occupancy:4.0%}"
     if row.instructions is None:
         return f"{start}, not disassembled"
     loads, stores = (
         " ".join(f"{count}x{size}" for size, count in w.items()) for w in (row.loads, row.stores)
     )
     return (
-        f"{start} {row.in_flight / 1024:4.0f} KiB in flight {row.instructions:5.2f} instructions {row.ex2:4.2f} ex2 "
+        f"{start} {row.in_flight / 1024:4.0f} KiB in flight "
+        f"{row.instructions:5.2f} instructions {row.ex2:4.2f} ex2 "
         f"{row.spills} spills, loads {loads}, stores {stores}"
     )
 

@@ -250,7 +250,7 @@ def test_memory_that_is_not_aligned(
 
 
 def test_memory_with_gaps(device: torch.device, backend: str) -> None:
-    """Gradients of slices, parameters that are columns, and moments that lie the other way round."""
+    """Gradients of slices, parameters that are columns, moments that lie the other way round."""
     start = Tensors(device, backend, WIDE, HALF, HALF, shapes=[(5, 7), (8, 3)])
     expected = start.clone().step()
     start.grads = [torch.stack([g, g], -1)[..., 0] for g in start.grads]
@@ -502,7 +502,7 @@ def test_zero_gradients_move_nothing(device: torch.device, backend: str) -> None
 
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_bad_numbers_are_not_hidden(device: torch.device, backend: str, bad: float) -> None:
-    """Without found_inf they go where the formulas send them, weight decay of 0 and amsgrad or not."""
+    """Without found_inf they go where the formulas send them, weight decay 0 and amsgrad or not."""
     rules = [rule for rule in EVERY_RULE if rule.weight_decay == 0.0]
     tensors = Tensors(device, backend, rules=rules, shapes=[(3,)])
     for params, grads in zip(tensors.params[::2], tensors.grads[::2], strict=True):

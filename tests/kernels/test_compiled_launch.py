@@ -21,10 +21,14 @@ calls, loaded = [], []
 class Launcher:
     def __init__(self, src, metadata):
         self.constants = {src.fn.arg_names[path[0]]: value for path, value in src.constants.items()}
-        self.attributes = {src.fn.arg_names[path[0]]: value for path, value in src.attrs.items() if value}
-        self.signature, self.num_warps, self.maxnreg = src.signature, metadata.num_warps, metadata.maxnreg
+        given = src.attrs.items()
+        self.attributes = {src.fn.arg_names[path[0]]: value for path, value in given if value}
+        self.signature, self.num_warps = src.signature, metadata.num_warps
+        self.maxnreg = metadata.maxnreg
 
-    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
+    def __call__(
+        self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args
+    ):
         calls.append(SimpleNamespace(grid=(x, y, z), stream=stream, args=args, build=self))
 
 def load_binary(name, kernel, shared, device):
@@ -54,7 +58,8 @@ assert call.grid == (4, 1, 1) and call.stream == 7
 assert call.args[0] is x and call.args[1] is y and call.args[2:5] == (4, 1024, 4), call.args
 assert call.build.signature["rows"] == "i32" and call.build.signature["x_ptr"] == "*fp16"
 assert call.build.constants["BLOCK"] == 1024 and call.build.constants["LOG"] is False
-assert "rows" not in call.build.attributes and "x_ptr" in call.build.attributes  # 16-byte alignment is compiled in
+attributes = call.build.attributes
+assert "rows" not in attributes and "x_ptr" in attributes  # 16-byte alignment is compiled in
 assert call.build.num_warps == 1 and call.build.maxnreg == softmax.MAX_REGISTERS
 
 # the same build serves other numbers of rows, and memory elsewhere

@@ -363,7 +363,7 @@ def test_norm_and_factor(device: torch.device, backend: str, scale: float) -> No
 
 
 def test_the_squares_are_summed_beyond_fp32(device: torch.device, backend: str) -> None:
-    """In FP32 one after another, the 2**6 are lost after a while, and the 2**127 overflow at once."""
+    """In FP32 one after another, the 2**6 are lost after a while, the 2**127 overflow at once."""
     at = {"device": device, "backend": backend}
     norm = judge([1.0] * 4096, [2.0**24 + 2.0**6] * 4096, **at)[1]
     assert norm == pytest.approx(2.0**18 * (1 + 2.0**-19), rel=2**-23)

@@ -267,7 +267,10 @@ def test_auto_goes_on_in_eager_torch_with_one_warning(
     monkeypatch.setattr(softmax, "launch", _broken)
     monkeypatch.setattr(_implementations, "failures", {})
     monkeypatch.setitem(hardware._answers, x.device, True)
-    text = "softmax runs in eager torch from now on: softmax_kernel cannot be compiled: FileNotFoundError: no C comp"
+    text = (
+        "softmax runs in eager torch from now on: "
+        "softmax_kernel cannot be compiled: FileNotFoundError: no C comp"
+    )
     with pytest.warns(RuntimeWarning, match=text):
         y = softmax.softmax(x, 1, FP16)
     assert torch.equal(y, softmax.softmax_torch(x, 1, FP16))
@@ -293,7 +296,8 @@ from functorch.compile import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tritonamp.casts import active
 
-logging.disable(logging.CRITICAL)  # without a GPU Triton cannot tell which arguments a kernel writes
+# without a GPU Triton cannot tell which arguments a kernel writes
+logging.disable(logging.CRITICAL)
 amp = tritonamp.enable(torch.nn.Linear(1, 1))
 number = active.number_of(amp.policy, "triton")
 

@@ -1,4 +1,4 @@
-"""What operations read and write: bytes, counted in Triton's interpreter; and the same bits again."""
+"""What operations read and write, counted in Triton's interpreter; and the same bits again."""
 
 from collections.abc import Callable
 from typing import Any

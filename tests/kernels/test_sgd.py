@@ -84,7 +84,7 @@ def exact(run: Run, steps: Sequence[Sequence[Tensor]], factor: float) -> list[Te
 def test_against_fp64(
     rule: SGDRule, copy: torch.dtype | None, backend: str, device: torch.device
 ) -> None:
-    """A step has at most eight roundings of quantities that stay below 8 here: 3 steps, 64 u each."""
+    """A step has at most eight roundings of quantities that stay below 8: 3 steps, 64 u each."""
     run = Run(device, rule, copy)
     steps = [made(device, copy or torch.float32, seed) for seed in (1, 2, 3)]
     expected = exact(run, steps, 0.5)

@@ -27,19 +27,19 @@ Resource usage:
 SASS = """
 	code for sm_90a
 		Function : softmax_kernel
-        /*0000*/                   LDC R1, c[0x0][0x28] ;                          /* 0x00000a00ff017b82 */
-                                                                                   /* 0x000fe20000000800 */
-        /*0010*/                   S2R R12, SR_TID.X ;                             /* 0x00000000000c7919 */
+        /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
+                                                                   /* 0x000fe20000000800 */
+        /*0010*/                   S2R R12, SR_TID.X ;             /* 0x00000000000c7919 */
         /*0220*/               @P1 LDG.E.128 R8, desc[UR4][R20.64] ;               /* 0x0000000414081981 */
         /*0230*/              @!P1 LDG.E.EL.U16 R16, desc[UR4][R20.64+0x2] ;       /* 0x0000000414081981 */
         /*0240*/                   HADD2.F32 R14, -RZ, R11.reuse.H0_H0 ;           /* 0x2000000bff0e7230 */
-        /*0250*/              @UP0 LDG.E.64 R4, desc[UR4][R20.64] ;                /* 0x0000000414081981 */
-        /*0260*/                   MUFU.EX2 R20, R20 ;                             /* 0x0000001400147308 */
-        /*0270*/                   FADD R16, R16, R5 ;                             /* 0x0000001400147308 */
+        /*0250*/              @UP0 LDG.E.64 R4, desc[UR4][R20.64] ;/* 0x0000000414081981 */
+        /*0260*/                   MUFU.EX2 R20, R20 ;             /* 0x0000001400147308 */
+        /*0270*/                   FADD R16, R16, R5 ;             /* 0x0000001400147308 */
         /*0280*/                   STG.E.128 desc[UR4][R20.64], R8 ;               /* 0x0000000414081981 */
-        /*0290*/                   EXIT ;                                          /* 0x000000000000794d */
-        /*02a0*/                   BRA 0x2a0;                                      /* 0xfffffffc00fc7947 */
-        /*02b0*/                   NOP;                                            /* 0x0000000000007918 */
+        /*0290*/                   EXIT ;                          /* 0x000000000000794d */
+        /*02a0*/                   BRA 0x2a0;                      /* 0xfffffffc00fc7947 */
+        /*02b0*/                   NOP;                            /* 0x0000000000007918 */
 """
 TTIR = """
     %x_17 = tt.load %x_16, %x, %cst evictionPolicy = evict_last : tensor<16x256x!tt.ptr<f16>> loc(#loc94)
@@ -311,7 +311,8 @@ def test_exit_status(
     )
     assert static.main([]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "sm_80 softmax float16 n=1024: softmax_kernel: not in triton-0.0.json, write that with --snapshot"
+        "sm_80 softmax float16 n=1024: softmax_kernel: "
+        "not in triton-0.0.json, write that with --snapshot"
     ]
 
 

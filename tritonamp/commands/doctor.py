@@ -37,16 +37,18 @@ def report() -> str:
 def _versions() -> list[tuple[str, str]]:
     gpus = torch.cuda.device_count()
     return [
-        (
-            "python",
-            f"{platform.python_version()} ({platform.python_implementation()}, {platform.system()})",
-        ),
+        ("python", _python()),
         ("tritonamp", tritonamp.__version__),
         ("torch", torch.__version__),
         ("triton", hardware.triton_version() or "cannot be imported"),
         ("CUDA", _cuda()),
         ("GPUs", str(gpus) if gpus else "none that torch can use"),
     ]
+
+
+def _python() -> str:
+    implementation, system = platform.python_implementation(), platform.system()
+    return f"{platform.python_version()} ({implementation}, {system})"
 
 
 def _cuda() -> str:
@@ -60,7 +62,7 @@ def _cuda() -> str:
 
 
 def _devices() -> list[torch.device]:
-    """The GPUs, or the CPU where there is none."""
+    """Return the GPUs, or the CPU where there is none."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [
         torch.device("cpu")
     ]
@@ -68,8 +70,9 @@ def _devices() -> list[torch.device]:
 
 def _describe(device: torch.device) -> str:
     if device.type == "cpu":
+        processor = platform.processor() or platform.machine()
         return (
-            f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads; half matmuls are "
+            f"{processor}, {torch.get_num_threads()} threads; half matmuls are "
             "computed in FP32 and rounded: for trying things out, not for speed"
         )
     properties = torch.cuda.get_device_properties(device)
