@@ -29,7 +29,7 @@ class Case(NamedTuple):
     elements: int
     bytes: float | None
     peers: dict[str, Callable[[torch.device], Work]]
-    path_bytes: dict[str, float] = {}  # never written to
+    path_bytes: dict[str, float] = {}  # noqa: RUF012  never written to
     quick: bool = False
     graph: bool = False
     operations: tuple[str, ...] = ()

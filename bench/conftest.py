@@ -1,8 +1,8 @@
-"""What the benchmarks share: a device, the stopwatch, and pytest-benchmark set up for a device that
-runs on its own.
+"""What the benchmarks share: a device, the stopwatch, and pytest-benchmark set up for it.
 
-pytest bench                 # on a GPU at real size; without one every case at toy size, which
-measures nothing pytest bench -k "softmax and forward"
+pytest bench                              # on a GPU at real size; without one every case at
+                                          # toy size, which measures nothing
+pytest bench -k "softmax and forward"
 """
 
 from collections.abc import Callable
@@ -24,9 +24,7 @@ if not GPU:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Times of toys on a CPU mean nothing, so there is no table of them, unless --benchmark-enable
-    asks for it.
-    """
+    """Print no table where times mean nothing: toys on a CPU, unless --benchmark-enable asks."""
     if not GPU:
         config.option.benchmark_disable = True
 
@@ -40,7 +38,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each case and peer of the module's GROUPS."""
+    """Make a test for each case and peer of the module's GROUPS."""
     if {"case", "peer"} <= set(metafunc.fixturenames):
         cases = [c for c in all_cases(toy=not GPU) if c.group in metafunc.module.GROUPS]
         marks = (
@@ -67,7 +65,7 @@ def stopwatch() -> Stopwatch:
 
 @pytest.fixture
 def compare(benchmark, stopwatch: Stopwatch) -> Callable[[Case, str], None]:
-    """Runs a peer's work on a case; the table shows peers of one case side by side."""
+    """Run a peer's work on a case; the table shows peers of one case side by side."""
 
     def run(case: Case, peer: str) -> None:
         what = missing(peer)

@@ -1,12 +1,11 @@
-"""Does training end where it ends in FP32? O0, O1, O2 and torch.amp, equal weights and batches for
-equal seeds.
+"""Does training end where it ends in FP32? O0, O1, O2 and torch.amp, with equal seeds.
 
     python bench/convergence.py            # minutes on a CPU; writes
-    bench/results/convergence-<device>.json python bench/convergence.py --quick    # few steps,
-    writes nothing
+                                           # bench/results/convergence-<device>.json
+    python bench/convergence.py --quick    # few steps, writes nothing
 
-Two models on real data: the digits CNN and the character transformer of ``tritonamp.demo``, in
-float16.
+Weights and batches are the same. Two models on real data: the digits CNN and the character
+transformer of ``tritonamp.demo``, in float16.
 """
 
 import argparse
@@ -100,9 +99,7 @@ def _stock(
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: mean over the seeds, lowest to highest in brackets, and the largest distance from
-    O0 of one seed.
-    """
+    """Return Markdown: mean, range in brackets, and the largest distance from O0 of one seed."""
     lines = [
         "| model | mode | final training loss | test score | largest difference to O0, same seed |",
         "|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""What the host pays for a call, without a GPU: kernel launches are replaced by a stub that only
-looks up its key.
+"""What the host pays for a call, without a GPU: a stub stands for kernel launches.
 
     python bench/host.py
 
-Microseconds of this machine's CPU, the least of many: one softmax inside an enabled forward against
-``torch.empty_like``, and an O2 step on 148 small tensors. Add 1.6 to 3 us for each real launch.
+The stub only looks up its key. Microseconds of this machine's CPU, the least of many: one softmax
+inside an enabled forward against ``torch.empty_like``, and an O2 step on 148 small tensors. Add 1.6
+to 3 us for each real launch.
 """
 
 import argparse
@@ -36,9 +36,7 @@ LAUNCHING = _update_lists, cast, decide, grad_stats, reduce, softmax, softmax_ba
 
 @contextmanager
 def stub_launches() -> Iterator[list[int]]:
-    """Kernels are taken for CPU tensors and never run; yields a list whose one number counts
-    launches.
-    """
+    """Take kernels for CPU tensors, run none; yield a list whose one number counts launches."""
     count, compiled = [0], {}
 
     def launch(

@@ -27,8 +27,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """(N, 3, 32, 32) images -> (N, 10) logits. He et al. 2015, with the 3x3 stem that CIFAR-10 is
-    trained with.
+    """(N, 3, 32, 32) images -> (N, 10) logits.
+
+    He et al. 2015, with the 3x3 stem that CIFAR-10 is trained with.
     """
 
     def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> None:
@@ -83,8 +84,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(N, context) token numbers -> (N, context, vocabulary) logits; the shape of GPT-2 small,
-    embeddings tied.
+    """(N, context) token numbers -> (N, context, vocabulary) logits.
+
+    The shape of GPT-2 small, embeddings tied.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ fused optimizer on an FP32 model; "compile": ``torch.compile`` of "eager" or "to
 
 
 def missing(peer: str) -> str | None:
-    """What to install for ``peer``; None where nothing is missing."""
+    """Return what to install for ``peer``; None where nothing is missing."""
     module, package = PEERS[peer].module, PEERS[peer].package
     if module is None:
         return None

@@ -23,7 +23,7 @@ def names(stem: str, rows: list[Row]) -> dict[str, str]:
 
 
 def draw(rows: list[Row], folder: Path, stem: str) -> list[Path]:
-    """Writes the pictures."""
+    """Write the pictures."""
     written = []
     for name, (title, has, picture) in PICTURES.items():
         own = [row for row in rows if has(row)]
@@ -37,8 +37,9 @@ def draw(rows: list[Row], folder: Path, stem: str) -> list[Path]:
 
 
 def _is_a_point(row: Row) -> bool:
-    """Of the curves over the row length: powers of two; lengths between them make jumps, they are
-    in the tables.
+    """Tell whether a length is a point of the curves: powers of two.
+
+    Lengths between them make jumps; they are in the tables.
     """
     if row["group"] not in SOFTMAX or row["dtype"] != "bfloat16" or row["shape"].count("x") != 1:
         return False
@@ -88,7 +89,7 @@ def _training(axes: Any, rows: list[Row]) -> None:
 def _bars(
     ax: Axes, rows: list[Row], value: Callable[[Row], float], label: str, log: bool = False
 ) -> None:
-    """A group of bars for each case, a colour for each peer."""
+    """Draw a group of bars for each case, a colour for each peer."""
     cases, peers = list(dict.fromkeys(row["case"] for row in rows)), _peers(rows)
     height = 0.8 / len(peers)
     for i, peer in enumerate(peers):

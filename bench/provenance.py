@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What every row carries."""
+    """Return what every row carries."""
     gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu {platform.machine()}",
@@ -27,8 +27,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked out commit, with "-dirty" where files that Git knows differ from it; "unknown"
-    outside a checkout.
+    """Return the checked out commit; "unknown" outside a checkout.
+
+    "-dirty" follows where files that Git knows differ from it.
     """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -1,5 +1,4 @@
-"""Tables and pictures from the committed measurements in bench/results/, and nothing that is not in
-them.
+"""Tables and pictures from the committed measurements in bench/results/, and nothing else.
 
     python bench/report.py            # prints
     python bench/report.py --write    # fills bench/README.md between its "bench:" marks, and draws
@@ -52,9 +51,10 @@ def is_ours(row: Row) -> bool:
 
 
 def speed(records: dict[str, Record], link: str) -> str:
-    """Markdown of all GPUs.
+    """Return the Markdown of all GPUs.
 
     Args:
+        records: what was measured, by file.
         link: folder of the pictures, as the page has to name it.
     """
     parts = [_one(stem, record, link) for stem, record in records.items()]
@@ -124,8 +124,9 @@ def training_table(rows: list[Row]) -> str:
 
 
 def slower(rows: list[Row]) -> str:
-    """Where a peer takes less time, the worst first. The baseline of a training step in FP32 counts
-    too.
+    """Return where a peer takes less time, the worst first.
+
+    The baseline of a training step in FP32 counts too.
     """
     lost = sorted(
         (ratio, row["case"] + row["peer"].removeprefix("tritonamp"), peer)
@@ -149,7 +150,7 @@ def slower(rows: list[Row]) -> str:
 
 
 def absent(entries: list[Row]) -> str:
-    """What the run could not measure, by reason."""
+    """Return what the run could not measure, by reason."""
     reasons = Counter((entry["peer"], entry["reason"]) for entry in entries)
     if not reasons:
         return "Nothing was left out."
@@ -161,7 +162,7 @@ def absent(entries: list[Row]) -> str:
 
 
 def training_results(folder: Path) -> str:
-    """The table of final losses, for each device."""
+    """Return the table of final losses, for each device."""
     parts = []
     for path in sorted(folder.glob("convergence-*.json")):
         record = json.loads(path.read_text())

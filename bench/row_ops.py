@@ -149,7 +149,7 @@ def forward_work(
 def backward_work(
     make: Make, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Work:
-    """The gradient is materialised: what comes next would have to read it."""
+    """Make a backward that materialises its gradient: what comes next would have to read it."""
     x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     with torch._functorch.config.patch(
         donated_buffer=False
@@ -201,7 +201,7 @@ def _case(op: Op, shape: tuple[int, ...], dtype: torch.dtype, backward: bool, to
 
 
 def _small(shape: tuple[int, int], toy: bool) -> Case:
-    """softmax forward of one small bf16 input out of so many that the cache does not hold them."""
+    """Return the case of one small bf16 input out of so many that the cache does not hold them."""
     op, used = OPS[0], _toy(shape) if toy else shape
 
     def rotated(make: Make, device: torch.device) -> Work:

@@ -1,13 +1,12 @@
-"""Measures everything on this machine's GPU and writes
-bench/results/<gpu>-torch<version>-triton<version>.json.
+"""Measures everything on this machine's GPU, and writes it to bench/results/.
 
     python bench/run.py            # ten minutes
-    python bench/run.py --quick    # two minutes, the most telling rows; the file's name ends in
-    -quick
+    python bench/run.py --quick    # two minutes, the most telling rows
 
-Peers that may get in one another's way run in processes of their own. What does not fit in the
-time, fails, or is not installed is listed in the file under "not_measured", with the reason.
-Without a GPU nothing is measured or written.
+The file is <gpu>-torch<version>-triton<version>.json; its name ends in -quick for those. Peers that
+may get in one another's way run in processes of their own. What does not fit in the time, fails, or
+is not installed is listed in the file under "not_measured", with the reason. Without a GPU nothing
+is measured or written.
 """
 
 import argparse
@@ -63,8 +62,9 @@ def _one_line(error: Exception) -> str:
 
 
 def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
-    """What one peer did on one case; rates count the bytes that have to move, not those that the
-    peer moves.
+    """Return what one peer did on one case.
+
+    Rates count the bytes that have to move, not those that the peer moves.
     """
     rate = case.elements * case.bytes / timing.us * 1e6 if case.bytes else None
     return {
@@ -79,9 +79,7 @@ def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
 
 
 def with_ratios(rows: list[Row], machine: Row) -> list[Row]:
-    """Adds "ratio", by peer of the same case how many times longer that peer takes, and where the
-    row was measured.
-    """
+    """Add "ratio", by peer of the same case how many times longer it takes, and the machine."""
     times: dict[str, dict[str, float]] = {}
     for r in rows:
         times.setdefault(r["case"], {})[r["peer"]] = r["us"]
@@ -98,9 +96,7 @@ def with_ratios(rows: list[Row], machine: Row) -> list[Row]:
 
 
 def child(process: str, quick: bool, until: float, path: Path) -> None:
-    """Measures in this process and appends a line for each row, so that what was measured survives
-    a crash.
-    """
+    """Measure in this process, and append a line for each row: it survives a crash."""
     stopwatch = Stopwatch(torch.device("cuda"), QUICK_SECONDS if quick else SECONDS)
     with path.open("a") as lines:
         for found in measure(

@@ -1,11 +1,10 @@
 """What the compiler makes of every shipped kernel, for every architecture, and the gates on it.
-Needs no GPU.
 
     python bench/static.py --op softmax --arch 80 90
 
-A kernel joins by ``shipped()`` in its module, see ``tritonamp.kernels._shipped.Shipped``. One line
-for each build; failed gates on stderr, exit status 1. Numbers are of the code as it stands: the
-body of a loop counts once.
+Needs no GPU. A kernel joins by ``shipped()`` in its module, see
+``tritonamp.kernels._shipped.Shipped``. One line for each build; failed gates on stderr, exit status
+1. Numbers are of the code as it stands: the body of a loop counts once.
 """
 
 import argparse
@@ -114,8 +113,9 @@ class Build(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        """Whether instructions for each element say something: one whole line, no masks, no loop,
-        and long enough.
+        """Whether instructions for each element say something.
+
+        That needs one whole line, no masks, no loop, and length.
         """
         rows, block = self.constants.get("ROWS", 1), self.constants.get("BLOCK", 1)
         full = self.constants.get("ALIGN", block) == block
@@ -123,8 +123,7 @@ class Build(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was measured of a build; None where Triton's disassembler does not know the
-    architecture.
+    """What was measured of a build; None where the disassembler does not know the architecture.
 
     Attributes:
         registers, stack, local: of a thread, the last two in bytes.
@@ -279,14 +278,12 @@ def measure(build: Build) -> Row:
 
 
 def resources(usage: str) -> tuple[int, int, int]:
-    """Registers, bytes of stack, bytes of local memory, as ``cuobjdump -res-usage`` prints them."""
+    """Return registers, bytes of stack and of local memory, of ``cuobjdump -res-usage``."""
     return tuple(int(re.search(rf"\b{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
 
 
 def instructions(sass: str) -> list[tuple[str, str]]:
-    """Opcodes with their modifiers, and their operands, as ``cuobjdump -sass`` prints them; without
-    padding.
-    """
+    """Return opcodes with their modifiers, and operands, of ``cuobjdump -sass``; no padding."""
     found = re.findall(
         r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);", sass, re.MULTILINE
     )
@@ -306,8 +303,9 @@ def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
 
 
 def outstanding(code: Iterable[tuple[str, str]]) -> int:
-    """Bytes that a thread has asked for and not touched yet, at most, with the code read from top
-    to bottom.
+    """Return the most bytes that a thread has asked for and not touched yet.
+
+    The code is read from top to bottom.
     """
     most, pending = 0, {}  # register to its bytes: the thread waits where it is mentioned next
     for opcode, operands in code:
@@ -322,8 +320,9 @@ def outstanding(code: Iterable[tuple[str, str]]) -> int:
 
 
 def tile_bytes(ttir: str, what: str, tile: int, threads: int) -> dict[int, int]:
-    """Bytes of whole tiles that a thread loads or stores, by access width. What is no tile is a
-    partial result.
+    """Return bytes of whole tiles that a thread loads or stores, by access width.
+
+    What is no tile is a partial result.
     """
     found: Counter[int] = Counter()
     for shape, bits in re.findall(rf"\btt\.{what} .*: tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>", ttir):
@@ -334,9 +333,7 @@ def tile_bytes(ttir: str, what: str, tile: int, threads: int) -> dict[int, int]:
 
 
 def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
-    """How many a multiprocessor holds of programs that need so many warps, registers a thread and
-    shared bytes.
-    """
+    """Return how many warps a multiprocessor holds of programs with such needs."""
     max_warps, max_programs, kib = LIMITS[arch]
     by_registers = 4 * (
         65536 // 4 // (32 * 8 * -(-registers // 8))
@@ -350,7 +347,7 @@ def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
 
 
 def gates(row: Row) -> list[str]:
-    """What is wrong with one build: what was got, what is allowed."""
+    """Return what is wrong with one build: what was got, what is allowed."""
     build, wrong = row.build, []
     if row.stack > STACK.get(build.arch, 0) or row.local or (row.spills and not row.stack):
         wrong.append(
@@ -376,7 +373,7 @@ def gates(row: Row) -> list[str]:
 
 
 def code_gates(row: Row) -> Iterator[str]:
-    """The gates on instructions."""
+    """Yield what is wrong with its instructions."""
     build = row.build
     if row.instructions is None:
         if build.arch >= FIRST_DISASSEMBLED:
@@ -414,8 +411,9 @@ def code_gates(row: Row) -> Iterator[str]:
 
 
 def exp2_gate(rows: Iterable[Row]) -> list[str]:
-    """MUFU.EX2 in all launches of a call together. Column-major tiles have too few columns to
-    rescale sums for free.
+    """Return what is wrong with MUFU.EX2 in all launches of a call together.
+
+    Column-major tiles have too few columns to rescale sums for free.
     """
     calls: dict[tuple[int, str, int], float] = {}
     for row in rows:
@@ -458,7 +456,7 @@ def snapshot_text(rows: Iterable[Row]) -> str:
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     build = row.build
     size = f"{build.constants.get('ROWS', 1)}x{build.constants.get('BLOCK', 1)}"
     start = f"{build.arch:<4}{build.name:64}{size:>8} {build.warps:2} warps "

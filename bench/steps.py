@@ -69,8 +69,9 @@ def grads_of(params: list[nn.Parameter]) -> list[Tensor]:
 
 
 def scaler_of_one(device: torch.device) -> torch.amp.GradScaler:
-    """Scale 1 for good: unscaling reads and writes all the same, and gradients do not shrink from
-    call to call.
+    """Return a scaler with scale 1 for good.
+
+    Unscaling reads and writes all the same, and gradients do not shrink from call to call.
     """
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30)
     scaler.scale(torch.ones((), device=device))
@@ -190,8 +191,9 @@ def our_step(build: Build, device: torch.device) -> Work:
 
 
 def half_pipeline(build: Build, device: torch.device) -> Work:
-    """A half model in stock torch, 60 B/param: gradients up, unscale, clip, fused AdamW on masters,
-    parameters down.
+    """Make the step of a half model in stock torch, 60 B/param.
+
+    Gradients up, unscale, clip, fused AdamW on masters, parameters down.
     """
     params = parameters(build, device, HALF)
     masters = [nn.Parameter(p.detach().float()) for p in params]
@@ -213,8 +215,9 @@ def half_pipeline(build: Build, device: torch.device) -> Work:
 
 
 def standard_amp(build: Build, device: torch.device) -> Work:
-    """FP32 parameters and gradients, 54 B/param: weight casts of the forward, unscale, clip, fused
-    AdamW.
+    """Make the step of FP32 parameters and gradients, 54 B/param.
+
+    Weight casts of the forward, unscale, clip, fused AdamW.
     """
     params = parameters(build, device, torch.float32)
     weights = [p.detach() for p in params if p.dim() > 1]

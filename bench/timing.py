@@ -74,9 +74,10 @@ class Stopwatch:
             self._flushed = self._flushed.clone()
 
     def measure(self, make: Callable[[], Work], graph: bool = False) -> Timing:
-        """Times the calls of ``make()``.
+        """Time the calls of ``make()``.
 
         Args:
+            make: maker of the work.
             graph: the calls are too small for events and can be captured.
         """
         gpu = self.device.type == "cuda"
@@ -98,7 +99,7 @@ class Stopwatch:
             work.close()
 
     def flush(self) -> None:
-        """Fills the L2 cache with something else."""
+        """Fill the L2 cache with something else."""
         if self.device.type == "cuda":
             self._flushed.amax()
 

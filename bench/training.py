@@ -1,6 +1,4 @@
-"""Training steps of whole models: forward, loss, backward, clipped AdamW step. Time and peak
-memory.
-"""
+"""Training steps of whole models: forward, loss, backward, clipped AdamW. Time and memory."""
 
 import functools
 from collections.abc import Callable
