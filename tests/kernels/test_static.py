@@ -31,7 +31,7 @@ SASS = """
                                                                    /* 0x000fe20000000800 */
         /*0010*/                   S2R R12, SR_TID.X ;             /* 0x00000000000c7919 */
         /*0220*/               @P1 LDG.E.128 R8, desc[UR4][R20.64] ;/* 0x0000000414081981 */
-        /*0230*/              @!P1 LDG.E.EL.U16 R16, desc[UR4][R20.64+0x2] ;       /* 0x0000000414081981 */
+        /*0230*/              @!P1 LDG.E.EL.U16 R16, desc[UR4][R20.64+0x2] ;/* 0x0000000414081981 */
         /*0240*/                   HADD2.F32 R14, -RZ, R11.reuse.H0_H0 ;/* 0x2000000bff0e7230 */
         /*0250*/              @UP0 LDG.E.64 R4, desc[UR4][R20.64] ;/* 0x0000000414081981 */
         /*0260*/                   MUFU.EX2 R20, R20 ;             /* 0x0000001400147308 */
@@ -42,7 +42,7 @@ SASS = """
         /*02b0*/                   NOP;                            /* 0x0000000000007918 */
 """
 TTIR = """
-    %x_17 = tt.load %x_16, %x, %cst evictionPolicy = evict_last : tensor<16x256x!tt.ptr<f16>> loc(#loc94)
+%x_17 = tt.load %x_16, %x, %cst evictionPolicy = evict_last : tensor<16x256x!tt.ptr<f16>> loc(#loc9)
     %parts = tt.load %parts_3, %mask, %cst_0 : tensor<1x64x!tt.ptr<f32>> loc(#loc17)
     %n = tt.load %n_ptr : !tt.ptr<i32> loc(#loc18)
     tt.store %2, %3, %mask_5 : tensor<16x256x!tt.ptr<bf16>> loc(#loc37)
@@ -60,7 +60,7 @@ def static() -> ModuleType:
 
 @pytest.fixture
 def good(static: ModuleType) -> Any:
-    """A row that passes every gate; half of them want an aligned tile of one whole line, on sm_90."""
+    """A row that passes every gate; half of them want an aligned tile of one line, on sm_90."""
     build = static.Build(
         arch=90,
         call="softmax float16 n=1024",
