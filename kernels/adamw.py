@@ -162,8 +162,8 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             counts = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, lost
             rows = len(on.number)
             grid = -(-rows // WARP_SIZE), 1, 1
-            constants = lists.track_lost, RATES, WARP_SIZE
-            calls.append((adam_rates_kernel, grid, counts, (rows,), constants, 1))
+            options = lists.track_lost, RATES, WARP_SIZE
+            calls.append((adam_rates_kernel, grid, counts, (rows,), options, 1))
         for t in tables:
             _, skip = lists.scalars(t.device, grad_scale, found_inf)
             rates, lost, overflow = (
