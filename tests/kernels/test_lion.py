@@ -102,6 +102,19 @@ def test_signs_of_zero_and_nan(backend: str, device: torch.device) -> None:
     assert all(m.isnan().all() for m in run.exp_avgs)
 
 
+def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None:
+    rules = list(RULES.values())
+    mixed = Run(device, rules[0], torch.float16)
+    mixed.lists.rules = rules
+    mixed.lists.groups = [i % len(rules) for i in range(len(mixed.params))]
+    alone = [Run(device, rule, torch.float16) for rule in rules]
+    for run in (mixed, *alone):
+        run.step(made(device, torch.float16, 1), backend)
+    for i, group in enumerate(mixed.lists.groups):
+        assert torch.equal(mixed.params[i], alone[group].params[i])
+        assert torch.equal(mixed.exp_avgs[i], alone[group].exp_avgs[i])
+
+
 def test_bytes(traffic: Traffic, device: torch.device) -> None:
     """2 of the gradient, 4 + 4 of the master, 4 + 4 of the moment, 2 of the half copy."""
     size = 1 << 16

@@ -1,5 +1,6 @@
 """sgd against torch.optim.SGD in FP64 with derived bounds, special values, skips, bytes."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -123,6 +124,19 @@ def test_a_skip_writes_nothing(
     bad = [torch.full_like(g, float("nan")) for g in made(device, torch.float16, 2)]
     run.step(bad, backend, None, torch.tensor(found_inf, device=device))
     assert all(map(torch.equal, run.everything(), before))
+
+
+def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None:
+    rules = [RULES[name] for name in ("momentum", "dampening", "nesterov")]
+    mixed = Run(device, rules[0], torch.float16)
+    mixed.lists.rules = rules
+    mixed.lists.groups = [i % len(rules) for i in range(len(mixed.params))]
+    alone = [Run(device, rule, torch.float16) for rule in rules]
+    for seed, run in itertools.product((1, 2), (mixed, *alone)):
+        run.step(made(device, torch.float16, seed), backend)
+    for i, group in enumerate(mixed.lists.groups):
+        assert torch.equal(mixed.params[i], alone[group].params[i])
+        assert torch.equal(mixed.buffers[i], alone[group].buffers[i])
 
 
 def test_half_parameters_alone(backend: str, device: torch.device) -> None:

@@ -344,6 +344,60 @@ def test_an_optimizer_that_writes_to_data_moves_half_weights(device: torch.devic
     assert same(masters, halves) and not torch.equal(halves[0], before)
 
 
+def test_a_write_to_data_of_half_parameters_without_masters_is_seen(device: torch.device) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = WritesToData(model.parameters(), 0.5)
+    amp = tritonamp.enable(model, optimizer, level="O3")
+    model.state_dict()  # the FP32 values are up to date
+    versions = [p._version for p in model.parameters()]
+    amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
+    optimizer.step()
+    moved = [p._version for p in model.parameters()]
+    stored = [value.half() for value in model.state_dict().values()]
+    halves = [p.detach().clone() for p in model.parameters()]
+    amp.disable()
+    assert all(after > before for before, after in zip(versions, moved, strict=True))
+    assert same(stored, halves)
+
+
+class FailsOnce(torch.optim.Optimizer):
+    """Has a step of its own, which fails the first time, after so many parameters."""
+
+    def __init__(self, params: Any, after: int) -> None:
+        super().__init__(params, {})
+        self.after: int | None = after
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        after, self.after = self.after, None
+        with torch.no_grad():
+            for i, p in enumerate(self.param_groups[0]["params"]):
+                if i == after:
+                    raise torch.OutOfMemoryError("on purpose")
+                p.sub_(p.grad)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_what_torch_has_done_of_a_failed_step_stays(device: torch.device, after: int) -> None:
+    """Of one that has done nothing nothing does, and it can be repeated."""
+    model = nn.Linear(4, 4, device=device)
+    optimizer = FailsOnce(model.parameters(), after)
+    amp = tritonamp.enable(model, optimizer, level="O2", loss_scale=2.0**8)
+    before = [p.detach().clone() for p in model.parameters()]
+    amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    waits = bool(amp._pending.fed_optimizers())
+    if waits:
+        optimizer.step()
+    masters, halves = [p.half() for p in amp.master_params()], list(model.parameters())
+    agree = same(masters, halves)
+    amp.disable()
+    assert moved == [after == 1, False]
+    assert waits == (after == 0)
+    assert agree
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_hook_after_the_step_fails_too_late(start: Callable[..., Run], optimizer: str) -> None:
     run, undisturbed = start("O2", optimizer), start("O2", optimizer)
