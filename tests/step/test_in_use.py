@@ -260,6 +260,18 @@ def test_a_replaced_state_counts(device: torch.device, name: str) -> None:
         each.amp.disable()
 
 
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_sgd_has_buffers_where_it_has_momentum(device: torch.device, momentum: float) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    amp = tritonamp.enable(model, optimizer, level="O2", loss_scale=2.0**8)
+    amp.backward(model(torch.ones(2, 4, device=device)).square().mean())
+    optimizer.step()
+    buffers = [state.get("momentum_buffer") for state in optimizer.state.values()]
+    amp.disable()
+    assert [buffer is not None for buffer in buffers] == [momentum != 0] * 2
+
+
 def test_state_moved_through_data_is_found(device: torch.device) -> None:
     """The snippet that people use to move an optimizer to another device."""
     runs = [Run(device, "triton") for _ in range(2)]
