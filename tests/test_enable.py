@@ -200,6 +200,46 @@ def test_copies_and_pickles_behave_like_the_original(
     dispatch.release()
 
 
+def test_a_copy_that_outlives_the_original_has_the_rules(
+    handles: Any, device: torch.device
+) -> None:
+    model, optimizer, x = make(device)
+    amp = handles(model, optimizer, level="O1")
+    alone = copy.deepcopy(model)
+    amp.disable()
+    assert not dispatch.is_registered()
+    alone(x)
+    registered = dispatch.is_registered()
+    dispatch.acquire()
+    dispatch.release()
+    assert registered
+
+
+def test_half_parameters_get_fp32_masters(handles: Any, device: torch.device) -> None:
+    model = nn.Linear(4, 4, device=device).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = tritonamp.Policy(half_parameters=True, master_weights=True)
+    amp = handles(model, optimizer, level=policy)
+    masters = list(amp.master_params())
+    assert [master.dtype for master in masters] == [torch.float32] * 2
+    for master, half in zip(masters, model.parameters(), strict=True):
+        assert torch.equal(master, half.float())
+
+
+def test_a_model_that_is_unhealed_as_a_whole_computes_in_half_again(
+    handles: Any, device: torch.device
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = handles(model, optimizer, level="O1")
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda module, args, result: seen.append(result.dtype))
+    for change in (lambda name: None, amp.heal, amp.unheal):
+        change("")
+        model(torch.ones(2, 4, device=device))
+    assert seen == [torch.float16, torch.float32, torch.float16]
+
+
 def test_schedulers_made_before_and_after(handles: Any, device: torch.device) -> None:
     model, optimizer, x = make(device)
     before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))

@@ -1,6 +1,7 @@
 """FP32 values beside half tensors: what is noticed of the half ones."""
 
 import torch
+from torch import nn
 
 from tritonamp.fp32_values import Fp32Values
 
@@ -18,3 +19,15 @@ def test_moves_to_other_memory_are_counted() -> None:
     values.refresh()
     assert values.moves == before + 2
     assert all((values.get(half) == 2).all() for half in halves)
+
+
+def test_only_values_that_somebody_wrote_to_are_rounded_into_their_halves() -> None:
+    values = Fp32Values()
+    halves = [nn.Parameter(torch.ones(size).half()) for size in (3, 2)]
+    for half in halves:
+        values.adopt(half, half.float())
+    values.get(halves[0]).fill_(3.0)  # of a parameter: batch_norm writes to buffers unseen
+    versions = [half._version for half in halves]
+    values.push()
+    assert (halves[0] == 3).all() and (halves[1] == 1).all()
+    assert halves[0]._version > versions[0] and halves[1]._version == versions[1]

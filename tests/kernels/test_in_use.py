@@ -349,3 +349,13 @@ def test_functional_works_outside_enabled_models(x: Tensor) -> None:
     assert functional.softmax(x, 1).dtype is FP16
     assert functional.log_softmax(x, 1).dtype is FP16
     assert functional.sum(x, 1).dtype is FP16
+
+
+def test_triton_runs_on_gpus_with_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(hardware, "capability", lambda device: (6, 1))
+    assert "compute capability 6.1" in str(hardware.why_not_triton(gpu))
+    monkeypatch.setattr(hardware, "capability", lambda device: (7, 0))
+    assert hardware.why_not_triton(gpu) is None
+    monkeypatch.setattr(hardware, "triton_version", lambda: None)
+    assert hardware.why_not_triton(gpu) == "Triton cannot be imported"

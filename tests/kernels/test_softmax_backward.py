@@ -17,7 +17,13 @@ from tests.kernels.test_softmax import (
     each_regime,
     inputs,
 )
-from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
+from tritonamp.kernels.softmax_backward import (
+    LONGEST,
+    PER_THREAD,
+    _backward_tiling,
+    log_softmax_backward,
+    softmax_backward,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
@@ -89,3 +95,10 @@ def test_backward_is_wide_enough_for_scaled_gradients(
         y = y.float().log()
     # y = log(2**-10) in FP32 is off by up to 4 u, exp by 1.25 |y| + 5 < 14 u; 60000 is about 2**16
     assert op(grad, y, 0, WIDE, backend).abs().max() <= 2**16 * (4 + 14 + 1) * U
+
+
+def test_the_longest_line_that_stays_in_registers_gets_all_of_them() -> None:
+    """A loop holds less of a longer one at a time."""
+    longest, longer = (_backward_tiling((512, n), 1) for n in (LONGEST, 2 * LONGEST))
+    assert longest.whole and not longer.whole
+    assert longest.num_warps == min(LONGEST // (32 * PER_THREAD), 32)
