@@ -599,5 +599,5 @@ def test_silent_faults_can_be_left_out(device: torch.device) -> None:
 
 def test_backward_needs_a_loss(net: Net, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
-    with pytest.raises(ValueError, match="expected a run that returns one scalar .*, got neither"):
+    with pytest.raises(ValueError, match=r"expected a run that returns one scalar .*, got neither"):
         find_fault(net, lambda: net(x), backward=True)

@@ -28,9 +28,13 @@ RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
 class Noted:
     """A log of one parameter, and the decisions that the device notes for it."""
 
-    def __init__(self, log_skips: bool = False, tensors: Mapping[Tensor, str] | None = None) -> None:
+    def __init__(
+        self, log_skips: bool = False, tensors: Mapping[Tensor, str] | None = None
+    ) -> None:
         self.param = nn.Parameter(torch.ones(1))
-        self.log = StepLog(lambda: {self.param: "p"}, lambda: tensors or {}, torch.float16, log_skips)
+        self.log = StepLog(
+            lambda: {self.param: "p"}, lambda: tensors or {}, torch.float16, log_skips
+        )
         self.params = [[self.param]]
         self.numbers = self.log.record(self.params, torch.device("cpu")).numbers
 
