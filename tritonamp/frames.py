@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from tritonamp import kernels
+from tritonamp.kernels import device
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OURS = os.path.dirname(__file__)
 _LIBRARIES = tuple(
-    os.path.dirname(str(file)) + os.sep for file in (__file__, kernels.__file__, torch.__file__)
+    os.path.dirname(str(module_file)) + os.sep
+    for module_file in (__file__, device.__file__, torch.__file__)
 )
 _DEMO = os.path.join(_OURS, "demo") + os.sep  # stands for a user
 _STDLIB = sysconfig.get_path("stdlib") + os.sep

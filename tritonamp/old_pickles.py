@@ -11,8 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from tritonamp import class_swap
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.class_swap import new as new_swapped
 from tritonamp.diagnosis import replay
 from tritonamp.diagnosis.log import NonFiniteError, StepRecord
 from tritonamp.distributed.ddp import EnabledDDP
@@ -44,7 +44,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "EnabledWrapper": EnabledDDP,
         "Fp32Module": Fp32Module,
         "Precision": _context,
-        "_new": class_swap.new,
+        "_new": new_swapped,
     },
     "tritonamp.masters": {"PreciseValues": _NoValues},
     "tritonamp.ranks": {"Ranks": _ranks},

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp import class_swap
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import cast_model, flatten_rnns, fp32_modules, set_data
 from tritonamp.checks import check_models, check_optimizers, check_scaler, check_sharding
+from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog, StepRecord
 from tritonamp.diagnosis.response import Response
@@ -187,7 +187,7 @@ class Amp:
             around_step,
         )
         for optimizer in optimizers:
-            class_swap.install(optimizer, EnabledOptimizer, self._stepper)
+            install(optimizer, EnabledOptimizer, self._stepper)
         dispatch.acquire()
         user_functions.acquire()
         # at disable(), or when the last enabled model is gone without it
@@ -196,7 +196,7 @@ class Amp:
         self._enabled = True
 
     def __enter__(self) -> "Amp":
-        self._check_enabled("__enter__")
+        self._check_enabled("with")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -488,7 +488,7 @@ class Amp:
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
-            class_swap.uninstall(optimizer)
+            uninstall(optimizer)
             weights.give_back()
             settle_state(optimizer)
         self._ranks.detach()
@@ -511,9 +511,8 @@ class Amp:
 
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
-            raise RuntimeError(
-                f"amp.{caller}(): this model was disabled; call tritonamp.enable again"
-            )
+            again = " already" if caller == "disable" else "; call tritonamp.enable again"
+            raise RuntimeError(f"amp.{caller}(): this model was disabled{again}")
 
 
 class _MovedBySteps:
@@ -586,11 +585,11 @@ def _release() -> None:
 
 def _install_model(model: nn.Module, context: EnabledContext) -> None:
     for inner in fp32_modules(model, context.policy):
-        class_swap.install(inner, Fp32Module, context)
-    class_swap.install(model, EnabledModule, context)
+        install(inner, Fp32Module, context)
+    install(model, EnabledModule, context)
 
 
 def _uninstall_model(model: nn.Module) -> None:
     for module in model.modules():
-        if class_swap.is_installed(module):
-            class_swap.uninstall(module)
+        if is_installed(module):
+            uninstall(module)

@@ -677,3 +677,16 @@ def test_disable_between_backward_and_step(
     before = model.first.weight.detach().clone()
     opt.step()
     assert torch.equal(model.first.weight, before)
+
+
+def test_an_optimizer_that_no_loss_fed_decides_nothing(device: torch.device) -> None:
+    """Where there is no scale, a step of it is torch's: nothing happens, and nothing is counted."""
+    models = [Net().to(device), Net().to(device)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with tritonamp.enable(models, optimizers, level="O0") as amp:
+        before = [p.detach().clone() for p in models[1].parameters()]
+        amp.backward(loss_of(models[0], batch(device)), optimizers[0])
+        for optimizer in optimizers:
+            optimizer.step()
+        assert amp.stats()["steps"] == 1
+        assert same(before, list(models[1].parameters()))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from tritonamp import class_swap
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.model import flatten_rnns, set_data
+from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.policy import HALF_DTYPES, Policy
 
 
@@ -41,8 +41,8 @@ class Healing:
         flatten_rnns(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = True
-        elif not class_swap.is_installed(module):
-            class_swap.install(module, Fp32Module, self._context)
+        elif not is_installed(module):
+            install(module, Fp32Module, self._context)
 
     def unheal(self, name: str) -> None:
         """Have a healed module follow the policy again.
@@ -59,8 +59,8 @@ class Healing:
         flatten_rnns(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = False
-        elif class_swap.is_installed(module):
-            class_swap.uninstall(module)
+        elif is_installed(module):
+            uninstall(module)
         self._set_names([other for other in self.names if other != name])
 
     def load(self, names: Sequence[str]) -> None:

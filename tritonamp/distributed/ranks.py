@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tritonamp import class_swap
+from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, rebuild_buckets
 from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
 from tritonamp.fp32_values import Fp32Values
@@ -128,14 +128,14 @@ class Ranks:
     def _attach(self, wrapper: DistributedDataParallel) -> None:
         self._join(wrapper.process_group)
         self._wrappers.add(wrapper)
-        if not class_swap.is_installed(wrapper):
-            class_swap.install(wrapper, EnabledDDP, self)
+        if not is_installed(wrapper):
+            install(wrapper, EnabledDDP, self)
 
     def detach(self) -> None:
         """Put the DDPs' own classes back, when the models are disabled."""
         for wrapper in self._wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
-                class_swap.uninstall(wrapper)
+                uninstall(wrapper)
 
     def __reduce__(self) -> Any:
         return Ranks, ((), Fp32Values())  # copies decide alone

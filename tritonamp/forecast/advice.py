@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp import optim
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, short
 from tritonamp.forecast.unrounded import rounds_to_zero
@@ -19,6 +18,7 @@ from tritonamp.forecast.weights import (
     fp32_parameters,
     parameters,
 )
+from tritonamp.optim import Adam, AdamW
 from tritonamp.policy import HALF_DTYPES, Policy
 
 _SHARE = 0.01  # of the model's parameters; a smaller layer is not worth advice on speed
@@ -70,7 +70,7 @@ def _optimizers(
     kept = {id(p) for p in fp32_parameters(model, policy)} if becomes_half else set()
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        with_masters = isinstance(optimizer, (optim.Adam, optim.AdamW))
+        with_masters = isinstance(optimizer, (Adam, AdamW))
         params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         half = [
             (p, g)
@@ -106,7 +106,7 @@ def _optimizers(
 
 
 def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
-    adams = (torch.optim.Adam, torch.optim.AdamW, optim.Adam, optim.AdamW)
+    adams = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)
     refusing = [type(o).__name__ for o in optimizers if isinstance(o, adams)]
     for path, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
