@@ -156,7 +156,8 @@ class SGD(_Fused, torch.optim.SGD):
     Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
     the parameter is the rounded master. With a GradScaler the step unscales, and skips where
     ``found_inf`` is not 0, without a host read. The implementation choices ``foreach`` and
-    ``fused`` are accepted and make no difference. Sparse gradients are made dense.
+    ``fused`` are accepted and make no difference. Sparse gradients are made dense. Dampening costs
+    one host read a step: torch does not dampen the first one, which a skipped one is not.
     """
 
     fused_rule: FusedRule = SGD_RULE
