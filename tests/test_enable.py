@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import dispatch_tables
 from torch import Tensor, nn
 
 import tritonamp
@@ -60,11 +61,6 @@ def train(
         amp.backward(model(x).square().mean() * 1e-2)  # small enough for the initial scale
         optimizer.step()
         optimizer.zero_grad()
-
-
-def dispatch_tables() -> dict[str, str]:
-    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
-    return {name: torch._C._dispatch_dump(name) for name in names}
 
 
 @pytest.mark.parametrize("level", LEVELS)

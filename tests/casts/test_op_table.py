@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import dispatch_tables
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -309,11 +310,6 @@ def following(amp: tritonamp.Amp) -> Iterator[None]:
 
 
 # registration: before all tests that keep the op table registered
-
-
-def dispatch_tables() -> dict[str, str]:
-    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
-    return {name: torch._C._dispatch_dump(name) for name in names}
 
 
 def test_the_last_disable_puts_the_dispatch_tables_back() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Net
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -24,17 +25,6 @@ ADAMS: dict[str, Callable[..., Optimizer]] = {
     "our": tritonamp.optim.AdamW,
 }
 Run = tuple[nn.Module, Optimizer, tritonamp.Amp]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.norm = nn.LayerNorm(16)
-        self.last = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.norm(self.first(x))))
 
 
 def net(device: torch.device, seed: int, half: torch.dtype | None = None) -> nn.Module:

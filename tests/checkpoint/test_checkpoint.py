@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import Killed
 
 import tritonamp
 from tritonamp.checkpoint import durable, load, save
@@ -462,10 +463,6 @@ def test_unusable_paths(tmp_path):
 
 
 # Kills and errors at every write, fsync, link and rename
-
-
-class Killed(BaseException):
-    pass
 
 
 class Faults:

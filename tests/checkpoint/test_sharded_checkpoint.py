@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Killed
 from torch import Tensor, nn
 
 import tritonamp
@@ -650,10 +651,6 @@ def test_tampering_is_refused_even_with_right_checksums(
 
 
 # Kills and errors at every write, fsync and rename
-
-
-class Killed(BaseException):
-    pass
 
 
 class Faults:

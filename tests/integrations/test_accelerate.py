@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from helpers import assert_same
 from torch import Tensor, nn
 
 import tritonamp
@@ -136,12 +137,6 @@ def by_hand(
     state, skips = model.state_dict(), [record.cause is not None for record in amp.history]
     amp.disable()
     return state, skips, norms
-
-
-def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(state) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(state[name], value), name
 
 
 @pytest.mark.parametrize(("level", "kind"), RUNS)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_same
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
@@ -139,12 +140,6 @@ def by_hand(
     state, stats = model.state_dict(), amp.stats()
     amp.disable()
     return {name: value.clone() for name, value in state.items()}, stats
-
-
-def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(state) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(state[name], value), name
 
 
 def fit(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import same
 from torch import Tensor, nn
 
 import tritonamp
@@ -97,10 +98,6 @@ class Expected:
             return "scale exhausted"
         sudden = 0 < self.largest * self.scale * 256 < torch.finfo(torch.float16).max
         return "backward fault" if nan and sudden else "scale overflow"
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.long

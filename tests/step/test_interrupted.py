@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -83,10 +84,6 @@ class Run:
 
     def numbers(self) -> Any:
         return self.amp.state_dict(), self.amp.stats(), self.amp.history
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Net, same
 from torch import Tensor, nn
 
 import tritonamp
@@ -20,17 +21,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     # steps by itself
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, eps=1e-3),
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.norm = nn.LayerNorm(16)
-        self.last = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.norm(self.first(x))))
 
 
 def batch(device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -48,10 +38,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     groups = [p for g in optimizer.param_groups for p in g["params"]]
     state = [v for p in groups for v in optimizer.state[p].values() if isinstance(v, Tensor)]
     return [t.detach().clone() for t in (*model.parameters(), *groups, *state)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture

@@ -1,0 +1,39 @@
+"""What several test files share."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Two layers with a norm between them: parameters of each kind that levels tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+class Killed(BaseException):
+    """In the place of a SIGKILL, where a test stays in one process."""
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Tell whether two lists of tensors hold equal values."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that two state dicts have the same keys and equal tensors."""
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def dispatch_tables() -> dict[str, str]:
+    """Return torch's dispatch table of every aten op, as text."""
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    return {name: torch._C._dispatch_dump(name) for name in names}
