@@ -72,7 +72,7 @@ class UpdateLists:
 
     def launch_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
         """Launch all of them, or, where one cannot be compiled, none."""
-        kinds = [(kernel, arrays[0].device, consts) for kernel, _, arrays, _, consts, _ in calls]
+        kinds = [(kernel, arrays[0].device, consts) for kernel, _, arrays, _, consts, *_ in calls]
         if kinds != self._compiled:
             for call in calls:
                 prepare(*call)

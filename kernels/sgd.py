@@ -19,6 +19,7 @@ from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
 from tritonamp.kernels.device import tl, triton
 
 OPTIONAL = ("momentum_buffers",)  # state that a group may lack
+MAX_REGISTERS = 64  # left to itself, ptxas takes 48 on sm_100, and spills
 _NUMBERS = 6  # of a rule
 _VEC = 4  # elements that a thread holds, as in adamw
 
@@ -120,8 +121,11 @@ def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             scalars = lists.scalars(t.device, grad_scale, found_inf)
             operands = groups, rules, *scalars, lists.overflow(t.device)
             types = t.type("params"), t.type("grads"), t.type("copies")
-            constants = *types, t.type("momentum_buffers") is not None, _NUMBERS
-            calls.append(t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC))
+            has_momentum = t.type("momentum_buffers") is not None
+            constants = *types, has_momentum, _NUMBERS
+            call = t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC)
+            writes_all = has_momentum and t.type("copies") is not None
+            calls.append((*call, MAX_REGISTERS if writes_all else None))
         lists.launch_all(calls)
 
 
