@@ -196,3 +196,22 @@ def test_no_state_without_momentum(device: torch.device) -> None:
         amp.backward(loss_of(model, 0))
         optimizer.step()
     assert optimizer.state_dict()["state"] == {}
+
+
+def test_dampening_that_begins_later_dampens(device: torch.device) -> None:
+    """A first step is one without state, not the first one with dampening."""
+    runs = []
+    for enables in (False, True):
+        model = net(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        amp = tritonamp.enable(model, optimizer, level="O0", backend="eager") if enables else None
+        for step, dampening in enumerate((0.0, 0.5, 0.5)):
+            optimizer.param_groups[0]["dampening"] = dampening
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward() if amp is None else amp.backward(loss)
+            optimizer.step()
+        if amp is not None:
+            amp.disable()
+        runs.append((model, optimizer))
+    assert same(*runs)

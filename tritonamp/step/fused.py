@@ -97,9 +97,8 @@ class FusedStep:
         self._keys = {**rule.state_keys, **({"steps": "step"} if rule.counts_steps else {})}
         self._seen: tuple[Any, ...] = ()  # what the state was brought into shape for
         self._seen_state: list[list[int]] = []
-        self._order: list[
-            int
-        ] = []  # where the parameters' states are among the optimizer's; -1: none
+        # where the parameters' states are among the optimizer's; -1: they have none
+        self._order: list[int] = []
         self._lacks: dict[str, list[bool]] = {}  # which parameters have no such state, if any
         self._groups: list[int] = []  # by number, which group a parameter belongs to
         self._made: set[int] = set()  # numbers of the parameters whose state was just made
