@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.kernels._launch import KernelError, broken_compiler, is_traced
-from tritonamp.kernels._sample import Sample
+from tritonamp.kernels._launch import KernelError, broken_compiler, has_torch_dispatch
+from tritonamp.kernels._sample import ListSample, Sample
 from tritonamp.kernels.device import runs_triton
 
 MIN_NUMEL = 1 << 16
@@ -22,13 +22,21 @@ MIN_NUMEL = 1 << 16
 
 
 class Implementations:
-    """An operation's kernel and its eager twin, and how they stand in for one another."""
+    """An operation's kernel and its eager twin, and how they stand in for one another.
+
+    Attributes:
+        samples: calls for the checks that hold for every operation.
+    """
 
     def __init__(
-        self, triton_function: Callable[..., Any], torch_function: Callable[..., Any]
+        self,
+        triton_function: Callable[..., Any],
+        torch_function: Callable[..., Any],
+        samples: Sequence[Sample | ListSample] = (),
     ) -> None:
         self.name = torch_function.__name__.removesuffix("_torch")
         self.triton_function, self.torch_function = triton_function, torch_function
+        self.samples = tuple(samples)
         _operations[self.name] = self
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:
@@ -66,11 +74,9 @@ class Implementations:
 
 
 class TraceableOp(Implementations):
-    """An operation on a tensor that tracers can follow.
+    """An operation on a tensor that tracers can follow."""
 
-    Attributes:
-        samples: calls for the tests that hold for every operation.
-    """
+    samples: tuple[Sample, ...]
 
     def __init__(
         self,
@@ -78,8 +84,7 @@ class TraceableOp(Implementations):
         torch_function: Callable[..., Tensor],
         samples: Sequence[Sample] = (),
     ) -> None:
-        self.samples = tuple(samples)
-        super().__init__(triton_function, torch_function)
+        super().__init__(triton_function, torch_function, samples)
         # A partial has no source code: triton_op would look for kernels in it (in vain: ``launch``
         # gets them as arguments) with a helper of inductor's, which takes seconds to import.
         function: Any = functools.partial(triton_function)
@@ -95,7 +100,7 @@ class TraceableOp(Implementations):
             KernelError: see ``run``.
         """
         uses_triton = self.uses_triton(backend, x)
-        if uses_triton and (torch.compiler.is_compiling() or is_traced(x)):
+        if uses_triton and (torch.compiler.is_compiling() or has_torch_dispatch(x)):
             return self.traceable(x, *args)
         return self.run(backend, uses_triton, x, *args)
 

@@ -8,21 +8,38 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from tritonamp.kernels.device import INTERPRETED
+from tritonamp.kernels.device import INTERPRETED, require_triton
 
 
 class KernelError(RuntimeError):
     """A kernel could not be compiled or loaded; nothing was launched."""
 
 
-def is_traced(x: Tensor) -> bool:
-    """Tell whether somebody follows the operations on ``x``.
+# private (torch 2.11 to 2.15): the modes that record or simulate operations in the place of running
+# them, which torch keeps apart from all others. FakeTensorMode, make_fx, torch.export and
+# AOTAutograd are made of these; any other mode looks on, and runs what it sees
+_MODE = torch._C._TorchDispatchModeKey
+_TRACERS = _MODE.FAKE, _MODE.PROXY, _MODE.FUNCTIONAL
 
-    That is a tracer, a dispatch mode, or a tensor that is not just memory.
-    """
-    return torch._C._len_torch_dispatch_stack() > 0 or (
-        type(x) is not Tensor and torch._C._dispatch_keys(x).has(DispatchKey.Python)
+
+def is_traced(x: Tensor) -> bool:
+    """Tell whether a kernel on ``x`` is to be recorded, as by a tracer, in the place of run."""
+    return (torch._C._len_torch_dispatch_stack() > 0 and _has_tracer()) or (
+        type(x) is not Tensor and _is_wrapper(x)
     )
+
+
+def has_torch_dispatch(x: Tensor) -> bool:
+    """Tell whether a ``__torch_dispatch__`` sees operations on ``x``: of any mode, or its class."""
+    return torch._C._len_torch_dispatch_stack() > 0 or (type(x) is not Tensor and _is_wrapper(x))
+
+
+def _has_tracer() -> bool:
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACERS)
+
+
+def _is_wrapper(x: Tensor) -> bool:
+    return torch._C._dispatch_keys(x).has(DispatchKey.Python)
 
 
 def launch(
@@ -42,15 +59,18 @@ def launch(
 
     Raises:
         KernelError: it could not be compiled or loaded.
+        UnsupportedDeviceError: the tensors are where kernels do not run.
     """
     if is_traced(tensors[0]):
-        wrapped = torch.library.wrap_triton(kernel)
-        wrapped[grid](*tensors, *sizes, *constants, num_warps=num_warps, enable_fp_fusion=True)
+        options = _options(num_warps, maxnreg)
+        torch.library.wrap_triton(kernel)[grid](*tensors, *sizes, *constants, **options)
         return
     if INTERPRETED:
         _interpret(kernel, grid, tensors, (*sizes, *constants))
         return
     device = tensors[0].get_device()
+    if device < 0:
+        require_triton(tensors[0].device)
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
@@ -86,18 +106,24 @@ def _find(
     for tensor in tensors:
         key.append(tensor.dtype)
         pointers |= tensor.data_ptr()
-    if pointers & 15 or max(sizes) >= 1 << 31:
+    if pointers & 15 or max(sizes, default=0) >= 1 << 31:
         key += [
             *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
             *[size >= 1 << 31 for size in sizes],
         ]
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": True}
+        options = _options(num_warps, maxnreg)
         compiled = _compiled[tuple(key)] = _compile(
             kernel, grid, (*tensors, *sizes, *constants), options
         )
     return compiled
+
+
+def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
+    """Return what a kernel is compiled with; torch 2.11's Inductor keeps ``num_warps`` alone."""
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    return options if maxnreg is None else {**options, "maxnreg": maxnreg}
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -144,10 +170,14 @@ def _compile(
     _check_compiler(kernel)
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        compiled.run  # noqa: B018  loads it onto the device
-    except (
-        Exception
-    ) as error:  # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
+        compiled[grid]  # loads it onto the device, also where that failed before
+    # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
+    except Exception as error:
+        # An earlier kernel's error (an illegal address, a failed assertion) comes up at whatever
+        # asks the driver next, as loading does, and at everything after it. If there is one, this
+        # raises it as torch does everywhere: it says nothing about this kernel, and eager torch
+        # could not go on either.
+        torch.cuda.is_current_stream_capturing()
         raise KernelError(
             f"{kernel.__name__} cannot be compiled: {type(error).__name__}: {error}"
         ) from error

@@ -15,7 +15,9 @@ from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_VECTOR = 8  # half elements in 16 bytes, the widest load
+WIDEST = 16  # bytes that one instruction loads or stores
+MAX_VECTOR = 8  # half elements in them
+COLUMN_VECTOR = 4  # lines side by side that a thread holds: each one is summed up across lanes
 MAX_WARPS, LOOP_WARPS = 32, 8
 SHORT = 4096  # elements of a tile of several short lines
 MANY = 128  # programs that fill a GPU well enough; fewer share their lines with others
@@ -31,9 +33,10 @@ class Tiling(NamedTuple):
         splits: programs that share a line, each ``steps`` tiles of it.
         grid: programs, (groups * blocks, splits, 1).
         sizes: rows, n, blocks: of a group, see ``line_offsets``.
-        layout: ROW_MAJOR, ALIGN, ROWS, BLOCK. ALIGN is a power of two that divides the distance of
-            two lines (row-major) or two columns; equal to BLOCK it says that every tile is full and
-            needs no mask.
+        layout: ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK. ALIGN is a power of two that divides the
+            distance of two lines (row-major) or two columns; equal to BLOCK it says that every tile
+            is full and needs no mask. VEC is how many neighbours a thread loads at once; where it
+            is more than ALIGN, lines begin and end within vectors: their edges come one by one.
     """
 
     n: int
@@ -43,7 +46,7 @@ class Tiling(NamedTuple):
     steps: int
     grid: tuple[int, int, int]
     sizes: tuple[int, int, int]
-    layout: tuple[bool, int, int, int]
+    layout: tuple[bool, int, int, int, int]
     num_warps: int
 
 
@@ -62,7 +65,9 @@ def cached_by_shape(function: F) -> F:
 
 
 @cached_by_shape
-def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest: int) -> Tiling:
+def tiling(
+    shape: Sequence[int], first: int, last: int, per_thread: int, longest: int, vec: int
+) -> Tiling:
     """Return the tiling of a contiguous tensor for lines along some of its dimensions.
 
     Args:
@@ -71,6 +76,8 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
         last: dimension where they end, included.
         per_thread: elements that a thread is to hold.
         longest: line that a program holds in its registers.
+        vec: elements that a thread accesses at once, 16 bytes of the widest dtype: twice as many
+            of half ones would leave gaps between the FP32 ones of neighbouring threads.
     """
     rank = max(len(shape), 1)
     first, last = in_range(first, rank), in_range(last, rank)
@@ -83,9 +90,8 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
     groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
     align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
 
-    if not row_major:
-        per_thread = min(per_thread, 16)  # addresses take registers too
-    loop = LOOP_WARPS * WARP_SIZE * per_thread  # elements of a tile that moves along the lines
+    of_loop = per_thread if row_major else min(per_thread, 16)  # addresses take registers too
+    loop = LOOP_WARPS * WARP_SIZE * of_loop  # elements of a tile that moves along the lines
     if row_major:
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
@@ -93,7 +99,11 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
         lines = power_of_two(rows, 64)
         block = power_of_two(n, loop // lines)
     if block < n:
-        block = loop // lines
+        block, per_thread = loop // lines, of_loop
+    if not row_major:
+        vec = min(vec, align, COLUMN_VECTOR)
+    elif block >= n:
+        vec = min(vec, align)
     if row_major and lines == 1 and n % block == 0:
         align = block
     num_warps = min(max(lines * block // (WARP_SIZE * per_thread), 1), MAX_WARPS)
@@ -106,7 +116,7 @@ def tiling(shape: Sequence[int], first: int, last: int, per_thread: int, longest
     grid, sizes, layout = (
         (groups * blocks, splits, 1),
         (rows, n, blocks),
-        (row_major, align, lines, block),
+        (row_major, align, vec, lines, block),
     )
     return Tiling(n, groups * rows, block >= n, splits, steps, grid, sizes, layout, num_warps)
 
@@ -131,20 +141,25 @@ def power_of_two(n: int, limit: int = 1 << 62) -> int:
 
 @triton.jit
 def line_offsets(
-    pid, rows, n, blocks, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr
-):
+    pid, rows, n, blocks,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Return the lines of program ``pid``, each [ROWS, 1]: starts, numbers (int64), which exist.
 
-    ``blocks`` programs share a group of ``rows`` lines.
+    ``blocks`` programs share a group of ``rows`` lines. Where ALIGN < VEC, a line's start is that
+    of the vector that its first element lies in, ``line_lead`` elements before it.
     """
     i = tl.arange(0, ROWS)[:, None]
     if ROW_MAJOR:
-        n = n // ALIGN * ALIGN  # tells the compiler what divides it
         start = pid.to(tl.int64) * ROWS
         numbers = start + i
-        offs = start * n + i * n.to(tl.int64)
+        if ALIGN < VEC:
+            offs = start * n // VEC * VEC + i
+        else:
+            n = n // VEC * VEC  # tells the compiler what divides it
+            offs = start * n + i * n.to(tl.int64)
     else:
-        rows = rows // ALIGN * ALIGN
+        rows = rows // VEC * VEC
         group = (pid // blocks).to(tl.int64)
         start = (pid % blocks).to(tl.int64) * ROWS
         numbers = group * rows + (start + i)
@@ -156,17 +171,50 @@ def line_offsets(
 
 
 @triton.jit
+def line_lead(pid, n, ALIGN: tl.constexpr, VEC: tl.constexpr):
+    """Return how many elements lie between what ``line_offsets`` says and a line's first one."""
+    if ALIGN < VEC:
+        return pid.to(tl.int64) * n % VEC  # in 64 bits: it is added to n
+    else:
+        return 0
+
+
+@triton.jit
 def column_offsets(
-    start, rows, n, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return where columns ``start`` to ``start + BLOCK`` lie from a line's start; which exist."""
+    start, end, rows,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return where columns ``start`` to ``start + BLOCK`` lie from a line's start.
+
+    And which of them are before ``end``.
+    """
     j = tl.arange(0, BLOCK)[None, :]
     if ROW_MAJOR:
-        n = n // ALIGN * ALIGN
+        end = end // VEC * VEC
         offs = start + j
     else:
-        offs = (start + j).to(tl.int64) * (rows // ALIGN * ALIGN)
+        offs = (start + j).to(tl.int64) * (rows // VEC * VEC)
     if ALIGN == BLOCK and ROW_MAJOR:
         return offs, tl.full([1, BLOCK], True, tl.int1)
     else:
-        return offs, j < n - start
+        return offs, j < end - start
+
+
+@triton.jit
+def whole_vectors(begin, end, ALIGN: tl.constexpr, VEC: tl.constexpr):
+    """Return the first and the last of the columns ``begin`` to ``end`` that fill vectors."""
+    if ALIGN < VEC:
+        return (begin + VEC - 1) // VEC * VEC, end // VEC * VEC
+    else:
+        return begin, end
+
+
+@triton.jit
+def edge_offsets(begin, end, first, last, VEC: tl.constexpr):
+    """Return where columns lie that fill no vector: ``begin`` to ``first``, ``last`` to ``end``.
+
+    And which of these places, [1, 2 VEC], there are.
+    """
+    k = tl.arange(0, 2 * VEC)[None, :]
+    offs = tl.where(k < VEC, first, last) - VEC + k
+    return offs, (offs >= tl.where(k < VEC, begin, first)) & (offs < end)

@@ -3,31 +3,35 @@
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._tables import DTYPES, DeviceTables, Table
-from tritonamp.kernels.device import INTERPRETED, runs_triton
+from tritonamp.kernels._layout import Known, Layout, kernel_devices
+from tritonamp.kernels._tables import Table
+from tritonamp.kernels.device import INTERPRETED, is_capturing, runs_triton
 
 _dtype = operator.attrgetter("dtype")
+
+_LAYOUTS = 8  # ways to lie in memory whose tables are kept: of losses and sets of gradients in turn
 
 
 class TensorLists:
     """Named lists of n tensors each; those at one place have the same shape and device.
 
     A list may change from step to step: pointers are sent to the device only when they changed,
-    without waiting. A tensor that does not lie in memory like the first list's tensor, without
+    without waiting. Lists that lie in memory as earlier ones did use the tables of those, so that
+    it costs little to go to and fro; what a CUDA graph captures has tables of its own, which
+    nothing writes to later. A tensor that does not lie there like the first list's tensor, without
     gaps, is worked on in a copy. A list of ``may_repeat`` that holds the very tensor of "params" at
     some place holds nothing there. In the place of sharded tensors there are this rank's parts.
 
     Attributes:
+        may_repeat: names of lists that may hold the tensors of "params" again.
         numbers: of the tensors, ascending, in what kernels write for each tensor.
         size: of that.
-        may_repeat: names of lists that may hold the tensors of "params" again.
     """
 
     def __init__(
@@ -38,11 +42,10 @@ class TensorLists:
         self.numbers: Sequence[int] = ()
         self._lists: dict[str, Sequence[Tensor]] = {}
         self._to_check: dict[str, bool] = {}  # lists that were set, and whether they are lasting
-        self._known: dict[str, _Known] = {}
-        self._repeats: dict[str, list[bool]] = {}
-        self._parts: list[DeviceTables] = []
-        self._suit_kernels = False
-        self._kept: dict[tuple[str, torch.device], Tensor] = {}
+        self._known: dict[str, Known] = {}
+        self._layouts: dict[tuple[str, ...], list[Layout]] = {}  # the last used one first
+        self._current: dict[Any, Layout] = {}  # by names; until a list is set
+        self._kept: dict[tuple[str, torch.device, tuple[int, ...]], Tensor] = {}
         for name, tensors in lists.items():
             self.set(name, tensors)
 
@@ -65,34 +68,46 @@ class TensorLists:
             self.number(range(len(tensors)), len(tensors))
         self._lists[name] = _local(tensors)
         self._to_check[name] = lasting
+        self._current = {}
 
     def number(self, numbers: Sequence[int], size: int) -> None:
         """Start anew, for lists of these ``numbers`` out of ``size``, unless they are those."""
+        if size != self.size:
+            self._layouts = {}
         if numbers != self.numbers or size != self.size:
             self._n, self.numbers, self.size = len(numbers), numbers, size
-            self._lists, self._known, self._to_check = {}, {}, {}
+            self._lists, self._known, self._to_check, self._current = {}, {}, {}, {}
 
     def release(self, *names: str) -> None:
         """Let go of these lists' tensors until they are set again; remember where they were."""
         for name in names:
             self._lists[name] = ()
             self._to_check.pop(name, None)
+        self._current = {}
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory that stays where it is as long as its shape does; zeros at first."""
-        tensor = self._kept.get((name, device))
-        if tensor is None or tensor.shape != shape:
-            tensor = self._kept[name, device] = torch.zeros(shape, dtype=dtype, device=device)
+        """Return memory that is always the same for this shape; zeros at first.
+
+        It stays though other shapes come, for a CUDA graph that has captured it.
+        """
+        tensor = self._kept.get((name, device, shape))
+        if tensor is None:
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self._kept[name, device, shape] = tensor
         return tensor
 
     def all_kept(self, name: str) -> list[Tensor]:
-        """Return that memory on all devices."""
-        return [tensor for (kept_name, _), tensor in self._kept.items() if kept_name == name]
+        """Return the memory of that name that has something for each number, on all devices."""
+        return [
+            tensor
+            for (kept_name, _, shape), tensor in self._kept.items()
+            if kept_name == name and shape[:1] == (self.size,)
+        ]
 
     def uses_triton(
-        self, backend: str, operation: Implementations, names: Iterable[str] | None = None
+        self, backend: str, operation: Implementations, names: tuple[str, ...] | None = None
     ) -> bool:
         """Tell whether ``operation`` on these lists runs its kernel.
 
@@ -105,19 +120,23 @@ class TensorLists:
         """
         if not self._n or torch.compiler.is_compiling():
             return False
-        first = next(iter(self._lists.values()))[0]  # _build looks at the others, once
+        first = next(iter(self._lists.values()))[0]  # a layout looks at the others, once
         if not operation.uses_triton(backend, first):
             return False
-        self._follow(names)
-        return self._suit_kernels
+        if is_capturing(first.device):  # ``launches`` makes tables of the graph's own
+            devices = kernel_devices({name: self._lists[name] for name in self._named(names)})
+        else:
+            devices = self._layout(names).devices
+        return len(devices) > 0 and (INTERPRETED or all(map(runs_triton, devices)))
 
     @property
     def tables(self) -> list[Table]:
-        return [table for part in self._parts for table in part.tables]
+        """The tables of all lists."""
+        return self._layout(None).tables
 
     @contextmanager
     def launches(
-        self, written: Sequence[str] = (), names: Iterable[str] | None = None
+        self, written: Sequence[str] = (), names: tuple[str, ...] | None = None
     ) -> Iterator[list[Table]]:
         """Yield the tables, for a ``with`` block that launches kernels on the lists.
 
@@ -125,87 +144,87 @@ class TensorLists:
             written: lists that the kernels write to.
             names: lists that they work on; None: all.
         """
-        self._follow(names)
-        names = self._lists if names is None else names
-        copies = [
-            copy
-            for part in self._parts
-            for copy in part.copies
-            if copy[0] in names and self._lists[copy[0]]
-        ]
-        for name, i, copy in copies:
+        layout = self._layout(names)
+        for name, i, copy in layout.copies:
             copy.copy_(self._lists[name][i])
-        yield self.tables
-        for name, i, copy in copies:
+        yield layout.tables
+        for name, i, copy in layout.copies:
             if name in written:
                 self._lists[name][i].copy_(copy)
         for name in written:
             if name in ("params", "copies"):  # autograd may have saved them
                 torch.autograd.graph.increment_version(self._lists[name])
 
-    def _follow(self, names: Iterable[str] | None) -> None:
-        """Bring what the tables have of these lists up to date."""
-        to_check = {
-            n: self._to_check.pop(n) for n in list(self._to_check) if names is None or n in names
-        }
-        if not to_check:
-            return
-        build = False
-        addresses: dict[int, list[int]] = {}  # two names may stand for one list
-        for name, lasting in to_check.items():
-            tensors, before = self._lists[name], self._known.get(name)
-            if id(tensors) not in addresses:
-                addresses[id(tensors)] = list(map(Tensor.data_ptr, tensors))
-            pointers = addresses[id(tensors)]
-            ids = list(map(id, tensors))
-            if lasting and before is not None and pointers == before.pointers and ids == before.ids:
-                continue
-            kinds = [*map(_dtype, tensors), *map(Tensor.stride, tensors)]
-            if name == next(iter(self._lists)):
-                kinds += map(Tensor.numel, tensors)  # the other lists have the same shapes
-            self._known[name] = _Known(ids, pointers, kinds)
-            if before is None or kinds != before.kinds:
-                build = True
-            elif pointers != before.pointers:
-                build = build or not all(part.follow(name, pointers) for part in self._parts)
-        if build or any(
-            repeats != self._repeats.get(name) for name, repeats in self._repeated().items()
-        ):
-            self._build()
+    def _named(self, names: tuple[str, ...] | None) -> tuple[str, ...]:
+        if names is not None:
+            return names
+        return tuple(name for name, tensors in self._lists.items() if len(tensors) == self._n)
 
-    def _repeated(self) -> dict[str, list[bool]]:
-        """Return by name where the lists that may repeat others do."""
-        params = self._lists.get("params", ())
-        found = {name: self._lists[name] for name in self.may_repeat if self._lists.get(name)}
-        return {
-            name: [True] if tensors is params else list(map(operator.is_, tensors, params))
-            for name, tensors in found.items()
-        }
+    def _layout(self, names: tuple[str, ...] | None) -> Layout:
+        """Return the tables of these lists, with their pointers as they are now."""
+        capturing = is_capturing(next(iter(self._lists.values()))[0].device)
+        layout = None if capturing else self._current.get(names)
+        if layout is None:
+            found = self._named(names)
+            known = self._look_at(found)
+            if capturing:
+                return self._built(found, known)
+            layout = self._current[names] = self._following(found, known)
+        return layout
 
-    def _build(self) -> None:
-        for name in [
-            name for name, tensors in self._lists.items() if len(tensors) < self._n
-        ]:  # released
-            del self._lists[name]
-            self._known.pop(name, None)
-        self._repeats = self._repeated()
-        tensors = [t for tensors in self._lists.values() for t in tensors]
-        one_device = all(
-            len({t.device for t in row}) == 1 for row in zip(*self._lists.values(), strict=True)
-        )
-        places: dict[torch.device, list[int]] = {}
-        for i, tensor in enumerate(next(iter(self._lists.values()))):
-            places.setdefault(tensor.device, []).append(i)
-        runs = INTERPRETED or all(map(runs_triton, places))
-        self._suit_kernels = runs and one_device and all(map(_suits_kernels, tensors))
-        self._parts, before = [], 0
-        if self._suit_kernels:
-            for device, here in places.items():
-                self._parts.append(
-                    DeviceTables(device, self._lists, self.may_repeat, self.numbers, here, before)
-                )
-                before += sum(table.chunks for table in self._parts[-1].tables)
-            self._suit_kernels = before > 0
+    def _following(self, names: tuple[str, ...], known: dict[str, Known]) -> Layout:
+        """Return tables that are there and take the lists' pointers, or new ones."""
+        kept = self._layouts.setdefault(names, [])
+        for k, layout in enumerate(kept):
+            if layout.follow(self.may_repeat, self.numbers, known):
+                if k:
+                    kept.insert(0, kept.pop(k))
+                return layout
+        kept.insert(0, self._built(names, known))
+        del kept[_LAYOUTS:]
+        return kept[0]
+
+    def _built(self, names: tuple[str, ...], known: dict[str, Known]) -> Layout:
+        lists = {name: self._lists[name] for name in names}
+        return Layout(lists, self.may_repeat, self.numbers, known)
+
+    def _look_at(self, names: tuple[str, ...]) -> dict[str, Known]:
+        """Return what is known of these lists, up to date."""
+        looked_at: dict[int, Known] = {}  # two names may stand for one list
+        for name in names:
+            tensors = self._lists[name]
+            lasting = self._to_check.pop(name, None)
+            if lasting is not None:  # it was set since
+                known = looked_at.get(id(tensors))
+                self._known[name] = known or _known(tensors, lasting, self._known.get(name))
+            looked_at[id(tensors)] = self._known[name]
+        return {name: self._known[name] for name in names}
+
+
+def _known(tensors: Sequence[Tensor], lasting: bool, before: Known | None) -> Known:
+    """Return what is known of a list: the very ``before`` where nothing has changed.
+
+    Args:
+        tensors: the list.
+        lasting: the same object at the same address is taken to be as it was.
+        before: what was known of the list that had its name.
+    """
+    pointers = list(map(Tensor.data_ptr, tensors))
+    ids = list(map(id, tensors))
+    same = before is not None and (pointers, ids) == (before.pointers, before.ids)
+    if same and lasting and before:
+        return before
+    metadata = [
+        tensors[0].device,
+        *map(_dtype, tensors),
+        *map(Tensor.stride, tensors),
+        *map(Tensor.numel, tensors),
+    ]
+    if before is not None and metadata == before.metadata:
+        if same:
+            return before
+        metadata = before.metadata  # faster to compare than an equal one
+    return Known(ids, pointers, metadata)
 
 
 def shipped_lists(
@@ -218,21 +237,7 @@ def shipped_lists(
             lists.set(name, lists[dtype])
         else:
             lists.set(name, [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]])
-    lists._to_check.clear()
-    lists._parts = [DeviceTables(torch.device("cpu"), lists._lists, lists.may_repeat, [0], [0], 0)]
-    lists._repeats = lists._repeated()
     return lists
-
-
-class _Known(NamedTuple):
-    """What is known of a list without holding on to its tensors.
-
-    The same object at the same address is as it was.
-    """
-
-    ids: list[int]
-    pointers: list[int]
-    kinds: list[Any]
 
 
 def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -240,7 +245,3 @@ def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(tensors) and hasattr(tensors[0], "_local_tensor"):
         return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
     return tensors
-
-
-def _suits_kernels(tensor: Tensor) -> bool:
-    return tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)

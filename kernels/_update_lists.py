@@ -1,6 +1,6 @@
 """What the steps of one optimizer work on, and its hyperparameters on their way to the device."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tritonamp.kernels._launch import launch, prepare
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._upload import Upload
+from tritonamp.kernels._sample import ListSample
+from tritonamp.kernels._transfer import transfer, upload
+from tritonamp.kernels.device import is_capturing
 
 
 class Hyperparameters(Protocol):
@@ -39,15 +41,18 @@ class UpdateLists:
         self.steps = TensorLists()
         self.rules: list[Hyperparameters] = []
         self.groups: list[int] = []
-        self._compiled: list[Any] = []  # kinds of the launches whose kernels are known to compile
+        self._compiled: list[Any] = []  # launches whose kernels are known to compile
         self._sent: dict[torch.device, _Sent] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return hyperparameters, float64 (groups, n), and groups, int32, on the device."""
         rows = [list(rule.numbers()) for rule in self.rules]
+        shape = len(rows), len(rows[0])
         sent = self._sent.get(device)
-        if sent is None or sent.groups != self.groups or sent.shape != (len(rows), len(rows[0])):
-            sent = self._sent[device] = _Sent(device, self.groups, len(rows), len(rows[0]))
+        if is_capturing(device):  # what a graph reads is its own
+            sent = _Sent(device, self.groups, *shape)
+        elif sent is None or sent.groups != self.groups or sent.shape != shape:
+            sent = self._sent[device] = _Sent(device, self.groups, *shape)
         sent.follow(rows)
         return sent.numbers, sent.places
 
@@ -59,7 +64,7 @@ class UpdateLists:
             grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
         if found_inf is None:
             found_inf = self.tensors.kept("zero", (), torch.float32, device)
-        return grad_scale.to(device, non_blocking=True), found_inf.to(device, non_blocking=True)
+        return transfer(grad_scale, device), transfer(found_inf, device)
 
     def overflow(self, device: torch.device) -> Tensor:
         """Return the flags that ``note_overflow`` sets, by number."""
@@ -111,6 +116,48 @@ class EagerUpdate:
             target.copy_(result)
 
 
+def update_samples(
+    rule: Hyperparameters,
+    states: Mapping[str, Callable[[Tensor], Tensor] | None],
+    bytes: int,
+    optional: Iterable[str] = (),
+) -> list[ListSample]:
+    """Return the third step of an optimizer on FP32 masters with half copies, and on half alone.
+
+    Args:
+        rule: of all tensors.
+        states: by name, a state from what is to be the parameter; None: there is no such state.
+        bytes: that a step moves for each parameter with master and copy.
+        optional: names of states that a group may lack.
+    """
+
+    def args(tensors: list[Tensor], half: torch.dtype, masters: bool) -> tuple[Any, ...]:
+        params = tensors if masters else [t.to(half) for t in tensors]
+        lists = UpdateLists(optional=optional)
+        lists.tensors.set("params", params)
+        lists.tensors.set("grads", [t.to(half) for t in tensors])
+        for name, make in states.items():
+            lists.tensors.set(name, params if make is None else [make(t) for t in tensors])
+        lists.tensors.set(
+            "copies", [torch.zeros_like(p, dtype=half) for p in params] if masters else params
+        )
+        lists.steps.set("steps", [t.new_full((), 2.0) for t in tensors])
+        lists.rules, lists.groups = [rule], [0] * len(tensors)
+        return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
+
+    def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
+        lists = args[0]
+        written = [*lists.tensors["params"], *lists.tensors["copies"], *lists.steps["steps"]]
+        return written + [t for name in states for t in lists.tensors[name]]
+
+    return [
+        ListSample(lambda tensors, half: args(tensors, half, True), results, bytes),
+        ListSample(
+            lambda tensors, half: args(tensors, half, False), results, variant="of half parameters"
+        ),
+    ]
+
+
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -121,9 +168,9 @@ class _Sent:
     def __init__(self, device: torch.device, groups: list[int], n: int, width: int) -> None:
         self.groups = list(groups)
         self.shape = n, width
-        self.places = torch.tensor(groups, dtype=torch.int32, device=device)
-        self.numbers = torch.zeros((n, width), dtype=torch.float64, device=device)
-        self._upload = Upload(device)
+        self.places = torch.empty(len(groups), dtype=torch.int32, device=device)
+        self.numbers = torch.empty((n, width), dtype=torch.float64, device=device)
+        upload(torch.tensor(groups, dtype=torch.int32), self.places)
         self._values: list[list[Any]] = []
 
     def follow(self, rows: Sequence[list[Any]]) -> None:
@@ -140,7 +187,7 @@ class _Sent:
                     tensors.append((g, k, value))
         if rows != self._values:
             known = [[value or 0.0 for value in row] for row in rows]
-            self._upload.send(torch.tensor(known, dtype=torch.float64), self.numbers)
+            upload(torch.tensor(known, dtype=torch.float64), self.numbers)
             self._values = list(rows)
         for g, k, value in tensors:
-            self.numbers[g, k].copy_(value, non_blocking=True)
+            self.numbers[g, k].copy_(transfer(value, self.numbers.device))

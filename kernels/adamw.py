@@ -14,9 +14,10 @@ from torch import Tensor
 from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
+from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
+from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 
@@ -139,6 +140,8 @@ def adamw_kernel(
     if LOST:
         _count(lost_ptr + 2 * number, all_lost, all_moves)
     if whole < end:
+        # All warps compute the tail, the first one stores it: formally a race. What a late warp
+        # makes of values that were stored already goes nowhere.
         offs = whole + tl.arange(0, VEC)
         lost, moves = _update(
             offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
@@ -258,7 +261,21 @@ def adamw(
     ADAMW.run(backend, uses_triton, lists, grad_scale, found_inf)
 
 
-ADAMW = Implementations(adamw_triton, adamw_torch)
+def _samples() -> Iterator[ListSample]:
+    for amsgrad in (False, True):
+        rule = AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, amsgrad, False)
+        states = {
+            "exp_avgs": lambda t: t / 2,
+            "exp_avg_sqs": torch.square,
+            "max_exp_avg_sqs": torch.square if amsgrad else None,
+        }
+        with_masters, of_half = update_samples(rule, states, 36 if amsgrad else 28, OPTIONAL)
+        yield with_masters._replace(variant="amsgrad" if amsgrad else "")
+        if not amsgrad:
+            yield of_half
+
+
+ADAMW = Implementations(adamw_triton, adamw_torch, [*_samples()])
 
 
 def shipped() -> Iterator[Shipped]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
+from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
@@ -109,6 +110,8 @@ def _next_scale(
     scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, largest,
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
 ):  # fmt: skip
+    # All threads load, one stores: formally a race. A thread of a late warp may load what was
+    # stored already, but stores nothing itself; the one that stores has loaded all of it before.
     scale, tracker, patience = tl.load(scale_ptr), tl.load(growth_ptr), tl.load(hysteresis_ptr)
     ceiling = tl.load(ceiling_ptr)
     overflow = (found_inf != 0.0) & (fault == 0.0)
@@ -152,6 +155,7 @@ def decide_kernel(
     AMAX: tl.constexpr, SCALE: tl.constexpr, SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
+    # the scale may be the one that moves below: all threads have loaded it when the reductions meet
     used, fault, earlier = tl.load(used_ptr), tl.load(fault_ptr), tl.load(earlier_ptr)
     inv_scale = tl.div_rn(1.0, used)
     j = tl.arange(0, BLOCK)
@@ -183,6 +187,7 @@ def decide_kernel(
         )  # fmt: skip
     if RECORD > 0:
         outcome = tl.where(fault != 0.0, FAULT, tl.where(found_inf != 0.0, OVERFLOW, CLEAN))
+        # as in _next_scale: the thread that stores the count is one that loaded it before
         tl.store(numbers_ptr + outcome, tl.load(numbers_ptr + outcome) + 1.0)
         tl.store(numbers_ptr + SCALE, used.to(tl.float64))
         if outcome == CLEAN:
@@ -382,8 +387,50 @@ def update_scale(
     UPDATE_SCALE.run(backend, uses_triton, state, found_inf, loss_nonfinite, largest, rule)
 
 
-DECIDE = Implementations(decide_triton, decide_torch)
-UPDATE_SCALE = Implementations(update_scale_triton, update_scale_torch)
+def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
+    amax = torch.cat([t.flatten() for t in tensors]).abs()
+    amax[-1] = float("inf") if overflow else 1.0
+    flag, names = amax.new_zeros(()), 8
+    evidence = Evidence(amax, amax.square(), flag, flag)
+    numbers = amax.new_zeros(RECORD + names, dtype=torch.float64)
+    record = Record(numbers, torch.arange(names, device=amax.device))
+    state = _scale_state(flag)
+    verdict = amax.new_zeros(3)
+    return evidence, state.scale.clone(), 0.5, state, _RULE, record, verdict
+
+
+def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
+    """Return what was written; the numbers of a record are FP32 values."""
+    return [args[-1], *args[3], args[5].numbers.float()]
+
+
+def _scale_state(flag: Tensor) -> ScaleState:
+    tracker = flag.new_ones((), dtype=torch.int32)
+    return ScaleState(flag + 1024.0, tracker, tracker.clone(), flag + 4096.0)
+
+
+def _scale_step(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
+    flag = tensors[0].new_zeros(())
+    return _scale_state(flag), flag + float(overflow), flag, flag + 0.25, _RULE
+
+
+_RULE = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24)  # of the samples
+DECIDE = Implementations(
+    decide_triton,
+    decide_torch,
+    [
+        ListSample(lambda t, _: _decision(t, False), _decided, variant="clean"),
+        ListSample(lambda t, _: _decision(t, True), _decided, variant="overflow"),
+    ],
+)
+UPDATE_SCALE = Implementations(
+    update_scale_triton,
+    update_scale_torch,
+    [
+        ListSample(lambda t, _: _scale_step(t, False), lambda args, _: args[0], variant="clean"),
+        ListSample(lambda t, _: _scale_step(t, True), lambda args, _: args[0], variant="overflow"),
+    ],
+)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -99,6 +99,45 @@ def runs_triton(device: torch.device) -> bool:
 _answers: dict[torch.device, bool] = {}
 
 
+def require_triton(device: torch.device) -> None:
+    """Refuse an explicit request for Triton where it cannot run.
+
+    Raises:
+        UnsupportedDeviceError: that is so on ``device``.
+    """
+    if not runs_triton(device):
+        raise UnsupportedDeviceError(
+            f"backend='triton' cannot run: {why_not_triton(device)}. "
+            "Use backend='auto' or backend='eager' for the same semantics in eager torch"
+        )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether what is launched on ``device`` becomes part of a CUDA graph.
+
+    CUDA is left alone for other devices: a process may be one that must not touch it.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Refuse to make in a CUDA graph what later steps go on from: each replay would make it anew.
+
+    Args:
+        device: where it is made.
+        what: it is.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured there.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            f"expected {what} before a CUDA graph is captured, got a capture that makes it, and "
+            "each replay would begin with it anew: run a whole step on the same parameters outside "
+            "of the capture first"
+        )
+
+
 def choose_backend(requested: str, device: torch.device) -> Backend:
     """Return the backend for ``device``.
 
@@ -120,15 +159,12 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         return Backend(
             "triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter", requested
         )
+    if requested == "triton":
+        require_triton(device)
     obstacle = why_not_triton(device)
     if obstacle is None:
         return Backend(
             "triton", f"{device} has Tensor Cores and Triton {triton_version()} imports", requested
-        )
-    if requested == "triton":
-        raise UnsupportedDeviceError(
-            f"backend='triton' cannot run: {obstacle}. "
-            "Use backend='auto' or backend='eager' for the same semantics in eager torch"
         )
     return Backend("eager", obstacle, requested)
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer
+from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 _WARPS = 4
@@ -56,10 +58,11 @@ def grad_stats_kernel(
         squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
     amax, square = tl.max(largest, 0), tl.sum(squares, 0)
     if whole < end:
-        rest = tl.arange(0, VEC)
-        g = tl.load(grads + whole + rest, mask=whole + rest < end, other=0.0)
+        rest = whole + tl.arange(0, VEC)
+        g = tl.load(grads + rest, mask=rest < end, other=0.0)
         amax = tl.maximum(amax, tl.max(_magnitude(g, TYPE), 0))
-        square += tl.sum(g.to(tl.float32) * g.to(tl.float32), 0)
+        # behind the mask: the sum would absorb a bare product, and lanes disagree by an ulp
+        square += tl.sum(tl.where(rest < end, g.to(tl.float32) * g.to(tl.float32), 0.0), 0)
     tl.atomic_max(amax_ptr + tl.load(number_ptr + row), _float_bits(amax, TYPE), sem="relaxed")
     tl.store(square_ptr + before + tl.program_id(0), square)
 
@@ -70,7 +73,9 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
         chunks = sum(t.chunks for t in tables)
         for on in dict.fromkeys(t.device for t in tables):
             amax = lists.kept("amax", (lists.size,), torch.float32, on)
-            squares = lists.kept("squares", (chunks,), torch.float32, on)
+            # powers of two, so that few sizes are kept
+            room = 1 << (chunks - 1).bit_length()
+            squares = lists.kept("squares", (room,), torch.float32, on)[:chunks]
             if len({t.device for t in tables}) > 1:
                 squares.zero_()  # chunks of other devices
             results.append((amax.zero_(), squares))
@@ -99,10 +104,9 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
                 )
     if len(results) == 1 and results[0][0].device == device:
         return results[0]
-    amaxes, sums = ([r[k].to(device, non_blocking=True) for r in results] for k in (0, 1))
-    return torch.stack(amaxes).amax(0), torch.stack(sums).sum(
-        0
-    )  # zeros where another device is in charge
+    # zeros where another device is in charge
+    amaxes, sums = (torch.stack([transfer(r[k], device) for r in results]) for k in (0, 1))
+    return amaxes.amax(0), sums.sum(0)
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -138,7 +142,22 @@ def grad_stats(
     )
 
 
-GRAD_STATS = Implementations(grad_stats_triton, grad_stats_torch)
+GRAD_STATS = Implementations(
+    grad_stats_triton,
+    grad_stats_torch,
+    [
+        ListSample(
+            lambda t, half: (TensorLists(grads=[x.to(half) for x in t]), t[0].device),
+            lambda _, stats: [stats[0], stats[1].sum()],
+            bytes=2,
+        ),
+        ListSample(
+            lambda t, _: (TensorLists(grads=t), t[0].device),
+            lambda _, stats: [stats[0], stats[1].sum()],
+            variant="of float32",
+        ),
+    ],
+)
 
 
 def shipped() -> Iterator[Shipped]:

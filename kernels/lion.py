@@ -18,7 +18,7 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
+from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
 from tritonamp.kernels.device import tl, triton
 
 _NUMBERS = 5  # of a rule
@@ -102,6 +102,8 @@ def lion_kernel(
             COPY is not None, VEC,
         )  # fmt: skip
     if whole < end:
+        # All warps compute the tail, the first one stores it: formally a race. What a late warp
+        # makes of values that were stored already goes nowhere.
         offs = whole + tl.arange(0, VEC)
         _update(
             offs, offs < end, params, grads, exp_avgs, copies, overflow, factor, rule,
@@ -168,7 +170,11 @@ def lion(
     LION.run(backend, lists.tensors.uses_triton(backend, LION), lists, grad_scale, found_inf)
 
 
-LION = Implementations(lion_triton, lion_torch)
+LION = Implementations(
+    lion_triton,
+    lion_torch,
+    update_samples(LionRule(0.01, 0.9, 0.99, 0.01, False), {"exp_avgs": lambda t: t / 2}, 20),
+)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._lines import cached_by_shape, column_offsets, in_range, line_offsets, tiling
+from tritonamp.kernels._lines import (
+    WIDEST,
+    cached_by_shape,
+    column_offsets,
+    edge_offsets,
+    in_range,
+    line_lead,
+    line_offsets,
+    tiling,
+    whole_vectors,
+)
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -34,20 +44,28 @@ def _neighbours(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "programs", "count"))
 def sum_kernel(
     x_ptr, y_ptr, rows, n, blocks, programs, count,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up BLOCK columns of ROWS lines; ``programs`` programs cover the ``count`` lines."""
     part = (tl.program_id(0) // programs).to(tl.int64)
-    lines, numbers, valid = line_offsets(
-        tl.program_id(0) % programs, rows, n, blocks, ROW_MAJOR, ALIGN, ROWS
-    )
-    columns, exist = column_offsets(part * BLOCK, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    pid = tl.program_id(0) % programs
+    lines, numbers, valid = line_offsets(pid, rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    lead = line_lead(pid, n, ALIGN, VEC)
+    begin = lead + part * BLOCK
+    end = min(begin + BLOCK, lead + n)
+    first, last = whole_vectors(begin, end, ALIGN, VEC)
+    columns, exist = column_offsets(first, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     x = tl.load(x_ptr + lines + columns, mask=valid & exist, other=0.0).to(tl.float32)
     if ROW_MAJOR and BLOCK >= 8:
         x = _neighbours(x, ROWS, BLOCK)
         x = _neighbours(x, ROWS, BLOCK // 2)
         x = _neighbours(x, ROWS, BLOCK // 4)
     y = tl.sum(x, 1, keep_dims=True)
+    if ALIGN < VEC:
+        edges, mask = edge_offsets(begin, end, first, last, VEC)
+        x = tl.load(x_ptr + lines + edges, mask=mask, other=0.0).to(tl.float32)
+        y += tl.sum(x, 1, keep_dims=True)
     tl.store(y_ptr + part * count + numbers, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
@@ -82,7 +100,7 @@ def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype)
     if x.numel() == 0:
         return torch.zeros(shape, dtype=dtype, device=x.device)
     while True:
-        t = tiling(x.shape, first, last, PER_THREAD, LONGEST)
+        t = tiling(x.shape, first, last, PER_THREAD, LONGEST, WIDEST // x.itemsize)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
         y = x.new_empty(
             (parts, t.lines) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32

@@ -15,7 +15,7 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists
+from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
 from tritonamp.kernels.device import tl, triton
 
 OPTIONAL = ("momentum_buffers",)  # state that a group may lack
@@ -105,6 +105,8 @@ def sgd_kernel(
             MOMENTUM, COPY is not None, VEC,
         )  # fmt: skip
     if whole < end:
+        # All warps compute the tail, the first one stores it: formally a race. What a late warp
+        # makes of values that were stored already goes nowhere.
         offs = whole + tl.arange(0, VEC)
         _update(
             offs, offs < end, params, grads, momentum_buffers, copies, overflow, factor, rule,
@@ -184,7 +186,16 @@ def sgd(
     SGD.run(backend, lists.tensors.uses_triton(backend, SGD), lists, grad_scale, found_inf)
 
 
-SGD = Implementations(sgd_triton, sgd_torch)
+SGD = Implementations(
+    sgd_triton,
+    sgd_torch,
+    update_samples(
+        SGDRule(0.01, 0.9, 0.0, 0.01, True, False),
+        {"momentum_buffers": lambda t: t / 2},
+        20,
+        OPTIONAL,
+    ),
+)
 
 
 def shipped() -> Iterator[Shipped]:

@@ -14,10 +14,14 @@ from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import (
     MAX_VECTOR,
+    WIDEST,
     column_offsets,
+    edge_offsets,
+    line_lead,
     line_offsets,
     power_of_two,
     tiling,
+    whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
@@ -40,10 +44,20 @@ def exp_shifted(d, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _add_tile(x_ptr, mask, m, s, SHIFT: tl.constexpr):
+    """Return the maximum m, and the sum s of exp(x - m), with a tile of columns more."""
+    x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, SHIFT), 1, keep_dims=True)
+    return largest, s
+
+
+@triton.jit
 def _max_and_sum(
-    x_ptr, lines, valid, begin, end, rows, n,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
+    x_ptr, lines, valid, begin, end, rows,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Return of columns ``begin`` to ``end`` the maximum m, and the sum of exp(x - m).
 
@@ -51,52 +65,53 @@ def _max_and_sum(
     """
     m = tl.full([ROWS, 1], -float("inf"), tl.float32)
     s = tl.zeros([ROWS, 1], tl.float32)
-    for at in range(begin, end, BLOCK):
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        x = tl.load(
-            x_ptr + lines + columns,
-            mask=valid & exist,
-            other=-float("inf"),
-            eviction_policy="evict_last",
-        )
-        x = x.to(tl.float32)
-        largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
-        base = tl.where(largest == -float("inf"), 0.0, largest)
-        s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, SHIFT), 1, keep_dims=True)
-        m = largest
+    first, last = whole_vectors(begin, end, ALIGN, VEC)
+    for at in range(first, last, BLOCK):
+        columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        m, s = _add_tile(x_ptr + lines + columns, valid & exist, m, s, SHIFT)
+    if ALIGN < VEC:
+        edges, mask = edge_offsets(begin, end, first, last, VEC)
+        m, s = _add_tile(x_ptr + lines + edges, mask, m, s, SHIFT)
     return m, s
 
 
 @triton.jit
+def _write_tile(
+    x_ptr, y_ptr, offs, mask, m, scale, LOG: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = x - m - scale if LOG else exp_shifted(x - m, SHIFT) * scale
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
 def _write(
-    x_ptr, y_ptr, lines, valid, m, s, begin, end, rows, n,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
+    x_ptr, y_ptr, lines, valid, m, s, begin, end, rows,
+    LOG: tl.constexpr, SHIFT: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write columns ``begin`` to ``end`` of the result, the last first: they are in L2 still."""
     scale = tl.log2(s) * 0.6931471805599453 if LOG else 1 / s
-    for back in range(0, end - begin, BLOCK):
-        at = begin + (end - begin - 1) // BLOCK * BLOCK - back
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        offs, mask = lines + columns, valid & exist
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        y = x - m - scale if LOG else exp_shifted(x - m, SHIFT) * scale
-        tl.store(
-            y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
-        )
+    first, last = whole_vectors(begin, end, ALIGN, VEC)
+    if ALIGN < VEC:
+        edges, mask = edge_offsets(begin, end, first, last, VEC)
+        _write_tile(x_ptr, y_ptr, lines + edges, mask, m, scale, LOG, SHIFT)
+    for back in range(0, last - first, BLOCK):
+        at = first + (last - first - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        _write_tile(x_ptr, y_ptr, lines + columns, valid & exist, m, scale, LOG, SHIFT)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
 def softmax_kernel(
     x_ptr, y_ptr, rows, n, blocks,
     LOG: tl.constexpr, SHIFT: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Whole lines in registers."""
-    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    columns, exist = column_offsets(0, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
     d = tl.load(x_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
     d -= tl.max(d, 1, keep_dims=True)
@@ -110,37 +125,38 @@ def softmax_kernel(
 def softmax_long_kernel(
     x_ptr, y_ptr, rows, n, blocks,
     LOG: tl.constexpr, SHIFT: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Lines that registers cannot hold, read twice."""
-    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    m, s = _max_and_sum(x_ptr, lines, valid, 0, n, rows, n, ROW_MAJOR, ALIGN, ROWS, BLOCK, SHIFT)
-    _write(x_ptr, y_ptr, lines, valid, m, s, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK, SHIFT)
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    begin = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    m, s = _max_and_sum(
+        x_ptr, lines, valid, begin, begin + n, rows, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK, SHIFT
+    )
+    _write(
+        x_ptr, y_ptr, lines, valid, m, s, begin, begin + n, rows,
+        LOG, SHIFT, ROW_MAJOR, ALIGN, VEC, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
 def softmax_part_kernel(
     x_ptr, m_ptr, s_ptr, rows, n, blocks, steps, count,
     SHIFT: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First launch for shared lines: maximum and sum of each segment, [splits, count]."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
     split = tl.program_id(1)
-    begin = split.to(tl.int64) * steps * BLOCK
+    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    begin = lead + split.to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, lead + n)
     m, s = _max_and_sum(
-        x_ptr,
-        lines,
-        valid,
-        begin,
-        min(begin + steps * BLOCK, n),
-        rows,
-        n,
-        ROW_MAJOR,
-        ALIGN,
-        ROWS,
-        BLOCK,
-        SHIFT,
+        x_ptr, lines, valid, begin, end, rows, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK, SHIFT
     )
     tl.store(m_ptr + split * count + numbers, m, mask=valid)
     tl.store(s_ptr + split * count + numbers, s, mask=valid)
@@ -150,26 +166,35 @@ def softmax_part_kernel(
 def softmax_rest_kernel(
     x_ptr, m_ptr, s_ptr, y_ptr, rows, n, blocks, steps, count, splits,
     LOG: tl.constexpr, SHIFT: tl.constexpr, SPLITS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Second launch: every program adds up the segments of its lines and writes one of them."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
     j = tl.arange(0, SPLITS)[None, :]
     mask = valid & (j < splits)
     part_m = tl.load(m_ptr + j * count + numbers, mask=mask, other=-float("inf"))
     part_s = tl.load(s_ptr + j * count + numbers, mask=mask, other=0.0)
     m = tl.max(part_m, 1, keep_dims=True)
     base = tl.where(m == -float("inf"), 0.0, m)
-    s = tl.sum(part_s * exp_shifted(part_m - base, 0.0), 1, keep_dims=True)
-    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
-    _write(x_ptr, y_ptr, lines, valid, m, s, begin, min(begin + steps * BLOCK, n), rows, n,
-           LOG, ROW_MAJOR, ALIGN, BLOCK, SHIFT)  # fmt: skip
+    # behind the mask: the sum would absorb a bare product as a multiply-add, so that each lane
+    # rounds its own differently, and lanes an ulp apart would write to one word of shared memory
+    s = tl.sum(tl.where(mask, part_s * exp_shifted(part_m - base, 0.0), 0.0), 1, keep_dims=True)
+    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, lead + n)
+    _write(
+        x_ptr, y_ptr, lines, valid, m, s, begin, end, rows,
+        LOG, SHIFT, ROW_MAJOR, ALIGN, VEC, BLOCK,
+    )  # fmt: skip
 
 
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
-    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST)
+    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST, WIDEST // max(x.itemsize, y.itemsize))
     # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away
     # from there
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
@@ -252,6 +277,7 @@ def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.d
     lengths = 32, 256, 512, 1024, 1000, 1001, 4096, 16384, 32768, 65536, 50257
     shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in lengths}
     shapes |= {"split": (8, 1 << 20), "inner": (64, 64, 4096), "long inner": (64, 4096, 4096)}
+    shapes["split inner"] = 1, 2200, 8
     for case, shape in shapes.items():
         for dtype, result in ((half, half), (bf16, bf16), (half, wide)):
             name = f"{'log_softmax' if result is wide else 'softmax'} {dtype} {case}"
@@ -262,7 +288,7 @@ def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked."""
     for name, shape, dtype, result in shipped_cases():
         args = torch.empty(shape, dtype=dtype, device="meta"), 1, result
-        if result is torch.float32:  # stores twice as much
-            yield Shipped(name, log_softmax_triton, args, 80, 15, 1)
+        if result is torch.float32:  # stores twice as much; short lines take two vectors each
+            yield Shipped(name, log_softmax_triton, args, 80 if shape[-1] > 512 else 96, 15, 1)
         else:
             yield Shipped(name, softmax_triton, args, 64, 12, 1 if shape[1] <= LONGEST else 2)

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two, tiling
+from tritonamp.kernels._lines import (
+    WIDEST,
+    Tiling,
+    column_offsets,
+    edge_offsets,
+    line_lead,
+    line_offsets,
+    power_of_two,
+    tiling,
+    whole_vectors,
+)
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -33,53 +43,71 @@ def _gradient(g, y, total, LOG: tl.constexpr):
 
 
 @triton.jit
+def _load(g_ptr, y_ptr, offs, mask, EVICT: tl.constexpr):
+    g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return g, y
+
+
+@triton.jit
 def _total(
-    g_ptr, y_ptr, lines, valid, begin, end, rows, n,
+    g_ptr, y_ptr, lines, valid, begin, end, rows,
     LOG: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of columns ``begin`` to ``end``, for each line."""
+    """Return the sum of columns ``begin`` to ``end``, for each line.
+
+    Products are behind the mask for the reason given in ``softmax_rest_kernel``.
+    """
     total = tl.zeros([ROWS, 1], tl.float32)
-    for at in range(begin, end, BLOCK):
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        offs, mask = lines + columns, valid & exist
-        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        total += tl.sum(_term(g, y, LOG), 1, keep_dims=True)
+    first, last = whole_vectors(begin, end, ALIGN, VEC)
+    for at in range(first, last, BLOCK):
+        columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        mask = valid & exist
+        g, y = _load(g_ptr, y_ptr, lines + columns, mask, "evict_last")
+        total += tl.sum(tl.where(mask, _term(g, y, LOG), 0.0), 1, keep_dims=True)
+    if ALIGN < VEC:
+        edges, there = edge_offsets(begin, end, first, last, VEC)
+        g, y = _load(g_ptr, y_ptr, lines + edges, there, "evict_last")
+        total += tl.sum(tl.where(there, _term(g, y, LOG), 0.0), 1, keep_dims=True)
     return total
 
 
 @triton.jit
+def _write_tile(g_ptr, y_ptr, dx_ptr, offs, mask, total, LOG: tl.constexpr):
+    g, y = _load(g_ptr, y_ptr, offs, mask, "evict_first")
+    dx = _gradient(g, y, total, LOG).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
 def _write_gradient(
-    g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n,
-    LOG: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows,
+    LOG: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
-    for back in range(0, end - begin, BLOCK):
-        at = begin + (end - begin - 1) // BLOCK * BLOCK - back
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        offs, mask = lines + columns, valid & exist
-        g = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        y = tl.load(y_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        dx = _gradient(g, y, total, LOG)
-        tl.store(
-            dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
-        )
+    first, last = whole_vectors(begin, end, ALIGN, VEC)
+    if ALIGN < VEC:
+        edges, mask = edge_offsets(begin, end, first, last, VEC)
+        _write_tile(g_ptr, y_ptr, dx_ptr, lines + edges, mask, total, LOG)
+    for back in range(0, last - first, BLOCK):
+        at = first + (last - first - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        _write_tile(g_ptr, y_ptr, dx_ptr, lines + columns, valid & exist, total, LOG)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
 def softmax_backward_kernel(
     g_ptr, y_ptr, dx_ptr, rows, n, blocks,
     LOG: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Whole lines in registers."""
-    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    columns, exist = column_offsets(0, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
     g = tl.load(g_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -91,29 +119,38 @@ def softmax_backward_kernel(
 def softmax_backward_long_kernel(
     g_ptr, y_ptr, dx_ptr, rows, n, blocks,
     LOG: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Lines that registers cannot hold, read twice."""
-    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    total = _total(g_ptr, y_ptr, lines, valid, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK)
-    _write_gradient(
-        g_ptr, y_ptr, dx_ptr, lines, valid, total, 0, n, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
+    lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    begin = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    total = _total(
+        g_ptr, y_ptr, lines, valid, begin, begin + n, rows, LOG, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK
     )
+    _write_gradient(
+        g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, begin + n, rows,
+        LOG, ROW_MAJOR, ALIGN, VEC, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "steps", "count"))
 def softmax_backward_part_kernel(
     g_ptr, y_ptr, total_ptr, rows, n, blocks, steps, count,
     LOG: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First launch for shared lines: the sum of each segment, [splits, count]."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
     split = tl.program_id(1)
-    begin = split.to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, n)
+    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    begin = lead + split.to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, lead + n)
     total = _total(
-        g_ptr, y_ptr, lines, valid, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, ROWS, BLOCK
+        g_ptr, y_ptr, lines, valid, begin, end, rows, LOG, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK
     )
     tl.store(total_ptr + split * count + numbers, total, mask=valid)
 
@@ -122,37 +159,42 @@ def softmax_backward_part_kernel(
 def softmax_backward_rest_kernel(
     g_ptr, y_ptr, total_ptr, dx_ptr, rows, n, blocks, steps, count, splits,
     LOG: tl.constexpr, SPLITS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Second launch: every program adds up the segments of its lines and writes one of them."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
     j = tl.arange(0, SPLITS)[None, :]
     parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
     total = tl.sum(parts, 1, keep_dims=True)
-    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, n)
+    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, lead + n)
     _write_gradient(
-        g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows, n, LOG, ROW_MAJOR, ALIGN, BLOCK
-    )
+        g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows,
+        LOG, ROW_MAJOR, ALIGN, VEC, BLOCK,
+    )  # fmt: skip
 
 
-def _backward_tiling(shape: Sequence[int], dim: int) -> Tiling:
+def _backward_tiling(shape: Sequence[int], dim: int, vec: int) -> Tiling:
     """Return the tiling for two inputs.
 
-    Loops over two take registers, and so do the addresses of single elements and of columns.
+    Loops over two take registers, and so do the addresses of columns.
     """
     rank, per_thread = max(len(shape), 1), PER_THREAD
     n = shape[dim % rank] if shape else 1
-    columns = n > 1024 and dim % rank != rank - 1
-    if columns or n > LONGEST:
-        per_thread //= 4 if columns or n % 8 != 0 else 2
-    return tiling(shape, dim, dim, per_thread, LONGEST)
+    if n > LONGEST or dim % rank != rank - 1:
+        per_thread //= 2
+    return tiling(shape, dim, dim, per_thread, LONGEST, vec)
 
 
 def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     grad, y = grad.contiguous(), y.contiguous()
     dx = torch.empty_like(y, dtype=dtype)
-    t = _backward_tiling(y.shape, dim)
+    widest = max(grad.itemsize, y.itemsize, dx.itemsize)
+    t = _backward_tiling(y.shape, dim, WIDEST // widest)
     if t.lines * t.n == 0:
         return dx
     if t.splits == 1:
@@ -249,4 +291,6 @@ def shipped() -> Iterator[Shipped]:
         y = torch.empty(shape, dtype=result, device="meta")
         log = result is torch.float32
         backward = log_softmax_backward_triton if log else softmax_backward_triton
-        yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), 96, 10, int(log))
+        # of FP32 in several short lines, all is loaded first
+        registers = 120 if log and shape[-1] <= 512 else 96
+        yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), registers, 10, int(log))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import every_test  # noqa: F401  # first: it asks for Triton's interpreter
 import pytest
 import torch
+from gpuless.interpreter import prepared_once
 from torch import Tensor
 
 from tritonamp.kernels import _lines, softmax, softmax_backward
@@ -86,7 +87,7 @@ def softmax_and_error(log: bool, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return exact, exact
     d = wide.amax(dim, keepdim=True) - wide
-    tile = softmax.tiling(x.shape, dim, dim, softmax.PER_THREAD, softmax.LONGEST).layout[-1]
+    tile = softmax.tiling(x.shape, dim, dim, softmax.PER_THREAD, softmax.LONGEST, 8).layout[-1]
     total = 2.25 * math.log(n) + 5 + n + 6 * -(-n // tile)
     if log:
         return exact, (2 * d + 6.05 * math.log(n) + 3 + total) * U
@@ -119,28 +120,8 @@ def sum_and_error(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> tuple[Tens
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpreter() -> Iterator[None]:
-    """Triton's interpreter prepares ``triton.language`` for each launch, and for each call of a
-    helper in a kernel: half of a test's time. Once is enough.
-    """
-    if not INTERPRETED:
+    with prepared_once():
         yield
-        return
-    from triton.runtime import interpreter
-
-    prepare = interpreter._patch_lang
-    prepared: dict[int, Any] = {}
-
-    def prepare_once(function: Any) -> Any:
-        names = id(function.__globals__)
-        if names not in prepared:
-            prepared[names] = prepare(function)
-        return interpreter._LangPatchScope()  # with nothing to restore
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
-        yield
-    for scope in reversed(prepared.values()):
-        scope.restore()
 
 
 @pytest.fixture
@@ -162,10 +143,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def guarded(request: pytest.FixtureRequest) -> Iterator[None]:
     """NaN in new memory and around it: what is not written shows, as do reads and writes out of
     bounds.
     """
+    if "device" in request.fixturenames:
+        request.getfixturevalue("device")  # made first, so that it ends after the guards are read
     plain_like, plain_new = torch.empty_like, Tensor.new_empty
     buffers: list[Tensor] = []
 
@@ -191,9 +174,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             x.device,
         )
 
-    monkeypatch.setattr(torch, "empty_like", empty_like)
-    monkeypatch.setattr(Tensor, "new_empty", new_empty)
-    yield
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        monkeypatch.setattr(Tensor, "new_empty", new_empty)
+        yield
     for buffer in buffers:
         assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all(), (
             "written out of bounds"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _tables
+from tritonamp.kernels import _device_tables
 from tritonamp.kernels._adam_rates import RATES, _power
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
@@ -222,7 +222,7 @@ def test_one_step_is_the_textbook_step(
     assert all(torch.equal(a, b) for a, b in zip(before.grads, after.grads, strict=True))
 
 
-@pytest.mark.parametrize("programs", [_tables.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
 @pytest.mark.parametrize("grad_dtype", [WIDE, HALF], ids=str)
 def test_memory_that_is_not_aligned(
     device: torch.device,
@@ -236,7 +236,7 @@ def test_memory_that_is_not_aligned(
         device, backend, WIDE, grad_dtype, HALF, steps=2, shapes=[(), (1,), (255,), (257,), (4099,)]
     )
     aligned = start.clone().step()
-    monkeypatch.setattr(_tables, "PROGRAMS", programs)
+    monkeypatch.setattr(_device_tables, "PROGRAMS", programs)
     start.params, start.grads = (
         list(map(unaligned, start.params)),
         list(map(unaligned, start.grads)),
@@ -448,7 +448,9 @@ def test_each_tensor_has_its_own_step_count(device: torch.device, backend: str) 
         assert step.item() == 3 * i + 1
         moments = before.exp_avgs[i], before.exp_avg_sqs[i], before.max_exp_avg_sqs[i]
         p, *_ = textbook(before.params[i], before.grads[i], *moments, 3 * i, RULE)
-        torch.testing.assert_close(tensors.params[i].double(), p, rtol=132 * 2.0**-24, atol=0)
+        # of what the update is subtracted from: the difference may be near 0
+        bound = 132 * 2.0**-24 * before.params[i].double().abs().maximum(p.abs())
+        assert ((tensors.params[i].double() - p).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("half", [HALF, BF16], ids=str)

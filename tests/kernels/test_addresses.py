@@ -25,7 +25,7 @@ ROWS, BLOCK, STEPS = 4, 8, 2
 
 class Place(NamedTuple):
     """A program, ``split`` its second number, of a launch on groups of ``rows`` lines of ``n``
-    elements.
+    elements. It works on ROWS lines at a time; on one, where vectors do not fit into them.
     """
 
     row_major: bool
@@ -33,17 +33,18 @@ class Place(NamedTuple):
     rows: int
     n: int
     split: int = 0
+    vec: int = 1
 
     def lines(self) -> list[tuple[int, int]]:
         """Start and number of each line."""
         if self.row_major:
             return [
                 (i * self.n, i)
-                for i in range(self.pid * ROWS, (self.pid + 1) * ROWS)
+                for i in range(self.pid * self.tile, (self.pid + 1) * self.tile)
                 if i < self.rows
             ]
-        group, first = self.pid // self.blocks, self.pid % self.blocks * ROWS
-        rows = range(first, min(first + ROWS, self.rows))
+        group, first = self.pid // self.blocks, self.pid % self.blocks * self.tile
+        rows = range(first, min(first + self.tile, self.rows))
         return [(group * self.n * self.rows + i, group * self.rows + i) for i in rows]
 
     def elements(self, begin: int, end: int) -> list[int]:
@@ -55,8 +56,16 @@ class Place(NamedTuple):
         return [number for _, number in self.lines()]
 
     @property
+    def tile(self) -> int:
+        return ROWS if self.vec == 1 else 1
+
+    @property
     def blocks(self) -> int:
-        return -(-self.rows // ROWS)
+        return -(-self.rows // self.tile)
+
+    @property
+    def layout(self) -> tuple[bool, int, int, int, int]:
+        return self.row_major, 1, self.vec, self.tile, BLOCK
 
 
 BIG = 1 << 33
@@ -81,6 +90,14 @@ SHARED = [
     Place(False, 1, 7, BIG, 1 << 28),
     Place(False, 5, 7, (1 << 31) - 3, (1 << 27) - 1),
 ]
+UNEVEN = [  # of long or shared lines
+    Place(True, (1 << 31) - 2, BIG - 5, n, vec=vec) for n in (21, 3, 9) for vec in (4, 8)
+]
+UNEVEN_SHARED = [
+    Place(True, 1, 6, (1 << 31) + 5, 1 << 27, 8),
+    Place(True, 3, 6, (1 << 31) - 3, 5, 8),
+    Place(True, 1 << 20, 1 << 23, (1 << 31) - 3, (1 << 27) - 1, 4),
+]
 TILES = [
     Place(True, 0, 3, (1 << 34) - 9, (1 << 31) - 2),
     Place(True, 1 << 20, 1 << 23, BIG, 2000),
@@ -88,17 +105,20 @@ TILES = [
     Place(False, 1, 7, BIG, 1 << 29),
     Place(False, 5, 7, (1 << 31) - 3, (1 << 28) - 1),
     Place(False, 1 << 20, BIG, 1 << 20, 1 << 10),
+    Place(True, 1, 3, (1 << 34) - 9, (1 << 29) - 2, 8),
+    Place(True, 1 << 20, 1 << 23, BIG + 3, 2000, 4),
 ]
 
 
 @triton.jit(do_not_specialize=("pid", "start", "rows", "n", "blocks"))
 def offsets_kernel(
     offs_ptr, numbers_ptr, valid_ptr, exist_ptr, pid, start, rows, n, blocks,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
-    lines, numbers, valid = line_offsets(pid, rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    columns, exist = column_offsets(start, rows, n, ROW_MAJOR, ALIGN, BLOCK)
+    lines, numbers, valid = line_offsets(pid, rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    columns, exist = column_offsets(start, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     tl.store(offs_ptr + i * BLOCK + j, lines + columns)
     tl.store(numbers_ptr + i, numbers)
     tl.store(valid_ptr + i, valid)
@@ -118,7 +138,7 @@ def test_offsets_beyond_32_bits(triton_device: torch.device, place: Place) -> No
         (1, 1, 1),
         (offs, numbers, valid, exist),
         sizes,
-        (place.row_major, 1, ROWS, BLOCK),
+        place.layout,
         1,
     )
     rows, columns = len(place.lines()), min(place.n - start, BLOCK)
@@ -196,8 +216,8 @@ def accesses(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Ru
         monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", program_id)
         for module in (softmax, softmax_backward):
             monkeypatch.setattr(module, "range", wide_range, raising=False)
-        layout = place.row_major, 1, ROWS, BLOCK
-        kernel[(1, 1, 1)](*tensors, place.rows, place.n, place.blocks, *sizes, *constants, *layout)
+        given = place.rows, place.n, place.blocks, *sizes, *constants, *place.layout
+        kernel[(1, 1, 1)](*tensors, *given)
         return found
 
     return run
@@ -267,6 +287,45 @@ def test_addresses_of_shared_lines(accesses: Run, place: Place) -> None:
     assert found == ({"fp32": parts, "fp16": back, "bf16": back}, {"fp64": back})
 
 
+def in_order(found: Accesses) -> list[dict[str, list[int]]]:
+    return [{name: sorted(elements) for name, elements in kind.items()} for kind in found]
+
+
+@pytest.mark.parametrize("place", UNEVEN)
+def test_addresses_of_lines_between_vectors(accesses: Run, place: Place) -> None:
+    elements = place.elements(0, place.n)
+    twice = sorted(2 * elements)
+    found = accesses(softmax.softmax_long_kernel, [X, Y], place, [], FORWARD)
+    assert in_order(found) == [{"fp16": twice}, {"fp64": elements}]
+    if place.n > 2 * place.vec:  # otherwise there are edges alone
+        assert found.read["fp16"][0] % place.vec == 0
+    found = accesses(
+        softmax_backward.softmax_backward_long_kernel, [X, OTHER, Y], place, [], BACKWARD
+    )
+    assert in_order(found) == [{"fp16": twice, "bf16": twice}, {"fp64": elements}]
+
+
+@pytest.mark.parametrize("place", UNEVEN_SHARED)
+def test_addresses_of_segments_between_vectors(accesses: Run, place: Place) -> None:
+    begin = place.split * STEPS * BLOCK
+    elements, sizes = place.elements(begin, begin + STEPS * BLOCK), [STEPS, COUNT]
+    [own] = [place.split * COUNT + number for number in place.numbers()]
+    found = accesses(softmax.softmax_part_kernel, [X, PART, OTHER], place, sizes, [0.0])
+    assert in_order(found) == [{"fp16": elements}, {"fp32": [own], "bf16": [own]}]
+    found = accesses(
+        softmax.softmax_rest_kernel, [X, PART, OTHER, Y], place, [*sizes, 3], [*FORWARD, 4]
+    )
+    assert in_order(found)[0]["fp16"] == in_order(found)[1]["fp64"] == elements
+    found = accesses(
+        softmax_backward.softmax_backward_rest_kernel,
+        [X, OTHER, PART, Y],
+        place,
+        [*sizes, 3],
+        [*BACKWARD, 4],
+    )
+    assert in_order(found)[0]["bf16"] == in_order(found)[1]["fp64"] == elements
+
+
 @pytest.mark.parametrize("place", TILES)
 def test_addresses_of_sums(accesses: Run, place: Place) -> None:
     """The programs of all tiles of the lines have one row of numbers; ``split`` is the tile."""
@@ -274,5 +333,6 @@ def test_addresses_of_sums(accesses: Run, place: Place) -> None:
     told = place._replace(pid=place.split * programs + place.pid)
     assert told.pid < 1 << 31
     found = accesses(reduce.sum_kernel, [X, PART], told, [programs, count], [])
-    assert found.read == {"fp16": place.elements(place.split * BLOCK, (place.split + 1) * BLOCK)}
+    elements = place.elements(place.split * BLOCK, (place.split + 1) * BLOCK)
+    assert {name: sorted(read) for name, read in found.read.items()} == {"fp16": sorted(elements)}
     assert found.written == {"fp32": [place.split * count + number for number in place.numbers()]}

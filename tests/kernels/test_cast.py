@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _tables
+from tritonamp.kernels import _device_tables
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
 from tritonamp.kernels.device import INTERPRETED
@@ -76,7 +76,7 @@ SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (2047,), (2048,), (4107,), 
 
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("programs", [_tables.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
 @pytest.mark.parametrize("half", HALVES, ids=str)
 def test_shapes_and_special_values(
     device: torch.device,
@@ -86,7 +86,7 @@ def test_shapes_and_special_values(
     place: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_tables, "PROGRAMS", programs)
+    monkeypatch.setattr(_device_tables, "PROGRAMS", programs)
     sources = [torch.randn(shape, device=device) for shape in SHAPES]
     special = [INF, -INF, NAN, -0.0, 2.0**-149, 2.0**-24, -(2.0**-25), 2.0**-14]
     sources += [torch.tensor(special, device=device), torch.randn(6, 8, device=device)[::2, 1:]]

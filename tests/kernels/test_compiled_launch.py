@@ -8,18 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-PROGRAM = """
+from tritonamp.kernels import _launch
+
+DRIVER = """
 import torch
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from tritonamp.kernels import _launch, reduce, softmax
+from tritonamp.kernels import _launch, device, reduce, softmax
 
 calls, loaded = [], []
 
 class Launcher:
     def __init__(self, src, metadata):
+        self.name = src.fn.__name__
         self.constants = {src.fn.arg_names[path[0]]: value for path, value in src.constants.items()}
         given = src.attrs.items()
         self.attributes = {src.fn.arg_names[path[0]]: value for path, value in given if value}
@@ -49,9 +53,14 @@ class Driver:
 driver.set_active(Driver())
 torch.cuda.current_device = lambda: -1
 torch._C._cuda_getCurrentRawStream = lambda device: 7
+torch.cuda.is_current_stream_capturing = lambda: False
+device._answers[torch.device("cpu")] = True
 
 half = torch.float16
 x = torch.zeros(4, 1024, dtype=half)
+"""
+
+BUILDS = """
 y = softmax.softmax_triton(x, 1, half)
 (call,) = calls
 assert call.grid == (4, 1, 1) and call.stream == 7
@@ -79,9 +88,9 @@ assert len(loaded) == 4, loaded
 # sizes beyond 2**31
 wide = _launch.launch
 meta = torch.zeros(16, dtype=half)
-wide(reduce.sum_kernel, (1, 1, 1), (meta, meta), (1, 2**31, 1, 1, 1), (True, 8, 1, 1024), 1)
+wide(reduce.sum_kernel, (1, 1, 1), (meta, meta), (1, 2**31, 1, 1, 1), (True, 8, 8, 1, 1024), 1)
 assert calls[-1].build.signature["n"] == "i64" and calls[-1].build.signature["rows"] == "i32"
-wide(reduce.sum_kernel, (1, 1, 1), (meta, meta), (1, 2**31 - 1, 1, 1, 1), (True, 8, 1, 1024), 1)
+wide(reduce.sum_kernel, (1, 1, 1), (meta, meta), (1, 2**31 - 1, 1, 1, 1), (True, 8, 8, 1, 1024), 1)
 assert calls[-1].build.signature["n"] == "i32"
 
 # a kernel that cannot be compiled, or loaded
@@ -95,18 +104,153 @@ except _launch.KernelError as error:
     assert str(error) == "softmax_kernel cannot be compiled: FileNotFoundError: ptxas", error
 else:
     raise AssertionError("no error")
-print("done")
+"""
+
+MODES = """
+import contextlib
+import tritonamp
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+class Log(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+def names(mode):
+    parameter = torch.nn.Parameter(torch.zeros(64))
+    parameter.grad = torch.ones(64)
+    optimizer = tritonamp.optim.AdamW([parameter])
+    calls.clear()
+    with mode:
+        optimizer.step()
+        softmax.softmax(x, 1, half, "triton")
+    return [call.build.name for call in calls]
+
+expected = ["adam_rates_kernel", "adamw_kernel", "softmax_kernel"]
+assert names(contextlib.nullcontext()) == expected, calls
+for mode in (Log(), FlopCounterMode(display=False), DebugMode()):
+    assert names(mode) == expected, (mode, calls)
+with Log(), Log():
+    assert names(Log()) == expected, calls
+log = Log()
+names(log)
+assert "tritonamp::softmax" in log.seen, log.seen  # what a mode may go by: selective checkpointing
+"""
+
+TRACERS = """
+from functorch.compile import aot_function, make_boxed_func
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+def function(x):
+    return softmax.softmax_triton(x, 1, half)
+
+def kernels_of(graph):
+    return [node for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+
+(traced,) = kernels_of(make_fx(function)(x).graph)
+assert len(calls) == 1, calls  # as make_fx runs what it records
+options = dict(traced.kwargs["kwargs"])
+options |= kernel_side_table.get_constant_args(traced.kwargs["constant_args_idx"])
+assert options["maxnreg"] == softmax.MAX_REGISTERS and options["enable_fp_fusion"], options
+(traced,) = kernels_of(make_fx(function, tracing_mode="fake")(x).graph)
+with Watch():  # a mode that looks on does not hide the tracer behind it
+    (traced,) = kernels_of(make_fx(function)(x).graph)
+
+calls.clear()
+with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    assert function(mode.from_tensor(x)).shape == function(x).shape == x.shape
+assert not calls, calls
+
+graphs = []
+
+def compiler(graph_module, inputs):
+    graphs.append(graph_module.graph)
+    return make_boxed_func(graph_module.forward)
+
+aot_function(lambda x: softmax.softmax(x, 1, half, "triton"), fw_compiler=compiler)(x)
+(traced,) = kernels_of(graphs[0])
+assert str(traced.target) == "triton_kernel_wrapper_functional", traced.target
+"""
+
+DEVICES = """
+import tritonamp
+
+device._answers.clear()
+torch.cuda.current_device = lambda: 0  # a machine with a GPU
+message = "backend='triton' cannot run: cpu is not an NVIDIA GPU. Use backend='auto'"
+for function in (
+    lambda: softmax.softmax(x, 1, half, "triton"),
+    lambda: reduce.sum(x, (1,), False, half, "triton"),
+):
+    try:
+        function()
+    except tritonamp.UnsupportedDeviceError as error:
+        assert str(error).startswith(message), error
+    else:
+        raise AssertionError("no error")
+"""
+
+EARLIER_ERRORS = """
+import warnings
+
+def load_binary(*args):
+    raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+def capturing():
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+Driver.utils.load_binary = load_binary
+torch.cuda.is_current_stream_capturing = capturing
+x = torch.zeros(1 << 8, 1 << 8, dtype=half)
+warnings.simplefilter("error")
+for backend in ("auto", "triton"):
+    try:
+        softmax.softmax(x, 1, half, backend)
+    except torch.AcceleratorError as error:
+        assert str(error) == "CUDA error: an illegal memory access was encountered", error
+    else:
+        raise AssertionError("no error")
+from tritonamp.kernels import _implementations
+assert not _implementations.failures, _implementations.failures
 """
 
 
 @pytest.mark.static
-def test_builds_and_their_arguments(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [BUILDS, MODES, TRACERS, DEVICES, EARLIER_ERRORS],
+    ids=["builds", "modes", "tracers", "devices", "earlier errors"],
+)
+def test_launch(tmp_path: Path, program: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        [sys.executable, "-W", "ignore", "-c", DRIVER + program + 'print("done")'],
         capture_output=True,
         text=True,
         env=environment,
         cwd=tmp_path,
     )
     assert done.stdout == "done\n", done.stderr
+
+
+def test_a_kernel_may_take_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_compiled", {})
+    monkeypatch.setattr(_launch, "_compile", lambda kernel, grid, args, options: args)
+    tensor = torch.zeros(16)
+    found = _launch._find(object(), (1, 1, 1), (tensor,), (), (True,), 1)
+    assert found == (tensor, True)

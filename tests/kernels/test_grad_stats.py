@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _tables
+from tritonamp.kernels import _device_tables, _tables
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.device import INTERPRETED, tl, triton
@@ -78,7 +78,7 @@ def test_against_fp64(device: torch.device, backend: str, dtype: torch.dtype) ->
     )
 
 
-@pytest.mark.parametrize("programs", [_tables.PROGRAMS, 1])
+@pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
 def test_no_element_is_lost(
@@ -92,7 +92,7 @@ def test_no_element_is_lost(
     """Integers whose sums of squares FP32 holds exactly, in any order; 4 u for the twin's root.
     Chunks of one tile, and with one program of several.
     """
-    monkeypatch.setattr(_tables, "PROGRAMS", programs)
+    monkeypatch.setattr(_device_tables, "PROGRAMS", programs)
     grads = [place(torch.randint(-30, 31, shape, device=device).to(dtype)) for shape in SHAPES]
     amax, square_sum = stats(grads, device, backend)
     assert amax.tolist() == [grad.abs().max().item() for grad in grads]

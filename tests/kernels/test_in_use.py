@@ -303,7 +303,7 @@ number = active.number_of(amp.policy, "triton")
 
 def function(x):
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        active.enter(number, False)
+        active.enter(number)
         y = torch.softmax(x, -1).sum(1), torch.log_softmax(x, 1)
         active.leave()
     return y

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from tritonamp.kernels import _lines, reduce, softmax
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._lines import Tiling, column_offsets, line_offsets, power_of_two
+from tritonamp.kernels._lines import (
+    Tiling,
+    column_offsets,
+    edge_offsets,
+    line_lead,
+    line_offsets,
+    power_of_two,
+    whole_vectors,
+)
 from tritonamp.kernels.device import tl, triton
 
 pytestmark = pytest.mark.filterwarnings(
@@ -37,9 +45,9 @@ tiling = inspect.unwrap(_lines.tiling)  # remembers nothing
         ((9000, 32769), False, 1, 8192, 8),
         ((9000, 3, 2), True, 2, 4, 1),
         ((9000, 3, 64), True, 64, 4, 1),
-        ((9000, 64, 65), True, 64, 64, 8),
+        ((9000, 64, 65), True, 64, 64, 4),
         ((9000, 65, 65), False, 64, 64, 8),
-        ((9000, 1024, 3), True, 4, 1024, 8),
+        ((9000, 1024, 3), True, 4, 1024, 4),
         ((9000, 1025, 3), False, 4, 1024, 8),
     ],
 )
@@ -47,10 +55,10 @@ def test_regimes_of_softmax(
     shape: tuple[int, ...], whole: bool, lines: int, block: int, num_warps: int
 ) -> None:
     """Several short lines, a line of up to 32768, a tile that moves along; a warp for each 1024
-    elements, 512 where lines are not rows.
+    elements, 512 where it moves along lines that are not rows.
     """
-    t = tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST)
-    assert (t.whole, *t.layout[2:], t.num_warps) == (whole, lines, block, num_warps)
+    t = tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST, 8)
+    assert (t.whole, *t.layout[3:], t.num_warps) == (whole, lines, block, num_warps)
     assert t.splits == 1
 
 
@@ -73,7 +81,7 @@ def test_regimes_of_softmax(
 )
 def test_few_long_lines_are_shared(shape: tuple[int, ...], splits: int, steps: int) -> None:
     """Fewer than 128 programs become 512, or as many as there are tiles, at most 256 to a line."""
-    t = tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST)
+    t = tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST, 8)
     assert (t.splits, t.steps) == (splits, steps)
 
 
@@ -100,7 +108,30 @@ def test_alignment_is_what_divides_the_distance_of_lines(
     shape: tuple[int, ...], dim: int, align: int
 ) -> None:
     """Or of columns; BLOCK where no tile needs a mask."""
-    assert tiling(shape, dim, dim, softmax.PER_THREAD, softmax.LONGEST).layout[1] == align
+    assert tiling(shape, dim, dim, softmax.PER_THREAD, softmax.LONGEST, 8).layout[1] == align
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "widest", "vec"),
+    [
+        ((5, 24), 1, 8, 8),
+        ((5, 24), 1, 4, 4),
+        ((5, 20), 1, 8, 4),
+        ((5, 23), 1, 8, 1),
+        ((5, 1024), 1, 4, 4),
+        ((5, 32767), 1, 8, 1),
+        ((5, 32769), 1, 8, 8),  # begins and ends within vectors
+        ((5, 65537), 1, 4, 4),
+        ((3, 23, 24), 1, 8, 4),  # four lines side by side
+        ((3, 23, 22), 1, 8, 2),
+        ((3, 40_000, 23), 1, 8, 1),
+    ],
+)
+def test_vectors_fit_into_lines_unless_these_are_long(
+    shape: tuple[int, ...], dim: int, widest: int, vec: int
+) -> None:
+    t = tiling(shape, dim, dim, softmax.PER_THREAD, softmax.LONGEST, widest)
+    assert t.layout[2] == vec
 
 
 @pytest.mark.parametrize(
@@ -123,7 +154,7 @@ def test_empty_tensors_have_a_tiling(shape: tuple[int, ...]) -> None:
             (softmax.PER_THREAD, softmax.LONGEST),
             (reduce.PER_THREAD, reduce.LONGEST),
         ):
-            t = tiling(shape, dim, dim, per_thread, longest)
+            t = tiling(shape, dim, dim, per_thread, longest, 8)
             assert t.n == shape[dim]
             assert t.n * t.lines == 0
 
@@ -156,16 +187,26 @@ def test_powers_of_two() -> None:
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "steps"))
 def visit_kernel(
     seen_ptr, visits_ptr, rows, n, blocks, steps,
-    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Notes each element's line and column, as the kernels know them, and counts visits."""
-    lines, numbers, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, ROWS)
-    begin = tl.program_id(1).to(tl.int64) * steps * BLOCK
-    for at in range(begin, min(begin + steps * BLOCK, n), BLOCK):
-        columns, exist = column_offsets(at, rows, n, ROW_MAJOR, ALIGN, BLOCK)
-        offs, mask = lines + columns, valid & exist
-        tl.store(seen_ptr + offs, numbers * n + (at + tl.arange(0, BLOCK)[None, :]), mask=mask)
-        tl.atomic_add(visits_ptr + offs, 1, mask=mask)
+    pid = tl.program_id(0)
+    lines, numbers, valid = line_offsets(pid, rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
+    lead = line_lead(pid, n, ALIGN, VEC)
+    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
+    end = min(begin + steps * BLOCK, lead + n)
+    first, last = whole_vectors(begin, end, ALIGN, VEC)
+    for at in range(first, last, BLOCK):
+        columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        offs, there = lines + columns, valid & exist
+        column = at - lead + tl.arange(0, BLOCK)[None, :]
+        tl.store(seen_ptr + offs, numbers * n + column, mask=there)
+        tl.atomic_add(visits_ptr + offs, 1, mask=there)
+    if ALIGN < VEC:
+        edges, mask = edge_offsets(begin, end, first, last, VEC)
+        tl.store(seen_ptr + lines + edges, numbers * n + edges - lead, mask=mask)
+        tl.atomic_add(visits_ptr + lines + edges, 1, mask=mask)
 
 
 def assert_visits_each_once(
@@ -227,7 +268,7 @@ def test_every_element_is_visited_once(
 ) -> None:
     if many is not None:
         monkeypatch.setattr(_lines, "MANY", many)
-    t = tiling(shape, first, last, softmax.PER_THREAD, softmax.LONGEST)
+    t = tiling(shape, first, last, softmax.PER_THREAD, softmax.LONGEST, 8)
     assert_visits_each_once(shape, first, last, t, triton_device)
 
 
@@ -238,7 +279,7 @@ def test_the_last_tile_of_lines_is_not_full(
 ) -> None:
     row_major = shape[2] == 1
     blocks, groups = -(-3 // lines), 1 if row_major else 2
-    layout = row_major, 1, lines, 16
+    layout = row_major, 1, 1, lines, 16
     t = Tiling(13, 3 * groups, True, 1, 1, (groups * blocks, 1, 1), (3, 13, blocks), layout, 1)
     assert_visits_each_once(shape, 1, 1, t, triton_device)
 
@@ -249,6 +290,7 @@ def test_the_last_tile_of_lines_is_not_full(
     data=st.data(),
     many=st.sampled_from([0, 4, 100]),
     longest=st.sampled_from([32, 64]),
+    vec=st.sampled_from([4, 8]),
 )
 @settings(
     max_examples=40,
@@ -264,6 +306,7 @@ def test_every_element_is_visited_once_in_small_tiles(
     data: st.DataObject,
     many: int,
     longest: int,
+    vec: int,
 ) -> None:
     for name, value in {"SHORT": 32, "LOOP_WARPS": 1, "MANY": many, "MAX_SPLITS": 4}.items():
         monkeypatch.setattr(_lines, name, value)
@@ -272,7 +315,7 @@ def test_every_element_is_visited_once_in_small_tiles(
     shape[last] = n
     while math.prod(shape) > 2000:
         shape[shape.index(max(shape))] //= 2
-    t = tiling(shape, first, last, 2, longest)
+    t = tiling(shape, first, last, 2, longest, vec)
     assert t.whole == (t.n <= t.layout[-1])
     assert t.splits * t.steps * t.layout[-1] >= t.n > (t.splits - 1) * t.steps * t.layout[-1]
     assert 1 <= t.splits <= 4

@@ -89,7 +89,7 @@ def test_shared_lines_are_read_twice(
 )
 def test_partial_results_are_next_to_nothing(shape: tuple[int, ...]) -> None:
     """At most 1 % of softmax's own bytes in memory; segments read them out of L2."""
-    t = softmax.tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST)
+    t = softmax.tiling(shape, 1, 1, softmax.PER_THREAD, softmax.LONGEST, 8)
     assert t.splits > 1
     assert t.splits * 2 * 2 * 4 <= 0.01 * t.n * 4
 
@@ -114,7 +114,7 @@ def test_a_sum_of_tiles_reads_once(
     small_tiles(0)
     x = half(shape, triton_device)
     y = reduce.sum(x, (dim,), False, HALF, "triton")
-    block = reduce.tiling(shape, dim, dim, reduce.PER_THREAD, reduce.LONGEST).layout[-1]
+    block = reduce.tiling(shape, dim, dim, reduce.PER_THREAD, reduce.LONGEST, 8).layout[-1]
     parts = 4 * y.numel() * -(-shape[dim] // block)
     assert traffic.written >= parts + 2 * y.numel()
     assert traffic.read - 2 * x.numel() == traffic.written - 2 * y.numel()

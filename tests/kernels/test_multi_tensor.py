@@ -2,8 +2,6 @@
 the lists costs.
 """
 
-import contextlib
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +11,12 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tritonamp.kernels import _tables
+from tritonamp.kernels import _device_tables, _tables
+from tritonamp.kernels import device as hardware
+from tritonamp.kernels._device_tables import MAX_CHUNK, MIN_CHUNK, PROGRAMS, _chunk
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._tables import (
-    MAX_CHUNK,
-    MIN_CHUNK,
-    PROGRAMS,
-    Table,
-    _chunk,
-    chunk_bounds,
-    element_pointer,
-)
-from tritonamp.kernels._upload import Upload
+from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels.cast import CAST
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
@@ -87,6 +78,11 @@ def takes(lists: TensorLists) -> bool:
     return lists.uses_triton("triton", CAST)
 
 
+def copied(lists: TensorLists) -> list[str]:
+    """The lists of the tensors that kernels work on in copies."""
+    return [name for name, _, _ in lists._layout(None).copies]
+
+
 def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = WIDE) -> Tensor:
     """1, 2, ... 999, 1, ...: exact in FP16, and in FP16 as sums of two, too."""
     numel = torch.Size(shape).numel()
@@ -101,9 +97,10 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """How often tables were built, and numbers sent to a device by hand of ``Upload``."""
+    """How often tables were built, and (parts of) them sent to a device."""
     counts = SimpleNamespace(builds=0, sent=0)
-    build, send = _tables.DeviceTables.__init__, Upload.send
+    tables = _device_tables.DeviceTables
+    build, send = tables.__init__, tables._send
 
     def counted_build(self: Any, *args: Any) -> None:
         counts.builds += 1
@@ -113,8 +110,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         counts.sent += 1
         send(self, *args)
 
-    monkeypatch.setattr(_tables.DeviceTables, "__init__", counted_build)
-    monkeypatch.setattr(Upload, "send", counted_send)
+    monkeypatch.setattr(tables, "__init__", counted_build)
+    monkeypatch.setattr(tables, "_send", counted_send)
     return counts
 
 
@@ -171,7 +168,7 @@ def test_chunks_grow_with_the_model(numel: int, chunk: int) -> None:
 
 
 def test_large_chunks(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tables, "PROGRAMS", 2)
+    monkeypatch.setattr(_device_tables, "PROGRAMS", 2)
     x, y = ([numbered((n,), triton_device) for n in (1, 8192, 9000)] for _ in range(2))
     (table,) = add(TensorLists(x=x, y=y))
     assert (table.chunk, table.rows.tolist(), table.first.tolist()) == (
@@ -232,8 +229,8 @@ def test_devices_have_tables_of_their_own() -> None:
     """The meta device stands for another GPU."""
     x = [torch.zeros(4097, device=device) for device in ("cpu", "meta", "cpu", "meta")]
     lists = TensorLists(x=x, y=[torch.zeros_like(a) for a in x])
-    assert takes(lists) or not INTERPRETED
-    if INTERPRETED:
+    assert takes(lists) == hardware.INTERPRETED  # it is no GPU
+    if hardware.INTERPRETED:
         assert [(t.device.type, t.before, t.chunks) for t in lists.tables] == [
             ("cpu", 0, 4),
             ("meta", 4, 4),
@@ -246,7 +243,7 @@ def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
     """Nothing is allocated: tensors on the meta device, with a table on the CPU."""
     sizes = [3, 2**31 + 5, 2**33, 1]
     x = [torch.empty(n, dtype=HALF, device="meta") for n in sizes]
-    part = _tables.DeviceTables(
+    part = _device_tables.DeviceTables(
         torch.device("cpu"), {"x": x}, frozenset(), [0, 1, 2, 3], [0, 1, 2, 3], 0
     )
     (table,) = part.tables
@@ -298,20 +295,36 @@ def test_dense_tensors_are_worked_on_where_they_are(triton_device: torch.device,
     (table,) = add(lists)
     assert torch.equal(y, expected)
     assert [t.item() for t in table.pointers.values()] == [x.data_ptr(), y.data_ptr()]
-    assert not [copy for part in lists._parts for copy in part.copies]
+    assert not copied(lists)
 
 
 MISMATCHES = {
-    "transposed y": (lambda: numbered((5, 7)), lambda: numbered((7, 5)).t(), "y"),
-    "transposed x": (lambda: numbered((7, 5)).t(), lambda: numbered((5, 7)), "y"),
-    "strided x": (lambda: numbered((5, 14))[:, ::2], lambda: numbered((5, 7)), "x"),
-    "strided y": (lambda: numbered((5, 7)), lambda: numbered((5, 14))[:, ::2], "y"),
-    "both strided": (lambda: numbered((9,))[::2], lambda: numbered((9,))[::2], "xy"),
-    "expanded x": (lambda: numbered((5, 1)).expand(5, 7), lambda: numbered((5, 7)), "x"),
-    "expanded row": (lambda: numbered((7,)).expand(5, 7), lambda: numbered((5, 7)), "x"),
-    "columns": (lambda: numbered((5, 9))[:, 1:8], lambda: numbered((5, 9))[:, 1:8], "xy"),
-    "one element": (lambda: numbered((5,))[3:4], lambda: numbered((5, 5)).diagonal()[4:], ""),
-    "no dimension": (lambda: numbered((5,))[3], lambda: numbered((5, 5))[2, 2], ""),
+    "transposed y": (lambda at: numbered((5, 7), at), lambda at: numbered((7, 5), at).t(), "y"),
+    "transposed x": (lambda at: numbered((7, 5), at).t(), lambda at: numbered((5, 7), at), "y"),
+    "strided x": (lambda at: numbered((5, 14), at)[:, ::2], lambda at: numbered((5, 7), at), "x"),
+    "strided y": (lambda at: numbered((5, 7), at), lambda at: numbered((5, 14), at)[:, ::2], "y"),
+    "both strided": (lambda at: numbered((9,), at)[::2], lambda at: numbered((9,), at)[::2], "xy"),
+    "expanded x": (
+        lambda at: numbered((5, 1), at).expand(5, 7),
+        lambda at: numbered((5, 7), at),
+        "x",
+    ),
+    "expanded row": (
+        lambda at: numbered((7,), at).expand(5, 7),
+        lambda at: numbered((5, 7), at),
+        "x",
+    ),
+    "columns": (
+        lambda at: numbered((5, 9), at)[:, 1:8],
+        lambda at: numbered((5, 9), at)[:, 1:8],
+        "xy",
+    ),
+    "one element": (
+        lambda at: numbered((5,), at)[3:4],
+        lambda at: numbered((5, 5), at).diagonal()[4:],
+        "",
+    ),
+    "no dimension": (lambda at: numbered((5,), at)[3], lambda at: numbered((5, 5), at)[2, 2], ""),
 }
 
 
@@ -319,15 +332,15 @@ MISMATCHES = {
 def test_others_are_worked_on_in_copies_that_are_written_back(
     triton_device: torch.device, name: str
 ) -> None:
-    make_x, make_y, copied = MISMATCHES[name]
-    x, y = make_x().to(triton_device, copy=False), make_y().to(triton_device, copy=False)
+    make_x, make_y, names = MISMATCHES[name]
+    x, y = make_x(triton_device), make_y(triton_device)
     lists = TensorLists(x=[x], y=[y])
     for _ in range(2):
         before = x.clone()
         expected = x + y
         add(lists)
         assert torch.equal(y, expected) and torch.equal(x, before)
-    assert "".join(list_name for part in lists._parts for list_name, _, _ in part.copies) == copied
+    assert "".join(copied(lists)) == names
 
 
 def test_what_lies_between_is_left_alone(triton_device: torch.device) -> None:
@@ -387,7 +400,7 @@ def test_a_tensor_of_an_earlier_list_is_not_copied_twice(triton_device: torch.de
     strided = numbered((9,), triton_device, BF16)[::2]
     lists = TensorLists(params=[strided], copies=[strided])
     takes(lists)
-    assert [name for part in lists._parts for name, _, _ in part.copies] == ["params"]
+    assert copied(lists) == ["params"]
 
 
 def test_an_equal_tensor_is_no_repetition(triton_device: torch.device) -> None:
@@ -535,6 +548,18 @@ def test_new_tensors_of_the_same_kind_cost_one_upload(
         expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
         add(lists)
         assert all(map(torch.equal, given["y"], expected))
+
+
+def test_one_element_may_lie_anywhere(triton_device: torch.device, counts: SimpleNamespace) -> None:
+    x, y = numbered((9,), triton_device), numbered((9,), triton_device)
+    lists = TensorLists(x=[x[:1]], y=[y[:1]])
+    takes(lists)
+    for k in range(1, 9):
+        lists.set("x", [x[k : k + 1]])
+        before = y[0].clone()
+        add(lists)
+        assert y[0] == before + x[k]
+    assert counts.builds == 1
 
 
 def test_several_tables_are_sent_together(
@@ -695,126 +720,3 @@ def test_parameters_and_copies_get_a_new_version(triton_device: torch.device) ->
         pass
     for name in ("params", "copies"):
         assert [t._version for t in lists[name]] == [version + 1 for version in before[name]]
-
-
-# Upload
-
-
-class Device:
-    """What ``Upload`` uses of torch.cuda: copies that are through when their event says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capturing = False
-        self.events: list[SimpleNamespace] = []
-        self.pieces: list[Tensor] = []  # of pinned memory
-        self.on_the_way: list[tuple[Tensor, list[int], SimpleNamespace | None]] = []
-        self.captured: list[tuple[Tensor, list[int]]] = []
-        plain = torch.empty_like
-
-        def pinned(values: Tensor, pin_memory: bool = False) -> Tensor:
-            assert pin_memory and not self.capturing, "CUDA cannot pin memory while it captures"
-            self.pieces.append(plain(values))
-            return self.pieces[-1]
-
-        monkeypatch.setattr(torch, "empty_like", pinned)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(torch.cuda, "Event", self.event)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-
-    def event(self) -> Any:
-        event = SimpleNamespace(through=False)
-        event.record = lambda: self.recorded(event)
-        event.query = lambda: self.query(event)
-        return event
-
-    def query(self, event: SimpleNamespace) -> bool:
-        assert not self.capturing, "CUDA cannot query an event while it captures"
-        return event.through
-
-    def recorded(self, event: SimpleNamespace) -> None:
-        event.through = False
-        piece, values, _ = self.on_the_way.pop()
-        self.on_the_way.append((piece, values, event))
-
-    def copy_(self, piece: Tensor, non_blocking: bool) -> None:
-        assert non_blocking
-        if self.capturing:
-            assert not [p for p, _, _ in self.on_the_way if p is piece], (
-                "overwritten before it was copied"
-            )
-            self.captured.append((piece, piece.tolist()))
-        else:
-            self.on_the_way.append((piece, piece.tolist(), None))
-
-    def arrive(self, k: int = 0) -> None:
-        piece, values, event = self.on_the_way.pop(k)
-        assert event is not None, "a copy without an event"
-        assert piece.tolist() == values, "overwritten before it was copied"
-        event.through = True
-
-    @property
-    def target(self) -> Any:
-        return SimpleNamespace(device=torch.device("cuda"), copy_=self.copy_)
-
-
-def test_upload_on_the_cpu_copies() -> None:
-    values, target = torch.arange(3), torch.zeros(3, dtype=torch.int64)
-    upload = Upload(torch.device("cpu"))
-    upload.send(values, target)
-    values += 1
-    assert target.tolist() == [0, 1, 2]
-    upload.send(values, values)
-
-
-def test_upload_uses_memory_again_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, numbers = Device(monkeypatch), itertools.count()
-    upload = Upload(torch.device("cuda"))
-
-    def send() -> None:
-        upload.send(torch.tensor([next(numbers)]), device.target)
-
-    for _ in range(5):
-        send()
-        device.arrive()
-    few = len(device.pieces)
-    assert few <= 2, "one at work, and perhaps one for a capture"
-    for _ in range(3):
-        send()
-    assert len(device.pieces) == few + 2
-    device.arrive(1)  # not the oldest
-    for _ in range(4):
-        send()
-        device.arrive(-1)
-    device.arrive()
-    device.arrive()
-    assert len(device.pieces) == few + 2
-
-
-@pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_what_a_graph_captures_is_never_used_again(
-    monkeypatch: pytest.MonkeyPatch, in_flight: int
-) -> None:
-    device, numbers = Device(monkeypatch), itertools.count()
-    upload = Upload(torch.device("cuda"))
-
-    def send() -> None:
-        upload.send(torch.tensor([next(numbers)]), device.target)
-
-    for _ in range(2):  # graphs, with steps in between
-        for _ in range(max(in_flight, 1)):
-            send()
-        if not in_flight:
-            device.arrive()
-        device.capturing = True
-        send()
-        device.capturing = False
-        while device.on_the_way:
-            device.arrive()
-        for _ in range(3):
-            send()
-            device.arrive()
-    assert len(device.captured) == 2
-    assert len({id(piece) for piece, _ in device.captured}) == 2
-    assert all(piece.tolist() == values for piece, values in device.captured), (
-        "written to after the capture"
-    )

@@ -1,4 +1,4 @@
-"""What holds for every operation on a tensor, by the samples that it declares."""
+"""What holds for every operation, by the samples that it declares."""
 
 from unittest import mock
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.conftest import SampleCall, each_sample, kernel_modules
-from tritonamp.kernels._implementations import TraceableOp, operations
+from tritonamp.commands.selftest.kernels import differs
+from tritonamp.kernels._implementations import Implementations, operations
+from tritonamp.kernels._sample import ListSample
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
@@ -18,9 +20,34 @@ SHAPES = [(3, 9), (2, 300), (4, 130, 3), (1,)]
 
 
 @pytest.mark.parametrize("name", operations())
-def test_every_operation_on_a_tensor_has_a_sample(name: str) -> None:
-    operation = operations()[name]
-    assert not isinstance(operation, TraceableOp) or operation.samples
+def test_every_operation_has_a_sample(name: str) -> None:
+    assert operations()[name].samples
+
+
+LIST_SAMPLES = {
+    f"{name} {sample.variant}".rstrip(): (operation, sample)
+    for name, operation in operations().items()
+    for sample in operation.samples
+    if isinstance(sample, ListSample)
+}
+
+
+@pytest.mark.parametrize(("operation", "sample"), LIST_SAMPLES.values(), ids=LIST_SAMPLES)
+def test_twins_agree_on_lists(
+    triton_device: torch.device, operation: Implementations, sample: ListSample
+) -> None:
+    """To a neighbouring value, or in FP32 to what the order of a sum makes of it."""
+    for call in sample.calls(triton_device, [torch.float16, torch.bfloat16]):
+        kernel, twin = call.run(operation.triton_function), call.run(operation.torch_function)
+        assert differs(kernel, twin)[1] == ""
+
+
+@pytest.mark.parametrize(("operation", "sample"), LIST_SAMPLES.values(), ids=LIST_SAMPLES)
+def test_a_call_on_lists_leaves_something(operation: Implementations, sample: ListSample) -> None:
+    """Kernels that write nothing would agree with nothing else."""
+    for call in sample.calls(torch.device("cpu"), [torch.float16]):
+        before = call.results(call.args(), (torch.zeros(1), torch.zeros(1)))
+        assert differs(before, call.run(operation.torch_function))[1]
 
 
 @pytest.mark.usefixtures("guarded")
@@ -46,7 +73,7 @@ def test_special_values_are_the_twins(
     x[0, 0] = x[1, -1] = x[3] = value
     kernel, twin = call(x, 1), call(x, 1, "eager")
     assert torch.equal(kernel.isfinite(), twin.isfinite())
-    torch.testing.assert_close(kernel[[2, 4]], twin[[2, 4]], rtol=2.0**-10, atol=2.0**-15)
+    torch.testing.assert_close(kernel[2::2], twin[2::2], rtol=2.0**-10, atol=2.0**-15)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((1 << 17, 1 << 15), 1), ((1 << 15, 1 << 17), 0)])

@@ -99,6 +99,6 @@ def test_backward_is_wide_enough_for_scaled_gradients(
 
 def test_the_longest_line_that_stays_in_registers_gets_all_of_them() -> None:
     """A loop holds less of a longer one at a time."""
-    longest, longer = (_backward_tiling((512, n), 1) for n in (LONGEST, 2 * LONGEST))
+    longest, longer = (_backward_tiling((512, n), 1, 8) for n in (LONGEST, 2 * LONGEST))
     assert longest.whole and not longer.whole
     assert longest.num_warps == min(LONGEST // (32 * PER_THREAD), 32)

@@ -2,21 +2,27 @@
 builds.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+import builds
+import gates
+import machine_code
+import static
+
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "static.py"
-SOME = r"\bsoftmax float16 (n=1024|n=1001$)|float16 float16$|(grad_stats|cast) float16$|decide$"
+SOME = (
+    r"\bsoftmax float16 (n=1024|n=1001$|n=50257|split inner)|log_softmax float16 n=1024|"
+    r"float16 float16$|(grad_stats|cast) float16$|decide$"
+)
 USAGE = """
 Resource usage:
  Common:
@@ -41,6 +47,18 @@ SASS = """
         /*02a0*/                   BRA 0x2a0;                      /* 0xfffffffc00fc7947 */
         /*02b0*/                   NOP;                            /* 0x0000000000007918 */
 """
+PTX = """
+	shfl.sync.bfly.b32 	%r70, %r69, 8, 31, -1;
+	@%p3 shfl.sync.bfly.b32 	%r71|%p2, %r57, 16, 31, -1;
+	mov.b32 	%f1, %r71;
+	mov.u32 	%r1, %tid.x;
+	@%p1 bra 	$L__BB0_2;
+	fma.rn.f32 	%r72, %r41, %r49, %r70;
+	fma.rn.f32 	%f2, %f3, 0f3FB8AA3B, %f1;
+	fma.rn.f32 	%r73, %r70, %r71, %r41;
+	add.f32 	%r74, %r72, %r70;
+	ret;
+"""
 TTIR = """
 %x_17 = tt.load %x_16, %x, %cst evictionPolicy = evict_last : tensor<16x256x!tt.ptr<f16>> loc(#loc9)
     %parts = tt.load %parts_3, %mask, %cst_0 : tensor<1x64x!tt.ptr<f32>> loc(#loc17)
@@ -50,24 +68,16 @@ TTIR = """
 """
 
 
-@pytest.fixture(scope="module")
-def static() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("static", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def good(static: ModuleType) -> Any:
+def good() -> Any:
     """A row that passes every gate; half of them want an aligned tile of one line, on sm_90."""
-    build = static.Build(
+    build = builds.Build(
         arch=90,
         call="softmax float16 n=1024",
         kernel="softmax_kernel",
         function=("tritonamp.kernels.softmax", "softmax_kernel"),
         signature={"x_ptr": "*fp16", "y_ptr": "*fp16", "n": "i32"},
-        constants={"ROW_MAJOR": True, "ALIGN": 1024, "ROWS": 1, "BLOCK": 1024},
+        constants={"ROW_MAJOR": True, "ALIGN": 1024, "VEC": 8, "ROWS": 1, "BLOCK": 1024},
         n=1024,
         warps=1,
         maxnreg=None,
@@ -76,7 +86,7 @@ def good(static: ModuleType) -> Any:
         exp2=1,
         max_shared=None,
     )
-    return static.Row(
+    return machine_code.Row(
         build,
         registers=64,
         stack=0,
@@ -104,8 +114,8 @@ def changed(row: Any, **values: Any) -> Any:
     return row._replace(build=row.build._replace(constants=constants, **build), **values)
 
 
-def test_good_row_passes(static: ModuleType, good: Any) -> None:
-    assert static.gates(good) == static.exp2_gate([good]) == []
+def test_good_row_passes(good: Any) -> None:
+    assert gates.faults(good) == gates.exp2_faults([good]) == []
 
 
 @pytest.mark.parametrize(
@@ -115,9 +125,9 @@ def test_good_row_passes(static: ModuleType, good: Any) -> None:
         ({"local": 8}, "0 B of stack, 8 B of local memory, 0 spills: allowed are 0"),
         ({"spills": 1}, "0 B of stack, 0 B of local memory, 1 spills: allowed are 0"),
         ({"registers": 65}, "65 registers, allowed are 64"),
-        ({"registers": 256, "ALIGN": 1}, "256 registers, allowed are 255"),
+        ({"registers": 256, "VEC": 1}, "256 registers, allowed are 255"),
         ({"occupancy": 0.24}, "occupancy 0.24, allowed is 0.25 and more"),
-        ({"occupancy": 0, "ALIGN": 1}, "a multiprocessor cannot hold it"),
+        ({"occupancy": 0, "VEC": 1}, "a multiprocessor cannot hold it"),
         ({"in_flight": 32767}, "32767 B in flight, allowed is 32768 and more"),
         ({"loads": {8: 8}}, "0 of a tile's 64 B in loads of 16 B, allowed is all of it ({8: 8})"),
         ({"loads": {8: 2, 16: 3}}, "48 of a tile's 64 B in loads of 16 B, allowed is all of it"),
@@ -141,12 +151,14 @@ def test_good_row_passes(static: ModuleType, good: Any) -> None:
         ({"atomics": ["ATOM.E.CAS.STRONG.GPU"]}, "ATOM.E.CAS.STRONG.GPU: atomics on"),
         ({"instructions": 12.1}, "12.10 instructions for each element, allowed are 12"),
         ({"instructions": None}, "cuobjdump printed no instructions"),
+        (
+            {"absorbed": 2},
+            "2 products absorbed by sums across lanes, allowed are none: lanes disagree",
+        ),
     ],
 )
-def test_each_gate_fails(
-    static: ModuleType, good: Any, values: dict[str, Any], message: str
-) -> None:
-    [failed] = static.gates(changed(good, **values))
+def test_each_gate_fails(good: Any, values: dict[str, Any], message: str) -> None:
+    [failed] = gates.faults(changed(good, **values))
     assert failed.startswith(
         f"sm_{values.get('arch', 90)} softmax float16 n=1024: softmax_kernel: {message}"
     )
@@ -155,9 +167,8 @@ def test_each_gate_fails(
 @pytest.mark.parametrize(
     "values",
     [
-        {"registers": 255, "occupancy": 0.01, "ALIGN": 4},
-        {"loads": {2: 32}, "stores": {2: 32}, "in_flight": 1, "ALIGN": 1},
-        {"loads": {2: 1, 16: 4}, "VEC": 8},
+        {"registers": 255, "occupancy": 0.01, "VEC": 2},
+        {"loads": {2: 1, 16: 4}, "ALIGN": 1},
         {"loads": {2: 32}, "stores": {2: 32}, "in_flight": 1, "VEC": 1},
         {"shared": 8, "max_shared": 8},
         {"in_flight": 1, "arch": 80},
@@ -177,60 +188,72 @@ def test_each_gate_fails(
         {"instructions": 99, "BLOCK": 512, "ALIGN": 512, "n": 512},
     ],
 )
-def test_gates_that_do_not_apply(static: ModuleType, good: Any, values: dict[str, Any]) -> None:
-    assert static.gates(changed(good, **values)) == []
+def test_gates_that_do_not_apply(good: Any, values: dict[str, Any]) -> None:
+    assert gates.faults(changed(good, **values)) == []
 
 
-def test_kernels_for_a_few_numbers_are_held_to_registers_and_spills(
-    static: ModuleType, good: Any
-) -> None:
+def test_kernels_for_a_few_numbers_are_held_to_registers_and_spills(good: Any) -> None:
     plain = good._replace(
         build=good.build._replace(constants={}, n=0), in_flight=1, loads={2: 1}, occupancy=0.1
     )
-    assert static.gates(plain) == []
-    assert len(static.gates(plain._replace(registers=65, spills=1))) == 2
+    assert gates.faults(plain) == []
+    assert len(gates.faults(plain._replace(registers=65, spills=1))) == 2
 
 
-def test_kernels_for_a_few_numbers_are_built_once(static: ModuleType) -> None:
-    built = [build.kernel for build in static.builds(["adamw"], [90], "")]
+def test_kernels_for_a_few_numbers_are_built_once() -> None:
+    built = [build.kernel for build in builds.all_builds(["adamw"], [90], "")]
     assert built.count("adam_rates_kernel") == 1 < built.count("adamw_kernel")
 
 
-def test_exp2_is_counted_over_all_launches_of_a_call(static: ModuleType, good: Any) -> None:
+def test_exp2_is_counted_over_all_launches_of_a_call(good: Any) -> None:
     part, rest = (
         changed(good, kernel=kernel, exp2=2)
         for kernel in ("softmax_part_kernel", "softmax_rest_kernel")
     )
-    assert static.exp2_gate([part, rest, good._replace(ex2=0.9)]) == []
-    assert static.exp2_gate([part]) == [
+    assert gates.exp2_faults([part, rest, good._replace(ex2=0.9)]) == []
+    assert gates.exp2_faults([part]) == [
         "sm_90 softmax float16 n=1024: 1.03 MUFU.EX2 for each element, allowed are 2"
     ]
-    assert static.exp2_gate([changed(part, ROW_MAJOR=False), part._replace(ex2=None)]) == []
+    assert gates.exp2_faults([changed(part, ROW_MAJOR=False), part._replace(ex2=None)]) == []
+
+
+def test_exp2_of_edges_comes_on_top(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 256 threads holds 32 elements of a tile, and with Triton 3.6 16 of the edges."""
+    monkeypatch.setattr(gates, "REPEATS_EDGES", True)
+    ragged = changed(good, ALIGN=1, BLOCK=8192, warps=8, exp2=2)
+    assert gates.exp2_faults([ragged._replace(ex2=2.59)]) == []
+    assert len(gates.exp2_faults([changed(ragged, ALIGN=8, ex2=2.59)])) == 1
+    assert len(gates.exp2_faults([ragged._replace(ex2=3.03)])) == 1
+    monkeypatch.setattr(gates, "REPEATS_EDGES", False)
+    assert gates.exp2_faults([ragged._replace(ex2=2.34)]) == []
+    assert len(gates.exp2_faults([ragged._replace(ex2=2.59)])) == 1
 
 
 @pytest.mark.parametrize("key", ["registers", "instructions"])
-def test_growth(static: ModuleType, good: Any, key: str) -> None:
+def test_growth(good: Any, key: str) -> None:
     before = good._replace(registers=40, instructions=10.0)
     snapshot = json.loads(
-        static.snapshot_text([before, changed(before, arch=70, instructions=None)])
+        gates.snapshot_text([before, changed(before, arch=70, instructions=None)])
     )
-    assert static.growth_gate(before._replace(**{key: getattr(before, key) * 1.15}), snapshot) == []
-    [failed] = static.growth_gate(before._replace(**{key: getattr(before, key) * 1.16}), snapshot)
+    assert (
+        gates.growth_faults(before._replace(**{key: getattr(before, key) * 1.15}), snapshot) == []
+    )
+    [failed] = gates.growth_faults(before._replace(**{key: getattr(before, key) * 1.16}), snapshot)
     assert f"{getattr(before, key) * 1.16:g} {key}" in failed
     assert "allowed is 1.15 times as many" in failed
-    assert static.growth_gate(changed(before, arch=70, instructions=None), snapshot) == []
+    assert gates.growth_faults(changed(before, arch=70, instructions=None), snapshot) == []
 
 
-def test_builds_missing_in_the_snapshot(static: ModuleType, good: Any) -> None:
-    snapshot = json.loads(static.snapshot_text([good]))
+def test_builds_missing_in_the_snapshot(good: Any) -> None:
+    snapshot = json.loads(gates.snapshot_text([good]))
     for row in changed(good, arch=80), changed(good, call="softmax float16 n=2048"):
-        [failed] = static.growth_gate(row, snapshot)
+        [failed] = gates.growth_faults(row, snapshot)
         assert failed.endswith("write that with --snapshot")
 
 
-def test_snapshot_has_a_line_for_each_build(static: ModuleType, good: Any) -> None:
+def test_snapshot_has_a_line_for_each_build(good: Any) -> None:
     rows = [changed(good, call=call, arch=arch) for call in ("b", "a") for arch in (80, 90)]
-    assert static.snapshot_text(rows).splitlines() == [
+    assert gates.snapshot_text(rows).splitlines() == [
         "{",
         '"a: softmax_kernel": {"80": [64, 12.0], "90": [64, 12.0]},',
         '"b: softmax_kernel": {"80": [64, 12.0], "90": [64, 12.0]}',
@@ -238,30 +261,36 @@ def test_snapshot_has_a_line_for_each_build(static: ModuleType, good: Any) -> No
     ]
 
 
-def test_resources(static: ModuleType) -> None:
-    assert static.resources(USAGE) == (40, 16, 24)
+def test_resources() -> None:
+    assert machine_code.resources(USAGE) == (40, 16, 24)
 
 
-def test_instructions(static: ModuleType) -> None:
-    code = static.instructions(SASS)
+def test_instructions() -> None:
+    code = machine_code.instructions(SASS)
     assert [opcode for opcode, _ in code] == (
         "LDC S2R LDG.E.128 LDG.E.EL.U16 HADD2.F32 LDG.E.64 MUFU.EX2 FADD STG.E.128 EXIT BRA".split()
     )
     opcodes = [opcode for opcode, _ in code]
-    assert static.widths(opcodes, "LDG") == {2: 1, 8: 1, 16: 1}
-    assert static.widths(opcodes, "STG") == {16: 1}
-    assert static.instructions("\n\tcode for sm_70\n") == []
+    assert machine_code.widths(opcodes, "LDG") == {2: 1, 8: 1, 16: 1}
+    assert machine_code.widths(opcodes, "STG") == {16: 1}
+    assert machine_code.instructions("\n\tcode for sm_70\n") == []
 
 
-def test_bytes_outstanding(static: ModuleType) -> None:
+def test_bytes_outstanding() -> None:
     # 16 and 2; then R11 is read: 2 and three of the four registers before; then 8 more
-    assert static.outstanding(static.instructions(SASS)) == 12 + 2 + 8
+    assert machine_code.outstanding(machine_code.instructions(SASS)) == 12 + 2 + 8
 
 
-def test_only_whole_tiles_count(static: ModuleType) -> None:
-    assert static.tile_bytes(TTIR, "load", 4096, 128) == {16: 32 * 2}
-    assert static.tile_bytes(TTIR, "store", 4096, 128) == {16: 32 * (2 + 4)}
-    assert static.tile_bytes(TTIR, "store", 4096, 1024) == {8: 8, 16: 16}
+def test_only_whole_tiles_count() -> None:
+    assert machine_code.tile_bytes(TTIR, "load", 4096, 128, 8) == {16: 32 * 2}
+    assert machine_code.tile_bytes(TTIR, "store", 4096, 128, 8) == {16: 32 * (2 + 4)}
+    assert machine_code.tile_bytes(TTIR, "store", 4096, 128, 4) == {8: 32 * 2, 16: 32 * 4}
+    assert machine_code.tile_bytes(TTIR, "store", 4096, 1024, 8) == {8: 8, 16: 16}
+
+
+def test_products_that_sums_across_lanes_absorb() -> None:
+    assert machine_code.absorbed(PTX) == 2
+    assert machine_code.absorbed(PTX.replace("fma", "mad")) == 0
 
 
 @pytest.mark.parametrize(
@@ -278,15 +307,12 @@ def test_only_whole_tiles_count(static: ModuleType) -> None:
         (86, 16, 32, 0, 48),
     ],
 )
-def test_resident_warps(
-    static: ModuleType, arch: int, warps: int, registers: int, shared: int, resident: int
-) -> None:
-    assert static.resident_warps(arch, warps, registers, shared) == resident
+def test_resident_warps(arch: int, warps: int, registers: int, shared: int, resident: int) -> None:
+    assert machine_code.resident_warps(arch, warps, registers, shared) == resident
 
 
 @pytest.mark.parametrize("values", [{}, {"max_registers": 1}, {"exp2": 2}])
 def test_exit_status(
-    static: ModuleType,
     good: Any,
     values: dict[str, Any],
     tmp_path: Path,
@@ -294,7 +320,8 @@ def test_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(static, "SNAPSHOT", tmp_path / "triton-0.0.json")
+    for module in static, gates:
+        monkeypatch.setattr(module, "SNAPSHOT", tmp_path / "triton-0.0.json")
     monkeypatch.setattr(static, "measured", lambda todo: [changed(good, **values)])
     assert static.main([]) == bool(values)
     out, err = capsys.readouterr()
@@ -330,7 +357,6 @@ def test_exit_status(
     ],
 )
 def test_misuse(
-    static: ModuleType,
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -344,7 +370,7 @@ def test_misuse(
 
 
 def test_interpreter_is_refused(
-    static: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SystemExit):
@@ -368,6 +394,15 @@ def test_shipped_kernels_pass() -> None:
     assert 4 < row["instructions"] <= 12
     assert row["ex2"] == 1
     assert calls["softmax float16 n=1001", "softmax_kernel"]["loads"] == {"2": 32}
+    # lines that begin between vectors, but for their edges
+    row = calls["softmax float16 n=50257", "softmax_long_kernel"]
+    assert row["tile_loads"]["16"] // 16 <= row["loads"]["16"]
+    assert row["loads"]["2"] == (16 if gates.REPEATS_EDGES else 2) and row["stores"]["2"] == 1
+    # FP32 beside half: 16 and 8 bytes, no gaps between threads
+    row = calls["log_softmax float16 n=1024 backward", "softmax_backward_kernel"]
+    assert (row["loads"], row["stores"]) == ({"16": 16}, {"8": 8})
+    row = calls["cast float16", "cast_kernel"]
+    assert (row["tile_loads"], row["tile_stores"]) == ({"16": 16}, {"8": 8})
     row = calls["adamw float32 float16 float16", "adamw_kernel"]
     assert (
         row["tile_loads"] == row["tile_stores"] == {"8": 8, "16": 48}

@@ -1,0 +1,232 @@
+"""The tables of one device, filled on the host and sent there."""
+
+import functools
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tritonamp.kernels._tables import Table, stored
+from tritonamp.kernels._transfer import upload
+
+MIN_CHUNK, MAX_CHUNK = 1 << 12, 1 << 16
+"""Elements that one program works on; multiples of every kernel's tile."""
+PROGRAMS = 4096
+"""Aimed at: several times what a GPU holds, so that the last ones do not leave it idle."""
+
+Rows = list[tuple[int, list[Tensor]]]
+"""The rows of one table: the place of each in the lists, and the tensors that kernels work on."""
+Kind = tuple[tuple[torch.dtype | None, ...], bool]
+"""What the rows of one table share: the dtype of each list (None where it repeats "params"), and
+whether all pointers are multiples of 16 bytes.
+"""
+
+
+class DeviceTables:
+    """The tables of one device, in one piece of memory.
+
+    Args:
+        device: whose tables these are.
+        lists: by name, those that kernels work on, on all devices.
+        may_repeat: see ``TensorLists``.
+        numbers: see ``TensorLists``.
+        places: in the lists, of the tensors on this device.
+        before: chunks of the devices that come first.
+
+    Attributes:
+        tables: one for each kind of row.
+        copies: list, place, and what kernels work on in the place of the tensor there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        lists: Mapping[str, Sequence[Tensor]],
+        may_repeat: frozenset[str],
+        numbers: Sequence[int],
+        places: list[int],
+        before: int,
+    ) -> None:
+        self.copies: list[tuple[str, int, Tensor]] = []
+        kinds = self._kinds(lists, may_repeat, places)
+        self._order = [[i for i, _ in rows] for rows in kinds.values()]
+        self._vectors = [[i for i, used in rows if used[0].numel() > 1] for rows in kinds.values()]
+        filled = [_Filled.of(rows, numbers) for rows in kinds.values()]
+        nothing = torch.zeros((len(lists) + 3, 0), dtype=torch.int64)
+        columns = torch.cat([nothing, *(f.columns for f in filled)], 1)
+        self._host = torch.cat([columns.flatten(), *(f.rows.view(torch.int64) for f in filled)])
+        on_cpu = device.type == "cpu"
+        self._device = self._host if on_cpu else torch.empty_like(self._host, device=device)
+        self._width = columns.shape[1]
+        self._column = {name: k for k, name in enumerate(lists, start=3)}
+        self.tables = self._views(device, list(lists), list(kinds), filled, before)
+        self._send(0, len(self._host))
+
+    def _views(
+        self,
+        device: torch.device,
+        names: Sequence[str],
+        kinds: Sequence[Kind],
+        filled: Sequence["_Filled"],
+        before: int,
+    ) -> list[Table]:
+        """Return the tables that lie in the memory on the device."""
+        size = (len(names) + 3) * self._width
+        columns = self._device[:size].view(-1, self._width)
+        rows = self._device[size:].view(torch.int32)
+        tables = []
+        for (dtypes, aligned), f, order in zip(kinds, filled, self._order, strict=True):
+            numel, first, number, *pointers = columns[:, : len(order)].unbind()
+            table = Table(
+                device=device,
+                pointers=dict(zip(names, pointers, strict=True)),
+                numel=numel,
+                first=first,
+                number=number,
+                rows=rows[: f.chunks],
+                chunk=f.chunk,
+                chunks=f.chunks,
+                before=before,
+                dtypes=dict(zip(names, dtypes, strict=True)),
+                aligned=aligned,
+            )
+            tables.append(table)
+            columns, rows = columns[:, f.columns.shape[1] :], rows[len(f.rows) :]
+            before += f.chunks
+        return tables
+
+    def _kinds(
+        self, lists: Mapping[str, Sequence[Tensor]], may_repeat: frozenset[str], places: list[int]
+    ) -> dict[Kind, Rows]:
+        """Return the rows by what they have to share."""
+        kinds: dict[Kind, Rows] = {}
+        for i in places:
+            given = [tensors[i] for tensors in lists.values()]
+            if not given[0].numel():
+                continue
+            repeats = [
+                name in may_repeat and tensors[i] is lists["params"][i]
+                for name, tensors in lists.items()
+            ]
+            used = self._laid_out(list(lists), i, given, repeats)
+            dtypes = tuple(
+                None if repeat else t.dtype for t, repeat in zip(given, repeats, strict=True)
+            )
+            aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
+            kinds.setdefault((dtypes, aligned), []).append((i, used))
+        return kinds
+
+    def _laid_out(
+        self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]
+    ) -> list[Tensor]:
+        """Return a place's tensors, or copies: all with the same elements at the same offsets."""
+        first = given[0]
+        strides = (
+            first.stride() if _is_dense(first) else torch.empty(first.shape, device="meta").stride()
+        )
+        used = []
+        for name, tensor, repeat in zip(names, given, repeats, strict=True):
+            differs = tensor.numel() > 1 and tensor.stride() != strides
+            if not repeat and (differs or tensor.dtype != stored(tensor.dtype)):
+                copy = torch.empty_strided(
+                    tensor.shape, strides, dtype=stored(tensor.dtype), device=tensor.device
+                )
+                self.copies.append((name, i, copy))
+                tensor = copy
+            used.append(tensor)
+        return used
+
+    def takes(self, name: str, pointers: Sequence[int]) -> bool:
+        """Tell whether a list may have these pointers: they are aligned where the tables say so."""
+        used = self._used(name, pointers)
+        return all(
+            _aligned([used[i] for i in vectors])
+            for table, vectors in zip(self.tables, self._vectors, strict=True)
+            if table.aligned
+        )
+
+    def follow(self, name: str, pointers: Sequence[int]) -> None:
+        """Give a list new pointers."""
+        used = self._used(name, pointers)
+        at = begin = self._column[name] * self._width
+        for order in self._order:
+            self._host[at : at + len(order)] = torch.tensor([used[i] for i in order])
+            at += _even(len(order))
+        self._send(begin, begin + self._width)
+
+    def _used(self, name: str, pointers: Sequence[int]) -> Sequence[int]:
+        """Return the pointers that kernels use: to copies, where there are some."""
+        instead = {i: copy.data_ptr() for copied, i, copy in self.copies if copied == name}
+        return [instead.get(i, p) for i, p in enumerate(pointers)] if instead else pointers
+
+    def _send(self, begin: int, end: int) -> None:
+        if self._device is not self._host:
+            upload(self._host[begin:end], self._device[begin:end])
+
+
+class _Filled(NamedTuple):
+    """What is in one table, on the host.
+
+    Both tensors end at a multiple of 16 bytes, so that every table starts at one.
+
+    Attributes:
+        columns: sizes, first chunks, numbers, and pointers by list.
+        rows: the row that each chunk belongs to.
+        chunk: elements of a chunk.
+        chunks: how many there are.
+    """
+
+    columns: Tensor
+    rows: Tensor
+    chunk: int
+    chunks: int
+
+    @classmethod
+    def of(cls, rows: Rows, numbers: Sequence[int]) -> "_Filled":
+        sizes = [used[0].numel() for _, used in rows]
+        chunk = _chunk(sum(sizes))
+        counts = [-(-size // chunk) for size in sizes]
+        firsts = [0, *itertools.accumulate(counts)][:-1]
+        pointers = zip(*([t.data_ptr() for t in used] for _, used in rows), strict=True)
+        columns = torch.tensor([sizes, firsts, [numbers[i] for i, _ in rows], *pointers])
+        of_chunks = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(
+            torch.tensor(counts)
+        )
+        return cls(
+            columns=pad(columns, (0, _even(len(rows)) - len(rows))),
+            rows=pad(of_chunks, (0, -len(of_chunks) % 4)),
+            chunk=chunk,
+            chunks=len(of_chunks),
+        )
+
+
+def _aligned(pointers: list[int]) -> bool:
+    return functools.reduce(operator.or_, pointers, 0) % 16 == 0
+
+
+def _even(rows: int) -> int:
+    """Return how many columns that many rows take: every table starts at a multiple of 16 bytes."""
+    return rows + rows % 2
+
+
+def _chunk(numel: int) -> int:
+    return min(max(-(-numel // PROGRAMS // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK), MAX_CHUNK)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether the elements lie next to each other in some order, each once."""
+    expected = 1
+    steps = [
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    ]
+    for stride, size in sorted(steps):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
