@@ -1,11 +1,17 @@
 """``python -m tritonamp doctor``: what this machine has, what will run on it, and why."""
 
+import argparse
+import functools
 import platform
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 import tritonamp
+from tritonamp.commands import selftest
 from tritonamp.commands.table import table
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
@@ -13,6 +19,42 @@ from tritonamp.kernels._implementations import operations
 TRIALS = [("O0", torch.float16)] + [
     (level, dtype) for dtype in (torch.float16, torch.bfloat16) for level in ("O1", "O2", "O3")
 ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What this machine has, which backend each operation will use, and why."
+    parser.epilog = "Exit status of --selftest: 0 all is right, 1 something is wrong."
+    parser.add_argument(
+        "--selftest",
+        nargs="*",
+        choices=tuple(selftest.GROUPS),
+        help="instead, within a minute: each kernel against its eager twin; each level trained "
+        "for 30 steps, a skip, a resume, a CUDA graph; the fraction of the copy bandwidth that a "
+        "kernel reaches (default: all three)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the selftest as JSON, and on stderr how far it is",
+    )
+
+
+def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
+    """Print the report, or the selftest of the first GPU; return the exit status.
+
+    Args:
+        args: what ``add_arguments`` has read.
+        fail: called with a message where the arguments make no sense; does not return.
+    """
+    if args.selftest is None:
+        if args.json:
+            fail("expected --selftest with --json: it is the selftest that is printed as JSON")
+        print(report())
+        return 0
+    tell = functools.partial(print, file=sys.stderr) if args.json else lambda line: None
+    found = selftest.run(_devices()[0], args.selftest, tell)
+    print(selftest.as_json(found) if args.json else selftest.text(found))
+    return 1 if found["failed"] else 0
 
 
 def report() -> str:

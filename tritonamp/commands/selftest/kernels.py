@@ -1,0 +1,99 @@
+"""Every kernel against its eager twin, by the samples that its operation declares."""
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.commands.selftest.check import Check, Found, WrongError
+from tritonamp.kernels import device as hardware
+from tritonamp.kernels._implementations import Implementations, operations
+
+MAX_ULPS = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 64.0}
+"""Half results are FP32 results rounded once, so that twins differ by a neighbour; FP32 ones differ
+by the order in which long lines are added up. An element that was left out shows as thousands.
+"""
+
+
+def checks(device: torch.device, backend: str) -> Iterator[Check]:
+    for operation in operations().values():
+        for sample in operation.samples:
+            name = " ".join(filter(None, (operation.name, sample.variant)))
+            run = functools.partial(_compare, operation, sample, device, backend)
+            yield Check("kernel", name, run)
+
+
+def half_dtypes(device: torch.device) -> list[torch.dtype]:
+    """Return float16, and bfloat16 where the device computes with it."""
+    try:
+        hardware.check_dtype(torch.bfloat16, device)
+    except hardware.UnsupportedDeviceError:
+        return [torch.float16]
+    return [torch.float16, torch.bfloat16]
+
+
+def _compare(operation: Implementations, sample: Any, device: torch.device, backend: str) -> Found:
+    """Run all calls of the sample, also after one that failed."""
+    worst, count, failed = 0.0, 0, []
+    for call in sample.calls(device, half_dtypes(device)):
+        count += 1
+        try:
+            expected = [result.cpu() for result in call.run(operation.torch_function)]
+            if backend != "triton":
+                continue
+            error, wrong = differs(_by_kernel(operation, call), expected)
+        except Exception as problem:
+            failed.append(f"{call.what}: {type(problem).__name__}: {problem}")
+            continue
+        worst = max(worst, error)
+        if wrong:
+            failed.append(f"{call.what}: {wrong}")
+    if failed:
+        raise WrongError(f"{len(failed)} of {count} calls: {failed[0]}")
+    if backend != "triton":
+        return Found(f"{count} calls of the eager twin alone", {"calls": count})
+    return Found(f"{count} calls, at most {worst:.2g} ulps", {"calls": count, "max_ulps": worst})
+
+
+def _by_kernel(operation: Implementations, call: Any) -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's of inf and NaN, interpreted
+        return [result.cpu() for result in call.run(operation.triton_function)]
+
+
+def differs(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, str]:
+    """Return the largest error in ulps, and a sentence where it is more than is due, else ""."""
+    worst, wrong = 0.0, ""
+    for got, want in zip(actual, expected, strict=True):
+        error, due = ulps(got, want), MAX_ULPS.get(want.dtype, 0.0)
+        if error > due and not wrong:
+            wrong = f"{error:.3g} ulps of {want.dtype} off its eager twin, {due:g} are due"
+        worst = max(worst, error)
+    return worst, wrong
+
+
+def ulps(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest error, in distances between neighbours of the dtype.
+
+    Those at the expected value, or at the mean magnitude of its tensor where that is larger: sums
+    that cancel are as precise as what was added. Another shape or dtype, something that is finite
+    on one side alone, an integer that differs: inf.
+    """
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return math.inf
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    finite = expected.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
+        return math.inf
+    got, want = actual[finite].double(), expected[finite].double()
+    if not want.numel():
+        return 0.0
+    info = torch.finfo(expected.dtype)
+    size = want.abs().clamp(min=max(float(want.abs().mean()), info.tiny))
+    unit = torch.ldexp(torch.full_like(size, info.eps), torch.frexp(size).exponent - 1)
+    return float(((got - want).abs() / unit).max())
