@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
     elif args.command == "doctor":
-        print(doctor.report())
+        return doctor.run(args, parser.error)
     elif args.command == "check":
         return check.run(args, parser.error)
     else:
@@ -39,8 +39,10 @@ def _parser() -> argparse.ArgumentParser:
             "demo", help="train two small models at every level: a table and a picture"
         )
     )
-    commands.add_parser(
-        "doctor", help="what this machine has, which backend each operation will use, and why"
+    doctor.add_arguments(
+        commands.add_parser(
+            "doctor", help="what this machine has, which backend each operation will use, and why"
+        )
     )
     return parser
 

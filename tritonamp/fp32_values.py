@@ -18,6 +18,8 @@ class Fp32Values:
     A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its
     FP32 value where the two no longer agree. Writes are noticed by ``Tensor._version`` and by the
     tensor's address: those through ``.data`` escape unless they give the tensor other memory.
+    Masters are where their half tensors are, and follow in each step. Originals are in main memory,
+    and follow when somebody asks for them: from a GPU that takes a copy that the host waits for.
 
     Attributes:
         moves: how often a half tensor was found in other memory.
@@ -42,28 +44,35 @@ class Fp32Values:
         """Return the FP32 value, brought up to date in place."""
         i = self._index[half]
         known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
-        if not known:
+        if not known or not isinstance(half, torch.nn.Parameter):
             self._update(i)
-        elif not isinstance(half, torch.nn.Parameter):  # batch_norm writes to buffers unseen
-            self._update(i)
-            self._value_versions[i] = self._values[i]._version  # the half one was written to
         return self._values[i]
 
-    def refresh(self) -> None:
-        """Bring all FP32 values up to date in place."""
-        pointers = list(map(Tensor.data_ptr, self._halves))
-        versions = list(map(_version, self._halves))
-        if pointers != self._pointers or versions != self._versions:
-            for half in self._halves:
+    def refresh(self, indices: Sequence[int]) -> None:
+        """Bring the FP32 values of these half tensors up to date in place."""
+        halves, pointers, versions = self._halves, self._pointers, self._versions
+        if len(indices) < len(halves):
+            halves = [halves[i] for i in indices]
+            pointers = [pointers[i] for i in indices]
+            versions = [versions[i] for i in indices]
+        if pointers != list(map(Tensor.data_ptr, halves)) or versions != list(
+            map(_version, halves)
+        ):
+            for half in halves:
                 self.get(half)
 
     def _update(self, i: int) -> None:
         half, value = self._halves[i], self._values[i]
         with torch.no_grad():
             value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
+        self._mark_agreed(i)
+
+    def _mark_agreed(self, i: int) -> None:
+        half = self._halves[i]
         self.moves += self._pointers[i] != half.data_ptr()
         self._pointers[i] = half.data_ptr()
         self._versions[i] = half._version
+        self._value_versions[i] = self._values[i]._version
 
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
@@ -85,18 +94,22 @@ class Fp32Values:
             self._value_versions[i] = value._version
         return value
 
-    def adopt(self, half: Tensor, value: Tensor) -> Tensor:
-        """Make ``value`` the FP32 value of ``half``; return it, brought up to date in place."""
+    def add(self, half: Tensor, value: Tensor) -> None:
+        """Make ``value``, which rounds to what ``half`` holds, the FP32 value of ``half``."""
         i = self._index.setdefault(half, len(self._halves))
         if i == len(self._halves):
             self._halves.append(half)
             self._values.append(value)
             for numbers in (self._pointers, self._versions, self._value_versions):
                 numbers.append(-1)
-        if self._values[i] is not value or self._versions[i] < 0:
-            self._values[i] = value
-            self._update(i)
-            self._value_versions[i] = value._version
+        self._values[i] = value
+        self._mark_agreed(i)
+
+    def adopt(self, half: Tensor, value: Tensor) -> Tensor:
+        """Make ``value`` the FP32 value of ``half``; return it, brought up to date in place."""
+        if half not in self._index or self._values[self._index[half]] is not value:
+            self.add(half, value)
+            self._update(self._index[half])
         return self.get(half)
 
     def load(self, half: Tensor, value: Tensor) -> None:
@@ -107,7 +120,7 @@ class Fp32Values:
                 target.copy_(value)
 
     def indices(self, halves: Sequence[Tensor]) -> list[int]:
-        """Return what ``mark_rounded`` knows these half tensors by; it never changes."""
+        """Return what ``refresh`` and ``mark_rounded`` know these by; it never changes."""
         return [self._index[half] for half in halves]
 
     def mark_rounded(self, indices: Sequence[int]) -> None:

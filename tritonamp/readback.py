@@ -25,7 +25,7 @@ class Readback:
     """Copies of one tensor on their way to the host, in order.
 
     Args:
-        numbers: float64 of shape (n,), on any device: what will be copied.
+        numbers: float64 of shape (n,), on any device: what will be copied, or a tensor like it.
         most: copies under way; while there are so many, no more are started.
     """
 
@@ -54,14 +54,14 @@ class Readback:
 
 
 class _HostBuffer:
-    """A piece of main memory, pinned where there is a GPU.
+    """A piece of main memory, pinned where the numbers are on a GPU: else CUDA is left alone.
 
     Attributes:
         values: the memory as a sequence: reading it goes past torch, so it costs no op.
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        pinned = torch.cuda.is_available()
+        pinned = numbers.is_cuda
         self._numbers = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
         memory: Any = (ctypes.c_double * len(numbers)).from_address(self._numbers.data_ptr())
         self.values: Sequence[float] = memory
@@ -70,7 +70,7 @@ class _HostBuffer:
     def fill(self, numbers: Tensor) -> None:
         """Copy the numbers here, without waiting where they are on a GPU."""
         self._numbers.copy_(numbers, non_blocking=True)
-        if self._filled is not None and numbers.is_cuda:
+        if self._filled is not None:
             self._filled.record(torch.cuda.current_stream(numbers.device))
 
     def is_filled(self, wait: bool) -> bool:

@@ -150,10 +150,12 @@ class Amp:
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
+        groups = [group for o in optimizers for group in o.param_groups]
+        stepped = {p for g in groups for p in g["params"]} if policy.master_weights else set()
         for model in models:
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
-                for half, original in cast_model(model, policy).items():
-                    self._fp32_values.adopt(half, original)
+                for half, original in cast_model(model, policy, stepped).items():
+                    self._fp32_values.add(half, original)
             _install_model(model, self._context)
         if policy.cast_model:
             self._ranks.rebuild()
@@ -272,7 +274,8 @@ class Amp:
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Put the true FP32 gradients into ``.grad`` of the optimizers' params.
 
-        For gradient work of your own, between backward and step.
+        For gradient work of your own, between backward and step. Half parameters show the same
+        gradients until the step.
 
         Args:
             optimizer: the one or ones whose gradients these are; default all that a loss has fed.

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide, update_scale
+from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
 
@@ -120,6 +123,9 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
+        self._scaled = False  # was any loss?
+        self._replayed = False  # may a CUDA graph have scaled one, without a word to the host?
+        self._lists = _lists_of_gradients()
         self._init_hysteresis_tracker = hysteresis
         self._ceiling: Tensor | None = None
         self._init_ceiling = max_scale
@@ -160,8 +166,11 @@ class GradScaler(torch.amp.GradScaler):
             items = [self.scale(item) for item in outputs]
             return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
         scaled, nonfinite = scale_loss(outputs, self.scale_tensor(outputs.device))
-        earlier = self._loss_nonfinite
-        self._loss_nonfinite = nonfinite if earlier is None else torch.maximum(earlier, nonfinite)
+        assert self._loss_nonfinite is not None
+        # in place: replays of a CUDA graph do it again
+        torch.maximum(self._loss_nonfinite, nonfinite, out=self._loss_nonfinite)
+        self._scaled = True
+        self._replayed |= is_capturing(nonfinite.device)
         return scaled
 
     def scale_tensor(self, device: torch.device) -> Tensor:
@@ -174,28 +183,39 @@ class GradScaler(torch.amp.GradScaler):
     # private, called by GradScaler of torch 2.11 to 2.15 where it first needs the scale: what we
     # keep on the device beside it is made with it
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        refuse_capture(torch.device(dev), "the loss scale")
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full(
             (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
         )
         self._ceiling = torch.full((), self._init_ceiling, dtype=torch.float32, device=dev)
+        self._loss_nonfinite = torch.zeros((), dtype=torch.float32, device=dev)
 
     @property
     def loss_nonfinite(self) -> Tensor | None:
         """Whether a loss scaled since the last ``update`` was non-finite.
 
-        1 or 0, 0-d float32; None: none was scaled.
+        1 or 0, 0-d float32; None: none was scaled. Once a CUDA graph has captured ``scale``, and
+        not ``update``, there may always have been a replay.
         """
-        return self._loss_nonfinite
+        return self._loss_nonfinite if self._scaled else None
 
     def take_loss_nonfinite(self) -> Tensor:
         """Return the flag of the losses scaled since the last update, and reset it.
 
         1 where one was non-finite, else 0, also where none was scaled.
         """
-        assert self._scale is not None
-        flag, self._loss_nonfinite = self._loss_nonfinite, None
-        return torch.zeros_like(self._scale) if flag is None else flag
+        assert self._loss_nonfinite is not None
+        flag = self._loss_nonfinite.clone()
+        if is_capturing(flag.device):
+            self._replayed = False  # each replay resets what it has scaled
+        self._reset_losses()
+        return flag
+
+    def _reset_losses(self) -> None:
+        if self._loss_nonfinite is not None:
+            self._loss_nonfinite.zero_()
+        self._scaled = self._replayed
 
     @property
     def scale_state(self) -> ScaleState:
@@ -257,15 +277,19 @@ class GradScaler(torch.amp.GradScaler):
                 "unscales into those"
             )
         assert self._scale is not None
-        amax, square_sum = grad_stats(TensorLists(grads=grads), self._scale.device)
-        flag = (
-            torch.zeros_like(self._scale) if self._loss_nonfinite is None else self._loss_nonfinite
-        )
+        lists = self._lists.get(optimizer)
+        if lists is None:
+            lists = self._lists[optimizer] = TensorLists()
+        lists.set("grads", grads)
+        amax, square_sum = grad_stats(lists, self._scale.device)
+        lists.release("grads")
+        assert self._loss_nonfinite is not None
+        flag = self._loss_nonfinite
         if groups := self._groups(grads):
             amax, flag = _of_all_ranks(amax, flag, groups)
         elif _several_processes():  # no rank may act on what the others do not know
             flag = torch.zeros_like(flag)
-        self._loss_nonfinite = None if self._loss_nonfinite is None else flag
+        self._loss_nonfinite.copy_(flag)
         verdict = self._scale.new_zeros(3)
         evidence = Evidence(amax, square_sum, flag, flag)
         decide(evidence, self._scale, None, None, self.rule, None, verdict)
@@ -274,7 +298,7 @@ class GradScaler(torch.amp.GradScaler):
         if not allow_fp16:
             with torch.no_grad():
                 for grad in grads:
-                    grad.mul_(grad_scale.to(grad.device, non_blocking=True))
+                    grad.mul_(transfer(grad_scale, grad.device))
         return {found_inf.device: found_inf}
 
     def _groups(self, grads: Sequence[Any]) -> list[Any]:
@@ -322,14 +346,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         if new_scale is not None:
             super().update(new_scale)
-            self._loss_nonfinite = self._largest = None
+            self._largest = None
+            self._reset_losses()
             return
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
         flags = [
-            f.to(scale.device, non_blocking=True)
-            for s in states
-            for f in s["found_inf_per_device"].values()
+            transfer(f, scale.device) for s in states for f in s["found_inf_per_device"].values()
         ]
         loss_nonfinite = self.take_loss_nonfinite()
         if flags:
@@ -390,7 +413,12 @@ class GradScaler(torch.amp.GradScaler):
             "_largest",
             "_process_group",
         )
-        return {**state, **dict.fromkeys(passing)}
+        return {**state, **dict.fromkeys(passing), "_lists": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._scaled = self._replayed = False
+        self._lists = _lists_of_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``.
@@ -400,7 +428,8 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
-        self._loss_nonfinite = self._largest = None  # of losses that the state knows nothing of
+        self._largest = None  # of losses that the state knows nothing of, as these
+        self._reset_losses()
         self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         self._init_ceiling = state_dict.get("_ceiling", self._max_scale)
@@ -410,6 +439,11 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
         if self._ceiling is not None:
             self._ceiling.fill_(self._init_ceiling)
+
+
+def _lists_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, TensorLists]":
+    """Return lists by optimizer: what they know of gradients holds from step to step."""
+    return weakref.WeakKeyDictionary()
 
 
 def is_watched(optimizer: Any) -> bool:
@@ -432,9 +466,9 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
     A half loss is scaled in FP32: times 65536 it would be inf.
     """
-    nonfinite = (~torch.isfinite(loss.detach()).all()).float().to(scale.device, non_blocking=True)
+    nonfinite = transfer((~torch.isfinite(loss.detach()).all()).float(), scale.device)
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
-    return wide * scale.to(loss.device, non_blocking=True), nonfinite
+    return wide * transfer(scale, loss.device), nonfinite
 
 
 def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -35,17 +35,19 @@ def __getattr__(name: str) -> Any:
 def install() -> None:
     """Make ``import apex`` in this process mean this package, for scripts that cannot be edited.
 
-    Call it before anything imports apex. ``import amp_C`` works then, too.
+    Call it before anything imports apex. ``import amp_C`` works then, too. A folder of that name
+    without an ``__init__.py``, as a clone beside the script is, does not count.
 
     Raises:
         RuntimeError: another apex has been imported already.
     """
     package = sys.modules[__name__]
-    if sys.modules.get("apex", package) is not package:
+    other = sys.modules.get("apex", package)
+    if other is not package and other.__file__ is not None:
         raise RuntimeError(
-            "tritonamp.apex.install(): apex is imported already, from "
-            f"{sys.modules['apex'].__file__}: call install() before the first import of apex, or "
-            "replace `apex` by `tritonamp.apex` in the script"
+            f"tritonamp.apex.install(): apex is imported already, from {other.__file__}: call "
+            "install() before the first import of apex, or replace `apex` by `tritonamp.apex` in "
+            "the script"
         )
     for part in pkgutil.walk_packages(package.__path__, f"{__name__}."):
         sys.modules[part.name.removeprefix("tritonamp.")] = importlib.import_module(part.name)

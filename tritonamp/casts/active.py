@@ -22,13 +22,6 @@ class ActivePolicy(NamedTuple):
     backend: str
 
 
-class _Kind(NamedTuple):
-    """Enabled forwards of one policy and backend, and the setting of autocast's cache in them."""
-
-    active: ActivePolicy
-    cache: bool
-
-
 class _Thread(threading.local):
     """The enabled forwards that this thread is in, and the trace that each is part of.
 
@@ -38,10 +31,10 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[_Kind, TracingContext | None]] = []
+        self.stack: list[tuple[ActivePolicy, TracingContext | None]] = []
         self.in_rule = False
 
-    def live(self) -> list[tuple[_Kind, TracingContext | None]]:
+    def live(self) -> list[tuple[ActivePolicy, TracingContext | None]]:
         """Return the stack, without what traces that were given up half-way have left on it."""
         if self.stack and self.stack[-1][1] is not None:
             trace = TracingContext.try_get()
@@ -55,25 +48,25 @@ class _Known:
 
     Attributes:
         policies: those that ``enter`` knows by number.
-        marks: what kind of forward autograd's nodes come from, beginning with the node of that
-            sequence number. They count the nodes of one thread: two that train under different
+        marks: what the forward followed that autograd's nodes come from, beginning with the node of
+            that sequence number. They count the nodes of one thread: two that train under different
             policies must not checkpoint at once.
         inlined: functions that torch.compile traces as a part of their caller.
     """
 
     def __init__(self) -> None:
         self.policies: list[ActivePolicy] = []
-        self.marks: deque[tuple[int, _Kind]] = deque(maxlen=MARKS)
+        self.marks: deque[tuple[int, ActivePolicy]] = deque(maxlen=MARKS)
         self.inlined: list[Callable[..., Any]] = []
 
-    def mark(self, kind: _Kind) -> None:
-        """Note that from here on forwards are of this kind."""
-        if not self.marks or self.marks[-1][1] != kind:
+    def mark(self, active: ActivePolicy) -> None:
+        """Note that from here on forwards follow this."""
+        if not self.marks or self.marks[-1][1] != active:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
-            self.marks.append((torch._C._autograd._get_sequence_nr(), kind))
+            self.marks.append((torch._C._autograd._get_sequence_nr(), active))
 
-    def origin(self, node: Any) -> _Kind | None:
-        """Return the kind of forward that a node of autograd was made in.
+    def origin(self, node: Any) -> ActivePolicy | None:
+        """Return what the forward followed that a node of autograd was made in.
 
         Of a node that a backward's thread has made: the latest.
         """
@@ -108,7 +101,7 @@ def inlined_by_dynamo(function: F) -> F:
 
 
 @inlined_by_dynamo
-def enter(number: int, cache: bool = True) -> None:
+def enter(number: int) -> None:
     """Have ops of this thread that run under autocast follow a policy, until ``leave``.
 
     Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the
@@ -116,11 +109,9 @@ def enter(number: int, cache: bool = True) -> None:
 
     Args:
         number: of the policy, by ``number_of``.
-        cache: the setting of autocast's cache in that forward.
     """
-    kind = _Kind(known.policies[number], cache)
-    known.mark(kind)
-    thread.live().append((kind, TracingContext.try_get()))
+    known.mark(known.policies[number])
+    thread.live().append((known.policies[number], TracingContext.try_get()))
 
 
 @inlined_by_dynamo
@@ -137,17 +128,35 @@ def active() -> ActivePolicy | None:
     """Return what ops of this thread follow now, or None outside enabled forwards."""
     stack = thread.live()
     if stack:
-        return stack[-1][0].active
+        return stack[-1][0]
     # private (torch 2.11 to 2.15): whether this thread is in a backward, and at which node; nothing
     # public says so
-    if torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1 and not torch.is_autocast_cache_enabled():
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
-        # torch.utils.checkpoint restores autocast but cannot know of ``enter``. The cache setting
-        # tells torch's own from ours
-        kind = known.origin(torch._C._current_autograd_node())
-        if kind is not None and torch.is_autocast_cache_enabled() == kind.cache:
-            return kind.active
+        # torch.utils.checkpoint restores autocast but cannot know of ``enter``. A cache that is off
+        # tells ours from torch's own, see ``checkpointed``
+        return known.origin(torch._C._current_autograd_node())
     return None
+
+
+def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``stock`` with a mark in its answer: autocast's cache is off in enabled forwards only.
+
+    torch.utils.checkpoint asks it where a segment begins, and sets autocast to the answer where the
+    segment is recomputed. There the cache would spare the casts of weights that the segment uses
+    more than once; nothing else depends on it.
+
+    Args:
+        stock: torch's own function, which returns ``torch.autocast``'s arguments for the device and
+            for the CPU.
+    """
+
+    def noted(device_type: str = "cuda") -> Any:
+        of_device, of_cpu = stock(device_type)
+        of_cpu["cache_enabled"] = active() is None  # it is set last, and there is one for all
+        return of_device, of_cpu
+
+    return noted
 
 
 def active_policy() -> Policy | None:

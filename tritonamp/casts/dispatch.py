@@ -10,18 +10,28 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.utils import checkpoint
 
-from tritonamp.casts.active import active, enter, known, leave, thread
+from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.op_table import Rule, op_table
 from tritonamp.frames import Role, plays
 
 
 class _Registration:
-    """The libraries while they are registered, and how many enabled models need them."""
+    """What is in force in the whole process, and how many enabled models need it.
+
+    Attributes:
+        libraries: those that hold the op table.
+        stock: torch.utils.checkpoint's function that ours stands in for.
+        noted: ours.
+        owners: how many enabled models there are.
+    """
 
     def __init__(self) -> None:
         self.libraries: list[torch.library.Library] = []
+        self.stock: Any = None
+        self.noted: Any = None
         self.owners = 0
 
 
@@ -57,6 +67,10 @@ def ensure() -> None:
             for op, rule in op_table(device_type, FUSED).items():
                 library.impl(op, _implementation(op, rule, key), key, with_keyset=True)
             _registration.libraries.append(library)
+    # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
+    # a part of
+    _registration.stock = checkpoint._get_autocast_kwargs
+    _registration.noted = checkpoint._get_autocast_kwargs = checkpointed(_registration.stock)
 
 
 def release() -> None:
@@ -67,6 +81,8 @@ def release() -> None:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
         _registration.libraries.clear()
+        if checkpoint._get_autocast_kwargs is _registration.noted:  # else somebody has wrapped it
+            checkpoint._get_autocast_kwargs = _registration.stock
 
 
 class _Op:

@@ -74,8 +74,8 @@ class EnabledContext:
         half_on_cpu = self.policy.cast_model and device_type == "cpu"
         available = torch.amp.is_autocast_available(device_type)
         self.autocast = available and (self.policy.op_policy or half_on_cpu)
-        # autocast's cache is of use where weights are FP32; where it is off, the recomputation of a
-        # checkpointed segment can be told from one of torch's own autocast
+        # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
+        # can be told from one of torch's own autocast, also where others than torch recompute it
         self.cache = device_type == "cuda" and not self.policy.cast_model
 
     def __reduce__(self) -> Any:
@@ -94,7 +94,7 @@ class EnabledContext:
             return function(*args, **kwargs)
         if not dispatch.is_registered():  # a copy that outlived its original
             dispatch.ensure()
-        active.enter(self._number, self.cache)
+        active.enter(self._number)
         try:
             with torch.autocast(
                 self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
@@ -113,7 +113,7 @@ class EnabledContext:
             return
         if torch.compiler.is_compiling():
             active.tell_dynamo()
-        active.enter(self._number, self.cache)
+        active.enter(self._number)
         try:
             with torch.autocast(
                 self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache

@@ -1,6 +1,6 @@
 """Casts of a model's parameters and buffers, in place and back."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -64,16 +64,24 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
+def cast_model(
+    model: nn.Module, policy: Policy, stepped: Collection[Tensor] = ()
+) -> dict[Tensor, Tensor]:
     """Make the FP32 parameters of ``model`` half in place: each Parameter stays the same object.
 
     Norm layers and ``policy.fp32_modules`` are left alone. Buffers become half only where there is
     no op policy to reconcile dtypes: tables of angles, running statistics and small constants lose
     too much in half.
 
+    Args:
+        model: whatever its device.
+        policy: says what becomes half.
+        stepped: parameters that will get masters, made of their originals.
+
     Returns:
-        half tensor to its FP32 original, in main memory where the model is on another device; of
-        parameters that were half already and get masters, their values.
+        half tensor to its FP32 original, which it was rounded from: of those that are ``stepped``
+        on its device, else in main memory; of parameters that were half already and get masters,
+        their values.
     """
     originals: dict[Tensor, Tensor] = {}
     if policy.half_parameters and policy.master_weights:
@@ -86,7 +94,8 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         tensors |= dict.fromkeys(model.buffers())
     for tensor in tensors:
         if tensor.dtype is torch.float32 and id(tensor) not in kept:
-            originals[tensor] = tensor.detach().to("cpu")
+            original = tensor.detach()
+            originals[tensor] = original if tensor in stepped else original.to("cpu")
             set_data(tensor, tensor.detach().to(policy.dtype))
     flatten_rnns(model)
     return originals

@@ -9,6 +9,7 @@ from torch import Tensor
 
 # Exact types, no more than torch's weights_only unpickler takes; it refuses subclasses
 # (numpy.float64 is a float).
+TORCH_CLASSES = {Tensor, torch.nn.Parameter}
 _SCALARS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead to it
@@ -44,7 +45,7 @@ def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False
     """
     kind = type(value)
     if (
-        kind in (Tensor, torch.nn.Parameter)
+        kind in TORCH_CLASSES
         and not value.is_meta
         and (not sharded or value.layout is torch.strided)
     ):

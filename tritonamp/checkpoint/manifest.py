@@ -79,13 +79,20 @@ def check_target(target: str) -> None:
             raise NotADirectoryError(
                 f"cannot save to {target}: {path} is a file; name a folder, or use save"
             )
-        names = os.listdir(path) if os.path.exists(path) else []
+        names = _names_in(path)
         if names and not any(
             name in (MANIFEST, METADATA) or name.endswith(".distcp") for name in names
         ):
             raise FileExistsError(
                 f"cannot save to {target}: {path} is a folder of something else; name another"
             )
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:  # never there, or another saver has just renamed it
+        return []
 
 
 def commit(fresh: str, target: str, manifest: Manifest) -> None:
@@ -111,7 +118,7 @@ def _rename(fresh: str, target: str) -> list[str]:
     put_aside: list[str] = []
     for _ in range(100):
         try:
-            if os.path.isdir(target) and os.listdir(target):
+            if _names_in(target):
                 put_aside.append(durable.fresh_name(target) + ".old")
                 with suppress(FileNotFoundError):
                     os.rename(target + ".prev", put_aside[-1])

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
+from tritonamp.kernels.device import is_capturing
 
 MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
@@ -40,10 +41,12 @@ class Forwards:
         """
         if not torch.is_grad_enabled() or _is_traced():
             return None
+        leaves = tree_leaves((args, kwargs))
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        if any(map(is_capturing, devices)):  # which must not ask generators
+            return None
         snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)))
-        snapshot.made = frozenset(
-            i for i, leaf in enumerate(tree_leaves((args, kwargs))) if self._was_made(leaf)
-        )
+        snapshot.made = frozenset(i for i, leaf in enumerate(leaves) if self._was_made(leaf))
         self._snapshots.append(snapshot)
         return snapshot
 
@@ -108,16 +111,7 @@ def _detached(value: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Return whether a snapshot would be wrong: functorch, tracing, a dispatch mode or capture.
-
-    Replays of a CUDA graph do not run Python, and its capture must not ask generators.
-    """
+    """Return whether a snapshot would be wrong: functorch, tracing, or a dispatch mode."""
     # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
     functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return (
-        functorch
-        or capturing
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return functorch or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from tritonamp.diagnosis.batches import data_in
 from tritonamp.diagnosis.causes import Explanation, Skip, find_cause
 from tritonamp.diagnosis.replay import Snapshot
+from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.decide import (
     AMAX,
     CLEAN,
@@ -25,6 +26,7 @@ from tritonamp.kernels.decide import (
     Record,
     ScaleRule,
 )
+from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.readback import Readback, Reading
 
 logger = logging.getLogger("tritonamp")
@@ -109,6 +111,7 @@ class StepLog:
         # both by the ids of a decision's lists of parameters
         self._positions: dict[tuple[int, ...], Tensor] = {}
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
+        self._outgrown: list[Any] = []  # where the replays of a CUDA graph may still write
         self._readback: Readback | None = None
         self._known = [0.0, 0.0, 0.0]  # counts at the last reading
         self._run: list[int] = []  # numbers of the skips in a row, by the last readings
@@ -160,17 +163,19 @@ class StepLog:
             *range(len(params), len(params) + len(ranks)),
             *(positions.get(p, -1) for p in self._names),
         ]
-        self._positions[key] = torch.tensor(found, dtype=torch.int64).to(device)
+        self._positions[key] = _uploaded(torch.tensor(found, dtype=torch.int64), device)
 
     def _make_room(self, size: int, device: torch.device, ranks: Sequence[int]) -> None:
         """Make a new record, which begins with what the one before holds."""
-        values, first = self._values(), RECORD + len(self._ranks)
-        by_rank = values[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
-        before = values[:RECORD] + by_rank + values[first:]
-        numbers = torch.tensor(before + [0.0] * (size - len(before)), dtype=torch.float64)
+        refuse_capture(device, "the record of steps")
+        before, first = self._values(), RECORD + len(self._ranks)
+        by_rank = before[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
+        kept = before[:RECORD] + by_rank + before[first:]
+        values = kept + [0.0] * (size - len(kept))
+        numbers = _uploaded(torch.tensor(values, dtype=torch.float64), device)
         readback = Readback(numbers)  # takes memory: nothing is half-way if there is none
-        self._numbers = numbers.to(device)
-        self._readback = readback
+        self._outgrown += [(self._numbers, self._positions)]
+        self._numbers, self._readback = numbers, readback
         self._ranks = ranks
         self._positions, self._params = {}, {}
 
@@ -179,7 +184,7 @@ class StepLog:
         self._rule = rule
         if self._numbers is None or self._readback is None:
             return
-        if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._numbers.device):
             return  # neither question nor answer may become part of a CUDA graph
         self.collect()
         self._readback.start(self._numbers, Attached(rule, batches))
@@ -296,6 +301,12 @@ class StepLog:
             exact = values[CLEAN] == known[CLEAN]
             return self._explain(int(sum(values[:3])), exact, values, Attached(self._rule, ()))
         return self.last
+
+
+def _uploaded(values: Tensor, device: torch.device) -> Tensor:
+    target = torch.empty_like(values, device=device)
+    upload(values, target)
+    return target
 
 
 def _rank() -> list[str]:

@@ -70,7 +70,7 @@ class EnabledOptimizer(Swapped):
     def _amp_unscale_(self, scaler: Any) -> None:
         """Unscale; ``GradScaler.unscale_`` calls it."""
         self._stepper.check_scaler(scaler)
-        self._stepper.unscale_(self)  # type: ignore[arg-type]
+        self._stepper.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
 
     def _amp_step(self, scaler: Any) -> None:
         """Step or skip; ``GradScaler.step`` calls it, and ``update`` follows."""

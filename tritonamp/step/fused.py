@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
+from tritonamp.kernels.device import refuse_capture
 from tritonamp.step.gradients import Gradients
 
 
@@ -186,23 +187,29 @@ class FusedStep:
         if not keys:
             return {}
         state: dict[str, Any] = self._optimizer.state[param]
+        shaped: dict[str, Tensor] = {}
         if self.rule.counts_steps:
             step = state.get("step", 0.0)
-            settled = isinstance(step, Tensor) and step.dtype is torch.float32
-            if not settled or step.device != param.device:
-                step = torch.as_tensor(step, dtype=torch.float32)
-                state["step"] = step.to(param.device)
+            if not isinstance(step, Tensor):
+                shaped["step"] = torch.full((), step, dtype=torch.float32, device=param.device)
+            elif step.dtype is not torch.float32 or step.device != param.device:
+                shaped["step"] = step.to(param.device, torch.float32)
         dtype = torch.promote_types(param.dtype, torch.float32)
+        missing = [key for key in keys if state.get(key) is None]  # None: as torch's SGD has it
         for key in keys:
-            if state.get(key) is None:  # torch's SGD keeps None where it has no buffer
-                state[key] = torch.zeros_like(
+            if key in missing:
+                shaped[key] = torch.zeros_like(
                     param, dtype=dtype, memory_format=torch.preserve_format
                 )
-                self._made.add(number)
             elif state[key].is_sparse:  # torch's own step of a sparse gradient has made it
-                state[key] = state[key].to_dense()
+                shaped[key] = state[key].to_dense()
             elif state[key].dtype != dtype:
-                state[key] = state[key].to(dtype)
+                shaped[key] = state[key].to(dtype)
+        if shaped:
+            refuse_capture(param.device, "the optimizer's state")
+            state.update(shaped)
+        if missing:
+            self._made.add(number)
         return state
 
     def _read(

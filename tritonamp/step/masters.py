@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.gradients import Gradients, GradientState
@@ -53,6 +54,7 @@ class MasterWeights:
         self._lists = TensorLists()
         self._all = TensorLists()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
+        self._hidden: dict[Tensor, Tensor] = {}  # by master, while the true gradient is shown
         for group in optimizer.param_groups:
             self.adopt(group)
 
@@ -120,10 +122,12 @@ class MasterWeights:
             RuntimeError: the model was moved to another device since ``enable``.
         """
         groups = self.optimizer.param_groups
-        if list(map(id, self._masters)) != [id(p) for group in groups for p in group["params"]]:
+        params = [param for group in groups for param in group["params"]]
+        same = len(params) == len(self._masters) and all(map(operator.is_, params, self._masters))
+        if not same:
             for group in groups:  # somebody has changed the groups by hand
                 self.adopt(group)
-        self._fp32_values.refresh()
+        self._fp32_values.refresh(self._halves)
         if self._moves != self._fp32_values.moves:
             for master, param in self.copies().items():
                 if master.device != param.device:
@@ -204,14 +208,18 @@ class MasterWeights:
                     self._set_aside[master] = master.grad
                 master.grad = None
                 _show_gradient(param, None)
+            self._hidden.clear()
         self.state = GradientState.SCALED
         self.decision = decision
 
     def unscale_(self, grad_scale: Tensor) -> None:
-        """Put ``grad_scale`` times the scaled gradients, plus any set aside, into the masters."""
+        """Put ``grad_scale`` times the scaled gradients, plus any set aside, into the masters.
+
+        A parameter that is its own master keeps its gradient's tensor: a CUDA graph may write it.
+        """
         with torch.no_grad():
             for master, param in self._sources.items():
-                true = _unscaled(param.grad, master, grad_scale)
+                true = _unscaled(param, master, grad_scale)
                 aside = self._set_aside.pop(master, None)
                 if true is not None and aside is not None:
                     true = true + aside
@@ -220,11 +228,13 @@ class MasterWeights:
         self.decision = None
 
     def show_true_gradients(self) -> None:
-        """Make the true gradients also those of the half parameters.
+        """Make the true gradients also those of the half parameters, until they are used.
 
         Work on either is work on the other.
         """
         for master, param in self.copies().items():
+            if param.grad is not None:
+                self._hidden[master] = param.grad
             _show_gradient(param, master.grad)
 
     def take_back(self) -> None:
@@ -239,11 +249,23 @@ class MasterWeights:
             self.show_true_gradients()
 
     def clear(self) -> None:
-        """Forget the gradients: a step has used them, or they are to count no more."""
+        """Forget the gradients: a step has used them, or they are to count no more.
+
+        Half parameters get the tensors back that their backward has written: a CUDA graph will
+        write them again.
+        """
         self.state = GradientState.CLEAR
         self.decision = None
         self._set_aside.clear()
+        self._unhide()
         self.release()
+
+    def _unhide(self) -> None:
+        for master, grad in self._hidden.items():
+            param = self._sources[master]
+            if param.grad is not None and param.grad is master.grad:  # else somebody has cleared it
+                _show_gradient(param, grad)
+        self._hidden.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the half parameters, and those set aside.
@@ -251,12 +273,14 @@ class MasterWeights:
         The state stays: the backward of a loss that was scaled already may still come.
         """
         self._set_aside.clear()
+        self._unhide()
         self.release()
         for param in self.copies().values():
-            had = param.grad is not None
-            _show_gradient(param, None)
-            if had and not set_to_none:
-                param.grad = torch.zeros_like(param)
+            grad = param.grad
+            if set_to_none or grad is None:
+                _show_gradient(param, None)
+            else:
+                param.grad = grad.detach().zero_()
 
     # after the step
 
@@ -303,10 +327,15 @@ def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
     param.grad = grad
 
 
-def _unscaled(grad: Tensor | None, master: Tensor, grad_scale: Tensor) -> Tensor | None:
+def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor) -> Tensor | None:
+    """Return the true gradient: in its own tensor where the parameter is its own master."""
+    grad = param.grad
     if grad is None:
         return None
     if grad.is_sparse:
         grad = grad.coalesce()
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return (wide * grad_scale.to(grad.device, non_blocking=True)).to(master.dtype)
+    grad_scale = transfer(grad_scale, grad.device)
+    if param is master and not grad.is_sparse:
+        return grad.copy_(wide.mul_(grad_scale))  # nothing to copy where it is wide itself
+    return (wide * grad_scale).to(master.dtype)

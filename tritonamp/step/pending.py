@@ -115,7 +115,7 @@ class PendingDecisions:
             if w in waiting or (by_hand and w.with_gradient() > 0)
         ]
 
-    def of(self, optimizer: Optimizer, moves_scale: bool = False) -> list[Decision]:
+    def of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.
 
         One is opened for gradients that came another way: the user called
@@ -184,5 +184,6 @@ def _no_backward(with_grad: int) -> str:
         "this optimizer since its last step. This level scales the loss, so gradients of a plain "
         "loss.backward() are wrong: call amp.backward(loss), or scaled.backward() in `with "
         "amp.scale_loss(loss, optimizer) as scaled:`, or amp.scaler.scale(loss).backward(); call "
-        "step() once per backward"
+        "step() once per backward. Replays of a CUDA graph that has captured amp.backward(loss) go "
+        "unseen: capture step() with it, or capture amp.scaler.scale(loss).backward() in its place"
     )

@@ -84,8 +84,12 @@ class Stepper:
 
     # between backward and step
 
-    def unscale_(self, optimizer: Optimizer) -> Tensor | None:
+    def unscale_(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
         """Put the true gradients of one optimizer into ``.grad`` of its params.
+
+        Args:
+            optimizer: an enabled one.
+            by_scaler: called by ``GradScaler.unscale_``, so that an ``update`` will follow.
 
         Returns:
             0-d, not 0 where the loss that has just been unscaled, or its gradients, are not finite.
@@ -96,7 +100,7 @@ class Stepper:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since its last step()"
             )
-        for decision in self._pending.of(optimizer):
+        for decision in self._pending.of(optimizer, moves_scale=not by_scaler):
             self._decide(decision)
             if w.decision is decision:
                 w.unscale_(decision.grad_scale)
@@ -106,7 +110,9 @@ class Stepper:
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
-        decisions = list(dict.fromkeys(d for o in optimizers for d in self._pending.of(o)))
+        decisions = list(
+            dict.fromkeys(d for o in optimizers for d in self._pending.of(o, moves_scale=True))
+        )
         all_scaled = all(self._weights[o].decision in decisions for o in optimizers)
         if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
             # the step multiplies by the clip coefficient, at no extra pass
@@ -127,7 +133,7 @@ class Stepper:
             self.unscale_(optimizer)
         grads = [g.float() for g in w.all_gradients()]
         norm = full_tensor(nn.utils.get_total_norm(grads) if grads else torch.zeros(()))
-        for decision in self._pending.of(optimizer):
+        for decision in self._pending.of(optimizer, moves_scale=True):
             if decision.is_decided:
                 skip = decision.found_inf.to(norm.device) != 0
                 norm = torch.where(skip, torch.zeros_like(norm), norm)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from tritonamp.ambient import Generators
 from tritonamp.diagnosis.replay.faults import FaultReport
@@ -45,7 +45,8 @@ def loss(output):
 if __name__ == "__main__":
     model = make_model()
     if (FOLDER / "weights.pt").exists():
-        model.load_state_dict(torch.load(FOLDER / "weights.pt", weights_only=True))
+        weights = torch.load(FOLDER / "weights.pt", map_location="cpu", weights_only=True)
+        model.load_state_dict(weights)
     policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text())
     tritonamp.enable(model, policy=policy)
     snapshot = load_bundle(FOLDER, model)
@@ -117,20 +118,20 @@ def _plain(value: Any) -> Any:
 
 
 def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
-    """Return the forward of ``model`` that ``write_bundle`` wrote down.
+    """Return the forward of ``model`` that ``write_bundle`` wrote down, on any device.
 
-    The model should have the same weights.
+    The model should have the same weights. Its arguments go to where it is; so does the state of
+    the generator of the one GPU that they were on.
     """
-    device = next((str(p.device) for p in model.parameters()), "cpu")
-    state = torch.load(Path(folder) / "inputs.pt", map_location=device, weights_only=True)
-    snapshot = Snapshot(model, *state["arguments"])
-    cuda = state["cuda"] if torch.cuda.is_available() else {}
-    generators = Generators(
-        state["python"],
-        None,
-        state["cpu"].cpu(),
-        {torch.device(device): generator.cpu() for device, generator in cuda.items()},
-    )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    state = torch.load(Path(folder) / "inputs.pt", map_location="cpu", weights_only=True)
+    args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), state["arguments"])
+    snapshot = Snapshot(model, args, kwargs)
+    cuda = {torch.device(name): generator for name, generator in state["cuda"].items()}
+    if len(cuda) == 1 and device.type == "cuda":
+        cuda = dict(zip([device], cuda.values(), strict=True))
+    cuda = {gpu: cuda[gpu] for gpu in cuda if gpu.index < torch.cuda.device_count()}
+    generators = Generators(state["python"], None, state["cpu"], cuda)
     snapshot.ambient = snapshot.ambient._replace(generators=generators)
     snapshot.training = state["training"]
     return snapshot

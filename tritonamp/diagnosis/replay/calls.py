@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}  # tensors of a subclass may be no memory
 # ops that ignore what they write over
 OVERWRITES = {
     "copy",
@@ -28,7 +29,7 @@ def is_watched(value: Any) -> bool:
     """Return whether a value can hold inf: a floating, dense tensor of torch's own class."""
     return (
         isinstance(value, Tensor)
-        and type(value) in (Tensor, nn.Parameter, nn.Buffer)
+        and type(value) in TORCH_CLASSES
         and value.dtype.is_floating_point
         and value.layout is torch.strided
         and value.device.type != "meta"
