@@ -1,10 +1,44 @@
-"""What runs (covering.py), and what every test gets (every_test.py)."""
+"""What runs (covering.py), on what (gpuless/), and what every test gets (every_test.py)."""
 
 import importlib
+import os
 
 import pytest
+from gpuless import driver
 
 pytest_plugins = ["covering"]
+
+driver.load()  # here, because other conftest.py files import torch
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    add, here = parser.addoption, "see tests/gpuless/README.md"
+    add(
+        "--fake-cuda",
+        action="store_const",
+        const="interpreter",
+        help=f"run the tests that take a device on a GPU in software, {here}",
+    )
+    add(
+        "--cuda",
+        action="store_true",
+        help="run the tests that take a device, and the READMEs, on the GPU",
+    )
+    # an option of its own: an optional value would swallow the path that follows
+    add(
+        "--fake-cuda=ptx",
+        action="store_const",
+        const="ptx",
+        dest="fake_cuda",
+        help=f"the same with kernels compiled, as emulated PTX, {here}",
+    )
+    add("--arch", type=int, default=90, help="architecture of that PTX, like 75, 80 or 90")
+    orders = ["lockstep", "up", "down", "random"]
+    add("--schedule", default=orders[0], choices=orders, help="in which order its warps run")
+    add("--jitter", type=int, default=0, help="ulps by which its approximations are off")
+    # other conftest.py files import kernels, and these look into the environment
+    if "--fake-cuda=ptx" in pluginmanager.get_plugin("pytestconfig").invocation_params.args:
+        os.environ["TRITON_INTERPRET"] = "0"
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -6,41 +6,95 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpuless import driver
 
 if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter; triton.jit asks for it where a kernel
     # is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from gpuless.fake_cuda import FakeCuda, in_software, interpreted
+
+from tritonamp import UnsupportedDeviceError
 from tritonamp.casts import dispatch
-from tritonamp.kernels.device import INTERPRETED, triton_version
-
-if INTERPRETED and triton_version() < "3.7":
-    # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
-    # no index of
-    from triton.runtime import interpreter
-
-    def _patch(tensor, scope, original=interpreter._patch_lang_tensor):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
-
-    interpreter._patch_lang_tensor = _patch
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the ``device`` of a test that says nothing else each device there is."""
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "device" in metafunc.fixturenames and "device" not in named:
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        if metafunc.config.option.fake_cuda or metafunc.config.option.cuda:
+            devices = ["cuda"]
+        metafunc.parametrize("device", devices, indirect=True)
 
 
-@pytest.fixture(params=DEVICES)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests that ask for a device; on a real one the READMEs run, too."""
+    if config.option.cuda and not torch.cuda.is_available():
+        raise pytest.UsageError("--cuda: torch finds no GPU; --fake-cuda needs none")
+    if config.option.fake_cuda or config.option.cuda:
+        asked = {"device", "cuda", "on_this_machine" if config.option.cuda else "fake_cuda"}
+        takes = {item: asked & set(item.fixturenames) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not takes[item]])
+        items[:] = [item for item in items if takes[item]]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Skip what a GPU of compute capability 7 is refused: bfloat16."""
+    try:
+        return (yield)
+    except UnsupportedDeviceError as error:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+    return request.getfixturevalue("cuda") if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest) -> torch.device:
+    """A GPU, in software where there is none."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue("fake_cuda")
+    return torch.device("cuda", 0)  # as tensors say
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> bool:
+    """Whether kernels on a GPU are compiled: each contracts products and sums in its own way."""
+    return not driver.is_loaded() or request.config.option.fake_cuda == "ptx"
+
+
+@pytest.fixture
+def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
+    """A GPU in software, which sees what the host does to it."""
+    if not driver.is_loaded():
+        pytest.skip("the GPU in software needs cc, and a machine without a GPU")
+    if request.node.get_closest_marker("compiled"):
+        pytest.skip("torch.compile would look through the tensors of the GPU in software")
+    kernels = interpreted
+    if request.config.option.fake_cuda == "ptx":
+        from gpuless.ptx.session import on_the_gpu
+
+        kernels = on_the_gpu(request.config)
+    with in_software(kernels) as gpu:
+        yield gpu
 
 
 @pytest.fixture(autouse=True)
-def _seeds_and_leaks() -> Iterator[None]:
+def _seeds_and_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    for name in {"device", "cuda", "fake_cuda"} & set(request.fixturenames):
+        request.getfixturevalue(name)  # first: what other fixtures hold on it ends before it does
     registered_before = dispatch.is_registered()
     torch.manual_seed(0)
     yield

@@ -1,5 +1,9 @@
 """What several test files share."""
 
+import importlib
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +35,16 @@ def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(state) == set(expected)
     for name, value in expected.items():
         assert torch.equal(state[name], value), name
+
+
+def torchs_database(module: str, name: str) -> Any:
+    """Return cases of torch's own tests; skip the test where expecttest, which they need, is not
+    installed.
+    """
+    pytest.importorskip("expecttest", reason=f"needs expecttest: torch's own cases, {name}")
+    # the import would forbid changing torch.backends to every later test
+    with torch.backends.__allow_nonbracketed_mutation():
+        return getattr(importlib.import_module(f"torch.testing._internal.{module}"), name)
 
 
 def dispatch_tables() -> dict[str, str]:

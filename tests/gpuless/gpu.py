@@ -1,0 +1,156 @@
+"""What a GPU does while the host goes on: copies under way, waits, pinned memory, captured work."""
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+ROOT = Path(__file__).parents[2]
+OURS = {"driver.py", "fake_cuda.py", "gpu.py", "tensors.py", "torch_cuda.py"}
+
+
+class Record(NamedTuple):
+    """Something that a fast program would not do in a training step.
+
+    Attributes:
+        kind: "wait" (the host stands still until the GPU is done), "pageable" (a copy out of or
+            into memory that is not pinned: the host does it in pieces), "query" of an event, or
+            "pinning" of memory.
+        what: the operation.
+        where: the lines of this repository that led to it, the innermost first.
+    """
+
+    kind: str
+    what: str
+    where: str
+
+
+class Gpu:
+    """One GPU with one stream.
+
+    Work is done at once, in order; only copies to the host arrive late, see ``send``.
+
+    Attributes:
+        records: see ``Record``.
+        launches: names of the kernels that were launched.
+        event_lag: how often an event says that it is not done yet.
+        raises_on_wait: see ``torch.cuda.set_sync_debug_mode``.
+        graph: work that is being captured, in the place of being done.
+        generator: of random numbers on the GPU.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.launches: list[str] = []
+        self.event_lag = 0
+        self.raises_on_wait = False
+        self.graph: list[Callable[[], object]] | None = None
+        self.generator = torch.Generator()
+        self._one_at_a_time = threading.RLock()  # threads share the stream
+        self._pinned: dict[int, Tensor] = {}  # alive, so that no other tensor gets the address
+        self._under_way: list[Callable[[], None]] = []
+        self._arrived = 0
+
+    # what the host did
+
+    def note(self, kind: str, what: str) -> None:
+        if self.graph is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+        self.records.append(Record(kind, what, _where()))
+
+    def waits_for(self, what: str) -> None:
+        """The host waits here, and all copies arrive."""
+        if self.raises_on_wait:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+        self.note("wait", what)
+        self.arrive(self.position)
+
+    def pin(self, tree: Any) -> None:
+        if self.graph is None:  # since torch 2.11 what is pinned during a capture is the graph's
+            self.note("pinning", "pinned memory")
+        self._pinned |= {x.untyped_storage().data_ptr(): x for x in tree_leaves(tree)}
+
+    def is_pinned(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self._pinned
+
+    # copies under way
+
+    @property
+    def position(self) -> int:
+        """How many copies have been started."""
+        return self._arrived + len(self._under_way)
+
+    def arrive(self, position: int) -> None:
+        """Let the first so many copies arrive."""
+        while self._arrived < position:
+            self._arrived += 1
+            self._under_way.pop(0)()
+
+    def send(self, target: Tensor, source: Tensor) -> None:
+        """Copy to pinned memory, which holds something else until somebody has waited for it."""
+        values = source.clone()
+        target.flatten().view(torch.uint8).fill_(0xA5)
+        self._under_way.append(lambda: target.copy_(values))
+
+    def fetch(self, target: Tensor, source: Tensor) -> None:
+        """Copy from pinned memory, which must not be written before somebody has waited."""
+        values = source.clone()
+        target.copy_(values)
+
+        def check() -> None:
+            same = torch.equal(*(x.flatten().view(torch.uint8) for x in (source, values)))
+            assert same, "pinned memory was written while it was on its way to the GPU"
+
+        if self.graph is None:
+            self._under_way.append(check)
+
+    # captured work
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Do something that writes to tensors, or capture it."""
+        if self.graph is None:
+            with self._one_at_a_time:
+                work()
+        else:
+            self.graph.append(work)
+
+    def compute(self, function: Callable[..., Any], args: Any) -> Any:
+        """Return a result that shares no memory with the arguments.
+
+        Captured, it has no meaning before a replay, and nothing else changes.
+        """
+        if self.graph is None:
+            return function(*args)
+        results = function(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args))
+
+        def again() -> None:
+            for old, new in zip(tree_leaves(results), tree_leaves(function(*args)), strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+        self.graph.append(again)
+        return results
+
+    @contextlib.contextmanager
+    def random_numbers(self) -> Iterator[None]:
+        """Inside, torch's generator of the CPU is that of the GPU."""
+        cpu = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        yield
+        self.generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(cpu)
+
+
+def _where() -> str:
+    frames = [
+        f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
+        for frame in traceback.extract_stack()
+        if Path(frame.filename).is_relative_to(ROOT) and Path(frame.filename).name not in OURS
+    ]
+    return " < ".join(reversed(frames[-6:]))

@@ -1,0 +1,47 @@
+"""Triton's interpreter, mended where it is wrong and slow."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from tritonamp.kernels.device import INTERPRETED, triton_version
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+if INTERPRETED and triton_version() < "3.7":
+    # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
+    # no index of
+    def _patch(tensor, scope, original=interpreter._patch_lang_tensor):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
+
+    interpreter._patch_lang_tensor = _patch
+
+
+@contextlib.contextmanager
+def prepared_once() -> Iterator[None]:
+    """Have ``triton.language`` prepared once for all launches inside.
+
+    The interpreter does it for each launch, and for each call of a helper in a kernel: half of the
+    time of small launches.
+    """
+    if not INTERPRETED:
+        yield
+        return
+    prepare = interpreter._patch_lang
+    prepared: dict[int, Any] = {}
+
+    def prepare_once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names not in prepared:
+            prepared[names] = prepare(function)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = prepare_once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = prepare
+        for scope in reversed(prepared.values()):
+            scope.restore()

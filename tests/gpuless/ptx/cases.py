@@ -1,0 +1,72 @@
+"""Every operation's samples, and a short training, for ``results.py``."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.kernels._implementations import Implementations, operations
+from tritonamp.kernels._sample import Call, Sample
+
+Outputs = dict[str, Tensor]
+Case = Callable[[str], Outputs]
+"""What takes a backend and returns results by name."""
+
+LINES = {  # one of each way in which lines are cut, as small as it can be
+    "short": ((33, 5), 1),
+    "whole": ((5, 1000), 1),
+    "aligned": ((2, 4096), 1),
+    "odd": ((3, 1001), 1),
+    "split": ((2, 65539), 1),
+    "columns": ((300, 5), 0),
+    "inner": ((2, 300, 24), 1),
+    "shared inner": ((1, 3000, 40), 1),
+    "long inner": ((130, 1100, 3), 1),
+}
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Yield names and cases."""
+    for operation in operations().values():
+        for sample in operation.samples:
+            name = " ".join(filter(None, (operation.name, sample.variant)))
+            if isinstance(sample, Sample):
+                for where, (shape, dim) in LINES.items():
+                    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+                    yield f"{name} {where}", partial(_line, operation, sample.args(x, dim))
+            else:
+                for call in sample.calls(torch.device("cpu"), (torch.float16, torch.bfloat16)):
+                    yield f"{name} {call.what}", partial(_lists, operation, call)
+
+
+def _line(operation: Implementations, args: tuple[Any, ...], backend: str) -> Outputs:
+    return {"result": _function(operation, backend)(*args)}
+
+
+def _lists(operation: Implementations, call: Call, backend: str) -> Outputs:
+    results = call.run(_function(operation, backend))
+    return {str(i): result.clone() for i, result in enumerate(results)}
+
+
+def _function(operation: Implementations, backend: str) -> Callable[..., Any]:
+    return operation.torch_function if backend == "eager" else operation.triton_function
+
+
+def train(level: str, backend: str) -> Outputs:
+    """Train a model on the GPU in software for four steps, one of them skipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 300))
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    amp = tritonamp.enable(model, optimizer, level=level, backend=backend)
+    x, y = torch.randn(64, 8).cuda(), torch.randint(300, (64,)).cuda()
+    for step in range(4):
+        loss = nn.functional.cross_entropy(model(x), y) * (1e30 if step == 1 else 1.0)
+        amp.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.disable()
+    return {name: x.detach().float().cpu() for name, x in model.state_dict().items()}

@@ -1,0 +1,72 @@
+"""What a launch executed: instructions, sectors of memory, passes over the banks."""
+
+from collections import Counter
+
+import numpy as np
+from gpuless.ptx.arithmetic import WARP, Array
+from gpuless.ptx.memory import Access
+from gpuless.ptx.parsing import Kernel
+
+SECTOR = 32  # bytes that global memory moves at once
+BANKS, BANK = 32, 4  # bytes of one
+
+
+class Counters:
+    """What was executed.
+
+    Args:
+        kernel: that is run.
+        accesses: whether memory accesses are counted, too, which takes time.
+
+    Attributes:
+        blocks: how many warps ran each basic block.
+        requests: of global memory, a warp's instruction each, by "ld", "st" and "atom".
+        sectors: that these requests touch.
+        waves: passes over the banks of shared memory.
+        ideal: passes that would do without bank conflicts.
+    """
+
+    def __init__(self, kernel: Kernel, accesses: bool) -> None:
+        self.kernel, self.accesses = kernel, accesses
+        self.blocks = [0] * len(kernel.blocks)
+        self.requests, self.sectors = Counter[str](), Counter[str]()
+        self.waves = self.ideal = 0
+
+    @property
+    def instructions(self) -> Counter[str]:
+        """Instructions that warps ran, by opcode."""
+        found: Counter[str] = Counter()
+        for times, block in zip(self.blocks, self.kernel.blocks, strict=True):
+            for opcode in block.opcodes:
+                found[opcode] += times
+        return found
+
+    def memory(self, kind: str, space: str, access: Access) -> None:
+        if not self.accesses or not len(access.lanes):
+            return
+        warps = access.lanes // WARP
+        if space == "global":
+            self.requests[kind] += len(np.unique(warps))
+            self.sectors[kind] += _sectors(warps, access)
+        else:
+            waves, ideal = _bank_passes(access)
+            self.waves, self.ideal = self.waves + waves, self.ideal + ideal
+
+
+def _sectors(warps: Array, access: Access) -> int:
+    sector = (access.addresses // np.uint64(SECTOR)).astype(np.int64)
+    sector -= sector.min()
+    return len(np.unique(warps * (int(sector.max()) + 1) + sector))
+
+
+def _bank_passes(access: Access) -> tuple[int, int]:
+    """Return passes, and passes without conflicts: one serves 32 words of 4 B, of each bank one."""
+    words = max(access.size // BANK, 1)
+    group = np.tile(access.lanes // min(WARP, WARP // words), words)
+    word = np.concatenate([access.addresses.astype(np.int64) // BANK + k for k in range(words)])
+    pairs = np.unique(np.stack([group, word], 1), axis=0)
+    banks, times = np.unique(
+        np.stack([pairs[:, 0], pairs[:, 1] % BANKS], 1), axis=0, return_counts=True
+    )
+    groups, first = np.unique(banks[:, 0], return_index=True)
+    return int(np.maximum.reduceat(times, first).sum()), len(groups)

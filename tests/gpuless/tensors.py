@@ -1,0 +1,283 @@
+"""Tensors whose device is ``cuda:0`` and whose values are in main memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from gpuless.gpu import Gpu
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA = torch.device("cuda", 0)
+SIZE_IS_READ = {
+    "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2",
+    "unique_dim", "unique_consecutive", "repeat_interleave",
+}  # fmt: skip
+"""Operations whose result, or its size, the host waits for."""
+INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
+TAKES_CPU_TENSORS = {*INDEX, "_pack_padded_sequence"}
+
+
+class CudaTensor(Tensor):
+    """A tensor on ``cuda:0`` for torch's autograd, autocast and checks.
+
+    Attributes:
+        inner: its values, on the CPU, laid out the same.
+    """
+
+    gpu: Gpu  # of the fixture that is in force
+    restored_on = "cuda"  # where a file's tensors go
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "CudaTensor":
+        if inner.layout is not torch.strided:
+            pytest.skip("the GPU in software has no sparse tensors")
+        wrapper = Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CUDA,
+        )
+        wrapper.inner = inner
+        return wrapper
+
+    def __init__(self, inner: Tensor) -> None:
+        pass
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (self.inner, self.requires_grad, getattr(self, "_is_param", False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            restore, (inner, *rest) = self.__reduce_ex__(2)
+            memo[id(self)] = restore(inner.clone(), *rest)
+            if self.grad is not None and not isinstance(self, torch.nn.Parameter):
+                memo[id(self)].grad = self.grad.__deepcopy__(memo)
+        return memo[id(self)]
+
+    # what torch would ask of the memory that the wrapper has not
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)
+        self.inner = value.inner
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"CudaTensor({self.inner!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return run(cls.gpu, func, args, kwargs or {})
+
+
+def _restored(inner: Tensor, requires_grad: bool, is_param: bool) -> Tensor:
+    tensor = CudaTensor(inner) if CudaTensor.restored_on == "cuda" else inner
+    tensor.requires_grad_(requires_grad)
+    return torch.nn.Parameter(tensor, requires_grad) if is_param else tensor
+
+
+torch.serialization.add_safe_globals([_restored])
+
+
+class FakeCudaMode(TorchDispatchMode):
+    """Inside, an operation without tensors of the GPU can make some: ``ones(3, device="cuda")``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return run(CudaTensor.gpu, func, args, kwargs or {})
+
+
+def unwrap(tree: Any) -> Any:
+    """Return the same arguments or results with the tensors of main memory."""
+    return tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, tree)
+
+
+def wrap(tree: Any) -> Any:
+    """Return the same results with tensors of the GPU."""
+    return tree_map(lambda x: CudaTensor(x) if type(x) is Tensor else x, tree)
+
+
+def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation with the tensors of main memory."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    ours = any(isinstance(x, CudaTensor) for x in tensors)
+    device, name = kwargs.get("device"), func._schema.name.removeprefix("aten::")
+    to_gpu = ours if device is None else torch.device(device).type == "cuda"
+    to_cpu = device is not None and torch.device(device).type == "cpu"
+    if not ours and not to_gpu:
+        return _on_host(gpu, func, args, kwargs)
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        with FakeCudaMode():  # here autograd is over, which takes such operations to pieces
+            return func.decompose(*args, **kwargs)
+    if name == "_to_copy" and (to_cpu if ours else to_gpu):
+        return _moved(gpu, func, args[0], kwargs)
+    if name == "copy_" and len({type(x) is CudaTensor for x in args[:2]}) == 2:
+        _transfer(gpu, *args, **kwargs)
+        return args[0]
+    if ours:
+        _check(gpu, name, args, tensors)
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if to_gpu and device is not None:
+        kwargs["device"] = torch.device("cpu")
+    inner = unwrap((args, kwargs))
+
+    def compute(args: Any, kwargs: Any) -> Any:
+        return _computed(gpu, func, name, args, kwargs)
+
+    returns = func._schema.returns
+    if func._schema.is_mutable and all(r.alias_info is not None for r in returns):
+        if torch.Tag.inplace_view in func.tags:
+            compute(*inner)
+            _apply_to_sizes(func, args, kwargs)
+        else:
+            gpu.do(lambda: compute(*inner))
+        written = _written(func, args, kwargs)
+        return None if not returns else written[0] if len(returns) == 1 else tuple(written)
+    if any(r.alias_info is not None for r in returns):  # a view
+        return wrap(compute(*inner))
+    result = gpu.compute(compute, inner)
+    if name == "_pack_padded_sequence":
+        return wrap(result[0]), result[1]  # sizes of batches are the host's
+    return wrap(result) if to_gpu else result
+
+
+def _computed(gpu: Gpu, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run the operation, also where only CUDA has it."""
+    if "_softmax" in name:  # from half CUDA computes in FP32, and rounds once
+        *given, last = args
+        out = last if name.endswith("data") else torch.float32 if last else given[0].dtype
+        wide = [
+            x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else x
+            for x in given
+        ]
+        return func(*wide, wide[0].dtype if name.endswith("data") else False).to(out)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        with gpu.random_numbers():
+            return func(*args, **kwargs)
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
+        if func not in decomposition_table:
+            pytest.skip(f"{func} is CUDA's alone: the GPU in software has no arithmetic for it")
+        func = decomposition_table[func]
+    return func(*args, **kwargs)
+
+
+def _apply_to_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the wrapper itself other sizes and strides, as ``t_`` does."""
+    # private (torch 2.11 to 2.15), as torch.utils._python_dispatch does it for its wrappers
+    included = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)
+    try:
+        with torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(included)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation has written to.
+
+    Torch counts the versions of single tensors before it comes here, those of lists afterwards.
+    """
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    for tensors in written:
+        if isinstance(tensors, list | tuple):
+            torch.autograd.graph.increment_version(tensors)
+    return written
+
+
+def _on_host(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation of main memory, which may be pinned: torch would ask a driver for that."""
+    name = func._schema.name
+    if name == "aten::is_pinned":
+        return gpu.is_pinned(args[0])
+    if name == "aten::_pin_memory":
+        func, kwargs = torch.ops.aten.clone.default, {"pin_memory": True}
+    pinned = kwargs.get("pin_memory")
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory" or not v})
+    if pinned:
+        gpu.pin(result)
+    _written(func, args, kwargs)
+    return result
+
+
+def _check(gpu: Gpu, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+    """Refuse what a GPU cannot do, and note where the host has to wait."""
+    elsewhere = [x for x in tensors if not isinstance(x, CudaTensor) and x.dim()]
+    if elsewhere and name not in TAKES_CPU_TENSORS:
+        raise RuntimeError(
+            f"{name}: Expected all tensors to be on the same device, but found at least two "
+            f"devices, cuda:0 and cpu! {[tuple(x.shape) for x in elsewhere]}"
+        )
+    if name in SIZE_IS_READ:
+        gpu.waits_for(name)
+    if name in INDEX:
+        indices = [x for x in args[1] if isinstance(x, Tensor)]
+        fills = name != "index" and args[2].numel() == 1  # torch makes masked_fill of it
+        if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not fills:
+            gpu.waits_for(f"{name} by a mask")
+        if elsewhere:
+            gpu.waits_for(f"{name} of a tensor on the GPU by one on the CPU")
+
+
+def _moved(gpu: Gpu, func: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return the tensor on the other device."""
+    non_blocking = kwargs.get("non_blocking", False)
+    layout = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
+    target = func(torch.empty_like(unwrap(source)), **layout)
+    if not isinstance(source, CudaTensor):
+        target = CudaTensor(target)
+    elif non_blocking:  # torch pins what it will copy to without waiting
+        gpu.pin(target)
+    _transfer(gpu, target, source, non_blocking)
+    return target
+
+
+def _transfer(gpu: Gpu, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+    """Copy between main memory and the GPU."""
+    to_host = isinstance(source, CudaTensor)
+    host, copy = (target, gpu.send) if to_host else (source, gpu.fetch)
+    what = f"of {tuple(source.shape)} {'to the CPU' if to_host else 'to the GPU'}"
+    into, out_of = unwrap((target, source))
+    if not host.numel():
+        return
+    if not non_blocking:
+        gpu.waits_for(f"blocking copy {what}")
+    elif source.dtype is not target.dtype or not host.is_contiguous():
+        gpu.waits_for(f"copy by way of another on the CPU {what}")
+    elif not gpu.is_pinned(host):
+        gpu.note("pageable", f"copy {what}")
+    else:
+        gpu.do(lambda: copy(into, out_of))
+        return
+    gpu.do(lambda: into.copy_(out_of))

@@ -1,0 +1,40 @@
+"""bench/counts.py: its gate on rows made by hand, and what it counts in real kernels."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.static
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+GATE = """
+import counts
+row = counts.Row("softmax", 90, 10.0, 16.0, 16.0, 4.0, 0.0)
+same = {"softmax": {"90": list(row[2:])}}
+assert list(counts.growth_faults(row, same)) == []
+assert list(counts.growth_faults(row._replace(instructions=11.4), same)) == []
+[message] = counts.growth_faults(row._replace(loads=32.0), same)
+assert message.startswith("sm_90 softmax: 32 sectors a load, 16 in counts-triton-"), message
+[message] = counts.growth_faults(row._replace(name="other"), same)
+assert "not in counts-triton-" in message
+"""
+
+
+def run(*arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, env=environment, cwd=BENCH, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_growth_is_told() -> None:
+    run("-c", GATE)
+
+
+def test_a_line_in_registers_is_read_and_written_once() -> None:
+    """In whole sectors: 16 in a request of 32 lanes with 16 bytes each."""
+    [line] = run("counts.py", "--op", "softmax", "--only", "^softmax float16 n=1024$").splitlines()
+    assert " 4.00 B asked 16.00 sectors a load 16.00 a store" in line

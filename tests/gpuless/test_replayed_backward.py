@@ -1,0 +1,169 @@
+"""A CUDA graph replays forward and backward, and eager steps follow, as in torch's own recipe:
+https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-torch-cuda-amp
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpuless.fake_cuda import FakeCuda
+from helpers import Net, same
+from torch import Tensor, nn
+
+import tritonamp
+
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+Step = Callable[["Training"], None]
+
+
+class Training:
+    """A model that has trained for two steps."""
+
+    def __init__(self, level: str, kind: type = torch.optim.AdamW, **fields: object) -> None:
+        torch.manual_seed(0)
+        self.model = Net().cuda()
+        self.optimizer = kind(self.model.parameters(), lr=0.125)
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **fields)
+        self.scaler = self.amp.scaler
+        self.x = torch.ones(4, 6, device="cuda")
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self.backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def backward(self) -> None:
+        self.scaler.scale(self.model(self.x).float().square().mean()).backward()
+
+    def feed(self, number: int, factor: float = 1.0) -> None:
+        values = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        self.x.copy_(factor * values)
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().cpu() for p in self.model.parameters()]
+
+
+def by_scaler(training: Training) -> None:
+    training.scaler.step(training.optimizer)
+    training.scaler.update()
+
+
+def unscaled(training: Training) -> None:
+    training.scaler.unscale_(training.optimizer)
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.125)
+    by_scaler(training)
+
+
+def clipped(training: Training) -> None:
+    training.amp.clip_grad_norm_(0.125)
+    by_scaler(training)
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (torch.optim.AdamW, by_scaler),
+        (torch.optim.AdamW, unscaled),
+        (torch.optim.AdamW, clipped),
+        (torch.optim.Adadelta, by_scaler),  # steps by itself
+        (torch.optim.Adadelta, unscaled),
+    ],
+)
+def test_steps_use_what_a_replay_has_written(
+    fake_cuda: FakeCuda, level: str, kind: type, step: Step
+) -> None:
+    """Through an overflow and a batch with NaN, which the log tells from one another."""
+    replayed, other = Training(level, kind), Training(level, kind)
+    with fake_cuda.capture() as graph:
+        replayed.backward()
+    written = [p.grad for p in replayed.model.parameters()]
+    for number, factor in enumerate((1.0, 1.0, 1e3, float("nan"), 1.0, 1.0)):
+        for training, backward in (replayed, graph.replay), (other, other.backward):
+            training.feed(number, factor)
+            backward()
+            step(training)
+        other.optimizer.zero_grad()
+        assert same(replayed.weights(), other.weights()), number
+        assert all(p.grad is g for p, g in zip(replayed.model.parameters(), written, strict=True))
+    ours, expected = replayed.amp.stats(), other.amp.stats()
+    keys = "scale", "steps", "skipped", "scale_overflows", "forward_faults"
+    assert [ours[key] for key in keys] == [expected[key] for key in keys]
+    assert ours["forward_faults"] == 1
+
+
+@LEVELS
+def test_zeros_go_into_the_tensors_that_a_replay_adds_to(fake_cuda: FakeCuda, level: str) -> None:
+    replayed, other = Training(level), Training(level)
+    replayed.backward()
+    replayed.optimizer.zero_grad(set_to_none=False)
+    with fake_cuda.capture() as graph:
+        replayed.backward()
+    for number in range(4):
+        for training, backward in (replayed, graph.replay), (other, other.backward):
+            training.optimizer.zero_grad(set_to_none=False)
+            for micro_batch in range(2):
+                training.feed(2 * number + micro_batch)
+                backward()
+            unscaled(training)
+        assert same(replayed.weights(), other.weights()), number
+
+
+def test_without_a_scale_nobody_hears_of_a_backward(fake_cuda: FakeCuda) -> None:
+    replayed, other = Training("O5"), Training("O5")
+    for training in replayed, other:
+        training.backward = lambda t=training: t.model(t.x).float().square().mean().backward()
+    with fake_cuda.capture() as graph:
+        replayed.backward()
+    for number in range(4):
+        for training, backward in (replayed, graph.replay), (other, other.backward):
+            training.feed(number)
+            backward()
+            training.amp.unscale_()
+            training.model.last.weight.grad.mul_(2.0)
+            training.optimizer.step()
+        other.optimizer.zero_grad()
+        assert same(replayed.weights(), other.weights()), number
+
+
+def test_several_graphs_and_eager_losses_of_one_step(fake_cuda: FakeCuda) -> None:
+    """One flag for all of their losses, in any order."""
+    scaler = tritonamp.GradScaler("cuda")
+    x = torch.ones((), device="cuda")
+    scaler.scale(x)
+    scaler.take_loss_nonfinite()
+    graphs = []
+    for _ in range(2):
+        with fake_cuda.capture() as graph:
+            scaler.scale(x)
+        graphs.append(graph)
+    runs = [graphs[0].replay, graphs[1].replay, lambda: scaler.scale(x)]
+    for bad in range(3):
+        for number, run in enumerate(runs):
+            x.fill_(float("inf") if number == bad else 1.0)
+            run()
+        assert float(scaler.take_loss_nonfinite()) == 1.0
+        assert float(scaler.take_loss_nonfinite()) == 0.0
+
+
+def test_a_replay_of_our_own_backward_goes_unseen(fake_cuda: FakeCuda) -> None:
+    training = Training("O1")
+    with fake_cuda.capture() as graph:
+        training.amp.backward(training.model(training.x).float().square().mean())
+    graph.replay()
+    training.optimizer.step()  # of the backward that was captured
+    graph.replay()
+    with pytest.raises(RuntimeError, match=r"Replays of a CUDA graph .* capture step\(\) with it"):
+        training.optimizer.step()
+
+
+def test_a_captured_update_uses_the_losses_up(fake_cuda: FakeCuda) -> None:
+    """After it, as ever, no gradient counts that no scaled loss has left."""
+    training = Training("O1")
+    with fake_cuda.capture() as graph:
+        training.backward()
+        by_scaler(training)
+    graph.replay()
+    with pytest.raises(RuntimeError, match=r"no amp\.backward"):
+        by_scaler(training)

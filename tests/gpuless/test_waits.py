@@ -1,0 +1,193 @@
+"""No training loop waits for the GPU, whatever is done between backward and step; and a CUDA graph
+captures it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpuless.fake_cuda import FakeCuda
+from helpers import Net
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.apex import amp as apex_amp
+from tritonamp.kernels._layout import Layout
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Training:
+    """A model in training, in one of the ways below."""
+
+    def __init__(
+        self, level: str, loop: "Loop", optimizer: Any = torch.optim.AdamW, **options: Any
+    ):
+        torch.manual_seed(0)
+        self.model = Net().cuda()
+        lr = 0.1 if optimizer is torch.optim.SGD else torch.tensor(0.01, device="cuda")
+        self.optimizer = optimizer(self.model.parameters(), lr=lr)
+        self.x = torch.randn(4, 6, device="cuda")
+        self.y = torch.randint(3, (4,), device="cuda")
+        self._loop = loop
+        if loop is apex:
+            apex_amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=1)
+        else:
+            self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **options)
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.model(self.x).float(), self.y)
+
+    def clip(self) -> None:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(params, 0.5)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self._loop(self)
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().cpu() for p in self.model.parameters()]
+
+
+Loop = Callable[[Training], None]
+
+
+def plain(t: Training) -> None:
+    t.amp.backward(t.loss())
+    t.optimizer.step()
+
+
+def clipped(t: Training) -> None:
+    t.amp.backward(t.loss())
+    t.amp.clip_grad_norm_(0.5)
+    t.optimizer.step()
+
+
+def unscaled(t: Training) -> None:
+    t.amp.backward(t.loss())
+    t.amp.unscale_()
+    t.clip()
+    t.optimizer.step()
+
+
+def torch_amp(t: Training) -> None:
+    t.amp.scaler.scale(t.loss()).backward()
+    t.amp.scaler.unscale_(t.optimizer)
+    t.clip()
+    t.amp.scaler.step(t.optimizer)
+    t.amp.scaler.update()
+
+
+def accumulated(t: Training) -> None:
+    for _ in range(2):
+        t.amp.backward(t.loss() / 2)
+    t.amp.clip_grad_norm_(0.5)
+    t.optimizer.step()
+
+
+def two_losses(t: Training) -> None:
+    t.amp.backward(t.loss())
+    t.amp.backward(t.loss() / 2, loss_id=1)
+    t.optimizer.step()
+
+
+def apex(t: Training) -> None:
+    with apex_amp.scale_loss(t.loss(), t.optimizer) as scaled:
+        scaled.backward()
+    t.clip()
+    t.optimizer.step()
+
+
+LOOPS = [plain, clipped, unscaled, torch_amp, accumulated, two_losses, apex]
+
+
+@pytest.fixture(autouse=True)
+def apex_ends() -> Iterator[None]:
+    yield
+    apex_amp._amp_state.handle._deactivate()
+
+
+def waits(fake_cuda: FakeCuda, training: Training) -> list[Any]:
+    """Return those of two steps, after two others; events lag behind."""
+    fake_cuda.event_lag = 3
+    for _ in range(2):
+        training.step()
+    with fake_cuda.watch() as records, mock.patch.object(Layout, "__init__") as built:
+        for _ in range(2):
+            training.step()
+    assert not built.called
+    return records
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_loop_waits(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
+    assert waits(fake_cuda, Training(level, loop)) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"optimizer": torch.optim.SGD}, {"track_lost_updates": True}, {"dtype": torch.bfloat16}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_option_brings_a_wait(fake_cuda: FakeCuda, level: str, options: dict[str, Any]) -> None:
+    assert waits(fake_cuda, Training(level, clipped, **options)) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_first_step_waits_for_nothing(fake_cuda: FakeCuda, level: str) -> None:
+    training = Training(level, clipped)
+    with fake_cuda.watch() as records:
+        training.step()
+    assert records == []
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
+    eager, captured = Training(level, loop), Training(level, loop)
+    for training in (eager, captured):
+        for _ in range(2):
+            training.step()
+    with fake_cuda.capture() as graph:
+        captured.step()
+    for _ in range(2):
+        eager.step()
+        graph.replay()
+    for left, right in zip(eager.weights(), captured.weights(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_masters_are_made_on_the_gpu(fake_cuda: FakeCuda) -> None:
+    with fake_cuda.watch() as records:
+        training = Training("O2", plain)
+    assert [r for r in records if "tritonamp" in r.where] == []
+    training.amp.disable()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_weights_without_masters_leave_the_gpu_once(fake_cuda: FakeCuda, level: str) -> None:
+    """Their FP32 values come back where somebody asks for them, and are exact."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    before = [p.detach().clone() for p in model.parameters()]
+    with fake_cuda.watch() as records:
+        amp = tritonamp.enable(model, level=level)
+    halves = [p for p in model.parameters() if p.dtype is torch.float16]
+    assert len(records) == len(halves)
+    with torch.no_grad():
+        halves[0][0] += 1.0  # a row changes, the others keep their FP32 values
+    with fake_cuda.watch() as records:
+        model(torch.ones(2, 6, device="cuda"))
+    assert records == []
+    values = list(model.state_dict().values())
+    assert values[0].dtype is torch.float32
+    assert torch.equal(values[0][0], halves[0][0].float())
+    assert torch.equal(values[0][1:], before[0][1:])
+    amp.disable()
+    assert torch.equal(model.last.weight, before[list(model.state_dict()).index("last.weight")])
