@@ -6,6 +6,7 @@ without a GPU.
 
 import importlib
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ def bench() -> SimpleNamespace:
         "convergence",
         "host",
         "matrix",
+        "peers",
         "pictures",
         "report",
         "row_ops",
@@ -98,6 +100,11 @@ def test_names_are_unique_and_every_kernel_has_a_row(bench: SimpleNamespace) -> 
         name for case in cases if "tritonamp" in case.peers for name in case.operations
     }
     assert {case.name for case in cases} == {case.name for case in bench.matrix.all_cases(toy=True)}
+
+
+def test_every_peer_is_known(bench: SimpleNamespace) -> None:
+    used = {peer for case in bench.matrix.all_cases(toy=True) for peer in case.peers}
+    assert used <= set(bench.peers.PEERS)
 
 
 def test_declared_bytes(bench: SimpleNamespace) -> None:
@@ -183,6 +190,53 @@ def test_run_writes_nothing_without_a_gpu(
     assert not list(tmp_path.iterdir())
 
 
+def test_processes_share_the_time_by_their_rows(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, shares = [0.0], {}
+    rows = {"tritonamp": 30, "torch": 60, "compile": 10}
+
+    def measures(process: str, plan: Any, seconds: float, path: Path) -> None:
+        shares[process] = seconds
+        now[0] += bench.run.START + (seconds if process != "tritonamp" else 0.0)
+
+    monkeypatch.setattr(bench.run, "rows_by_process", lambda plan: dict(rows))
+    monkeypatch.setattr(bench.run, "_stopped_early", measures)
+    monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
+    bench.run.run(10, bench.run.Plan())
+    whole = 600 - bench.run.RESERVE - 3 * bench.run.START
+    assert shares == pytest.approx(
+        {"tritonamp": whole * 0.3, "torch": whole * 60 / 70, "compile": whole * 10 / 70}
+    )
+
+
+def test_rows_by_process_count_what_is_installed(bench: SimpleNamespace) -> None:
+    quick, full = (bench.run.rows_by_process(bench.run.Plan(quick)) for quick in (True, False))
+    assert list(full)[:3] == ["tritonamp", "torch", "compile"]
+    assert all(0 < quick[process] < full[process] for process in quick)
+    ours = sum(peer.startswith("tritonamp") for c in bench.matrix.all_cases() for peer in c.peers)
+    assert full["tritonamp"] == ours
+
+
+def test_imports_do_not_count(
+    bench: SimpleNamespace, stopwatch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def slow_start(*args: Any) -> Any:
+        now[0] += 60.0
+        return stopwatch
+
+    case = bench.matrix.Case(
+        "g", "n", "float16", "1", 1, 2, {"eager": lambda _: bench.timing.Work([lambda: None])}
+    )
+    monkeypatch.setattr(bench.run.Plan, "stopwatch", slow_start)
+    monkeypatch.setattr(bench.run.Plan, "cases", lambda plan: [case])
+    monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
+    bench.run.child("torch", bench.run.Plan(), 5.0, tmp_path / "rows.jsonl")
+    assert "us" in json.loads((tmp_path / "rows.jsonl").read_text())
+
+
 def test_host_cost_runs(bench: SimpleNamespace) -> None:
     found = bench.host.measure(repeats=1)
     assert 0 < found["launches of that step"] <= 8
@@ -237,6 +291,35 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     assert text == bench.report.filled(
         bench.report.filled(text, "speed", speed), "convergence", trained
     )
+    front = bench.report.FRONT_PAGE.read_text()
+    records = bench.report.load(bench.report.RESULTS)
+    summary = bench.report.summary(records, bench.report.FRONT_LINK)
+    assert front == bench.report.filled(front, "summary", summary)
+
+
+def test_a_result_reaches_both_pages(
+    bench: SimpleNamespace, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a copy of the READMEs, from a made-up file: table and picture are in the first screen."""
+    report, folder = bench.report, tmp_path / "bench" / "results"
+    folder.mkdir(parents=True)
+    (results / "nvidia-test.json").rename(folder / "nvidia-test.json")
+    for name in ("FRONT_PAGE", "README"):
+        page = tmp_path / getattr(report, name).relative_to(report.ROOT)
+        page.write_text(getattr(report, name).read_text())
+        monkeypatch.setattr(report, name, page)
+    monkeypatch.setattr(report, "RESULTS", folder)
+    assert report.main(["--write"]) == 0
+    front = report.FRONT_PAGE.read_text()
+    first_screen = front[: front.index("```python")]
+    assert report.NO_GPU not in front and "NVIDIA Test" in first_screen
+    assert "| full step GPT-2 124M | 50.0 us |" in first_screen
+    assert "torch.amp 2.00x" in first_screen
+    for page in (report.FRONT_PAGE, report.README):
+        pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
+        assert pictures and all((page.parent / picture).is_file() for picture in pictures)
+    assert len(first_screen.splitlines()) < 40
+    assert report.main(["--write"]) == 0 and report.FRONT_PAGE.read_text() == front
 
 
 def test_table_of_final_losses(bench: SimpleNamespace) -> None:

@@ -361,7 +361,8 @@ def test_tied_weights_have_one_master(handles: Any, device: torch.device) -> Non
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.embed(x))
 
-    model = Tied().to(device)
+    with device:
+        model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = handles(model, optimizer, level="O2")
     assert model.out.weight is model.embed.weight

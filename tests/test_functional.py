@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import torchs_database
 from torch import Tensor
 
 from tritonamp import functional
@@ -30,9 +31,7 @@ TORCHS: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def operator(name: str, variant: str) -> Any:
-    # this import would forbid it to every later test
-    with torch.backends.__allow_nonbracketed_mutation():
-        from torch.testing._internal.common_methods_invocations import op_db
+    op_db = torchs_database("common_methods_invocations", "op_db")
     return next(info for info in op_db if (info.name, info.variant_test_name) == (name, variant))
 
 

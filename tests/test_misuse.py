@@ -336,8 +336,8 @@ def test_assign_would_cut_the_optimizer_off(run: Any) -> None:
         model.load_state_dict(model.state_dict(), assign=True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
-def test_moved_after_enable(run: Any) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="in software .cuda() makes parameters")
+def test_moved_after_enable(run: Any, cuda: torch.device) -> None:
     model, optimizer, amp = run
     model.cuda()
     amp.backward(model(torch.ones(1, 4, device="cuda")).sum())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import torchs_database
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -153,9 +154,7 @@ def assert_same_format(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
 
 @functools.cache
 def database() -> dict[str, Any]:
-    # this import would forbid it to every later test
-    with torch.backends.__allow_nonbracketed_mutation():
-        from torch.testing._internal.common_optimizers import optim_db
+    optim_db = torchs_database("common_optimizers", "optim_db")
     return {info.optim_cls.__name__: info for info in optim_db}
 
 
@@ -487,13 +486,26 @@ class ByHand:
                 param.copy_(master)
 
 
+def agree(exactly: bool, found: list[Tensor], expected: list[Tensor]) -> None:
+    if exactly:
+        assert same_bits(found, expected)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-7)
+
+
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
 @each_setting
 @each_half
 @each_name
 def test_half_parameters_are_the_rounded_masters(
-    device: torch.device, name: str, half: torch.dtype, setting: str, grad_dtype: torch.dtype | None
+    device: torch.device,
+    name: str,
+    half: torch.dtype,
+    setting: str,
+    grad_dtype: torch.dtype | None,
+    compiled: bool,
 ) -> None:
+    exactly = device.type == "cpu" or not compiled
     kwargs = {"lr": 0.01, **HYPERPARAMETERS[setting]}
     params = parameters(device, half)
     for param in params:
@@ -503,13 +515,13 @@ def test_half_parameters_are_the_rounded_masters(
     for grads in gradients(params, 25, dtype=grad_dtype):
         train(optimizer, [grads])
         expected.step(grads)
-        assert same_bits([p.detach() for p in params], [p.detach() for p in expected.params])
+        agree(exactly, [p.detach() for p in params], [p.detach() for p in expected.params])
     writes = [optimizer.state[param]["master_param"]._version for param in params]
     for param, master in zip(params, expected.masters, strict=True):
         state, reference = dict(optimizer.state[param]), expected.optimizer.state[master]
-        assert torch.equal(state.pop("master_param"), master)
+        agree(exactly, [state.pop("master_param")], [master.detach()])
         assert state.keys() == reference.keys()
-        assert same_bits(list(state.values()), [reference[key] for key in state])
+        agree(exactly, list(state.values()), [reference[key] for key in state])
         assert all(value.dtype is torch.float32 for value in state.values())
     train(optimizer, gradients(params, 3, dtype=grad_dtype))
     for param, earlier in zip(params, writes, strict=True):
@@ -840,13 +852,17 @@ def test_nothing_reads_the_device(
 
     def counting(read: str) -> Callable[..., Any]:
         original = getattr(Tensor, read)
-        return lambda self, *args, **kwargs: (reads.append(read), original(self, *args, **kwargs))[
-            1
-        ]
+
+        def counted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.device.type == device.type:  # the learning rate is the host's own
+                reads.append(read)
+            return original(self, *args, **kwargs)
+
+        return counted
 
     for read in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(Tensor, read, counting(read))
-    assert (bool(torch.zeros(1)), reads.pop()) == (False, "__bool__"), "the count counts"
+    assert (bool(torch.zeros(1, device=device)), reads.pop()) == (False, "__bool__")  # it counts
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

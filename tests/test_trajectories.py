@@ -500,21 +500,18 @@ def test_compiled(device: torch.device, level: str, mode: str) -> None:
 # CUDA graphs
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="CUDA graphs need a GPU; see also test_in_use.py"
-)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_captured_training_step(level: str, max_norm: float | None) -> None:
+def test_a_captured_training_step(cuda: torch.device, level: str, max_norm: float | None) -> None:
     """Forward, backward and step, replayed with other learning rates, an overflow, and a batch with
     NaN.
     """
-    device, trajectories = torch.device("cuda"), []
+    trajectories = []
     for captured in (False, True):
-        run = Run(device, level, "AdamW")
+        run = Run(cuda, level, "AdamW")
         (group,) = run.optimizer.param_groups
-        group["lr"] = torch.tensor(0.01, device=device)
-        batch = [x.clone() for x in next(run.batches())[1:3]] + [torch.ones((), device=device)]
+        group["lr"] = torch.tensor(0.01, device=cuda)
+        batch = [x.clone() for x in next(run.batches())[1:3]] + [torch.ones((), device=cuda)]
         step = functools.partial(_step_of, run, *batch, max_norm)
         losses, scales, graph, loss = [], [], torch.cuda.CUDAGraph(), None
         for number, x, y, factor in run.batches():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import dispatch_tables
+from helpers import dispatch_tables, torchs_database
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -145,11 +145,8 @@ def samples() -> dict[str, list[Call]]:
     """For each op of torch's lists and of our differences: FP32 arguments, mostly from torch's
     operator database.
     """
-    # here, because that takes four seconds in every process that collects this file; and it would
-    # forbid changing torch.backends to every later test
-    with torch.backends.__allow_nonbracketed_mutation():
-        from torch.testing._internal.common_methods_invocations import op_db
-
+    # here, because that takes four seconds in every process that collects this file
+    op_db = torchs_database("common_methods_invocations", "op_db")
     torch.manual_seed(0)
     calls: dict[str, list[Call]] = defaultdict(list)
     with recorder(sorted({*CUDA_LIST, *CPU_LIST, *OURS}), calls), warnings.catch_warnings():

@@ -240,8 +240,8 @@ def test_into_plain_torch(
     ours = enabled("O0", optimizer, seed=1)
     load(ours[:2], (of_model, of_optimizer))
     losses = train(ours, 3, 6), train(theirs, 3, 6)
-    # torch's own step in both; that of AdamW is ours, and differs in the last bits
-    if optimizer is sgd:
+    # the arithmetic of torch's own SGD; that of kernels and of AdamW differs in the last bits
+    if optimizer is sgd and device.type == "cpu":
         assert losses[0] == losses[1]
         assert same(ours[0].state_dict(), plain.state_dict())
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)

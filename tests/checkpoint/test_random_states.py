@@ -88,8 +88,7 @@ def test_asking_does_not_initialise_cuda() -> None:
     assert torch.cuda.is_initialized() == before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda() -> None:
+def test_cuda(cuda: torch.device) -> None:
     torch.rand(1, device="cuda")
     state = RNGState().state_dict()
     expected = torch.rand(5, device="cuda")

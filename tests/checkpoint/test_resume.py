@@ -261,7 +261,11 @@ def test_into_objects_that_have_gone_on(
     for state, first in ((middle, 2), (start, 0)):
         run.load(state)
         assert first > 0 or run.everything() == begun
-        assert bits(train(run, first, 6)) == bits(losses[first:])
+        again = train(run, first, 2)
+        if level == "O3":  # the originals behind its halves follow when they are asked for
+            run.state()
+        again += train(run, 2, 6)
+        assert bits(again) == bits(losses[first:])
         assert run.everything() == expected
 
 

@@ -483,6 +483,31 @@ def test_threads_may_save_one_folder(folder: Path) -> None:
     assert names(folder.parent) == ["run", "run.prev"]
 
 
+@pytest.mark.parametrize("look", range(3))
+def test_another_saver_renames_while_one_looks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    listdir, looks = os.listdir, []
+
+    def renamed_first(path: str) -> list[str]:
+        looks.append(path)
+        if len(looks) != look + 1:
+            return listdir(path)
+        os.rename(path, f"{path}.elsewhere")
+        try:
+            return listdir(path)
+        finally:
+            os.rename(f"{path}.elsewhere", path)
+
+    write(folder, 1)
+    write(folder, 2)
+    monkeypatch.setattr(os, "listdir", renamed_first)
+    write(folder, 3)
+    assert len(looks) > look
+    assert read(folder) == 3
+    assert names(folder.parent) == ["run", "run.prev"]
+
+
 def test_a_save_in_the_middle_of_a_load_makes_no_mix(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def told(device):
     return lambda name, steps: STORIES[name](Setting(device, seed=0, steps=steps))
 
 
-def test_attention_is_named_and_healed(told):
+def test_attention_is_named_and_healed(told, device):
     story = told("attention", 40)
     fp32, stock, explained, healed = story.rows.values()
     assert stock["skipped"] >= 35 and stock["accuracy"] < fp32["accuracy"] / 2
@@ -36,7 +36,9 @@ def test_attention_is_named_and_healed(told):
     # 6 points
     assert fp32["accuracy"] > 75 and abs(healed["accuracy"] - fp32["accuracy"]) < 6
     report, cure = story.words[1:]
-    assert "attention, op matmul" in report and "scores = self.query(x)" in report
+    # on a GPU no rule of ours stands above matmul: what it is made of is seen
+    op = "matmul" if device.type == "cpu" else "bmm"
+    assert f"attention, op {op}" in report and "scores = self.query(x)" in report
     assert "('attention',)" in cure
 
 

@@ -2,6 +2,8 @@
 carry both.
 """
 
+import copy
+import functools
 import json
 import random
 import runpy
@@ -12,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpuless.fake_cuda import FakeCuda
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.ambient import Generators
 from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
 from tritonamp.diagnosis.replay.search import NOT_REPRODUCED, find_fault
 from tritonamp.diagnosis.replay.snapshots import BatchGoneError, Snapshot
@@ -222,6 +226,51 @@ def test_bundle(tmp_path: Path, device: torch.device, monkeypatch: pytest.Monkey
         str(tmp_path / "completed.py"), {"MAKE": make, "print": printed.append}, "__main__"
     )
     assert (printed[0].kind, printed[0].event.exact) == (fault.kind, fault.event.exact)
+
+
+def test_a_bundle_from_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs where there is none, and where there are fewer: as far as files can tell them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout())
+    x = batch(torch.device("cpu")) * 1e6
+    now = Generators.now
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
+    monkeypatch.setattr(
+        Generators,
+        "now",
+        lambda *args, **kwargs: now()._replace(
+            cuda={torch.device("cuda:3"): torch.ones(16).byte()}
+        ),
+    )
+    bundle(tmp_path, model, (x,))
+    monkeypatch.undo()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.load(tmp_path / "weights.pt", weights_only=True)
+    script = (tmp_path / "replay.py").read_text()
+    script = script.replace("raise NotImplementedError(", "return MAKE() or (")
+    (tmp_path / "completed.py").write_text(script)
+    printed: list[Any] = []
+    names = {"MAKE": lambda: copy.deepcopy(model), "print": printed.append}
+    runpy.run_path(str(tmp_path / "completed.py"), names, "__main__")
+    assert printed[0].kind == "cast_overflow"
+    snapshot = load_bundle(tmp_path, model)
+    assert torch.equal(snapshot.arguments()[0][0], x)
+    assert snapshot.ambient.generators.cuda == {}
+
+
+def test_the_generator_of_another_gpu(
+    tmp_path: Path, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(8, 8).cuda()
+    write = functools.partial(write_bundle, tmp_path, None, policy=tritonamp.O2)
+    snapshot = Snapshot(model, (batch(torch.device("cuda")),), {})
+    states = snapshot.ambient.generators.cuda
+    for gpus in ({2}, {1, 2}, {0, 2}):
+        of_gpus = {torch.device("cuda", i): states[torch.device("cuda", 0)] for i in gpus}
+        generators = snapshot.ambient.generators._replace(cuda=of_gpus)
+        snapshot.ambient = snapshot.ambient._replace(generators=generators)
+        write(snapshot=snapshot)
+        found = load_bundle(tmp_path, model).ambient.generators.cuda
+        assert set(found) == ({torch.device("cuda", 0)} if gpus != {1, 2} else set())
 
 
 def test_bundle_of_nothing(tmp_path: Path, device: torch.device) -> None:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import tritonamp
 from tritonamp.kernels import (
+    _device_tables,
     _implementations,
     _launch,
-    _tables,
     _update_lists,
     adamw,
     cast,
@@ -229,9 +229,11 @@ def test_tables_are_sent_only_when_memory_moves(
     for x in xs[:2]:
         run.step(x)
     built: list[Any] = []
-    original = _tables.DeviceTables.__init__
+    original = _device_tables.DeviceTables.__init__
     monkeypatch.setattr(
-        _tables.DeviceTables, "__init__", lambda *args: (built.append(args), original(*args))[1]
+        _device_tables.DeviceTables,
+        "__init__",
+        lambda *args: (built.append(args), original(*args))[1],
     )
     run.step(xs[2])
     assert built == []
@@ -499,10 +501,9 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
         run.amp.disable()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="synchronisation is a GPU's matter")
-def test_no_step_waits_for_the_device() -> None:
-    run = Run(torch.device("cuda"), "triton")
-    xs = batches(6, torch.device("cuda"))
+def test_no_step_waits_for_the_device(cuda: torch.device) -> None:
+    run = Run(cuda, "triton")
+    xs = batches(6, cuda)
     for x in xs[:3]:
         run.step(x, 1.0)
     torch.cuda.set_sync_debug_mode("error")

@@ -297,6 +297,12 @@ def test_other_decisions_between_a_failed_step_and_its_repetition(
     [("O2", torch.optim.SGD), ("O2", torch.optim.Adagrad), ("O3", torch.optim.SGD)],
 )
 def test_fused_steps_of_torch_are_seen(device: torch.device, level: str, kind: Any) -> None:
+    single = nn.Parameter(torch.ones(4, 4, device=device))
+    single.grad = torch.ones_like(single)
+    try:
+        kind([single], lr=0.5, fused=True).step()
+    except RuntimeError as error:  # torch 2.11 has no fused Adagrad on CUDA
+        pytest.skip(str(error))
     alone = nn.Parameter(torch.ones(4, 4, device=device).half())
     alone.grad = torch.ones_like(alone)
     torch.optim.SGD([alone], lr=0.5, fused=True).step()
