@@ -28,6 +28,8 @@ PEERS = {
     "fp32": Peer("torch"),
     "torch.amp": Peer("torch"),
     "fused AdamW": Peer("torch"),
+    "fused SGD": Peer("torch"),
+    "foreach SGD": Peer("torch"),
     "half pipeline": Peer("torch"),
     "compile": Peer("compile"),
     "Liger-Kernel": Peer("liger", "liger_kernel", "liger-kernel"),

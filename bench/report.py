@@ -1,8 +1,9 @@
 """Tables and pictures from the committed measurements in bench/results/, and nothing else.
 
     python bench/report.py            # prints
-    python bench/report.py --write    # fills bench/README.md between its "bench:" marks, and draws
-                                      # the pictures
+    python bench/report.py --folder results-of-another-machine/
+    python bench/report.py --write    # fills README.md and bench/README.md between their "bench:"
+                                      # marks, and draws the pictures
 
 Ratios are times: 2.0x means that the peer takes twice as long, 0.5x that it takes half. Those below
 1 are bold.
@@ -19,11 +20,15 @@ from typing import Any
 
 import convergence
 import pictures
+from peers import PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
 LINK = "results"  # from there
+FRONT_PAGE = ROOT / "README.md"
+FRONT_LINK = "bench/results"
+NO_GPU = "Nothing has been run or measured on a GPU yet."
 NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in ten minutes:
 
 ```
@@ -85,6 +90,29 @@ def _one(stem: str, record: Record, link: str) -> str:
     return "\n\n".join(
         [_wrapped(head), *shown, *tables, slower(rows), _wrapped(absent(record["not_measured"]))]
     )
+
+
+def summary(records: dict[str, Record], link: str) -> str:
+    """Return the Markdown of the front page: of one GPU a row of each group, a picture."""
+    if not records:
+        return NO_GPU
+    stem, record = next(iter(records.items()))
+    head = (
+        f"On {record['device']}, beside torch {record['torch']} (2.00x: it takes twice as long; "
+        "**bold**: we lose); all rows are in [bench](bench/README.md):"
+    )
+    shown = [row for row in record["rows"] if is_ours(row) and row["headline"]]
+    firsts = {row["group"]: row for row in reversed(shown)}
+    lines = [_line("what", "time", "of copy bandwidth", "beside"), _line(*["---"] * 4)]
+    for row in reversed(firsts.values()):
+        peers = [peer for peer in row["ratio"] if PEERS[peer].process in ("torch", "compile")]
+        beside = ", ".join(f"{peer} {_ratio(row['ratio'][peer])}" for peer in peers)
+        time = f"{_number(row['us'])} us" if row["us"] < 1e4 else f"{_number(row['us'] / 1e3)} ms"
+        lines.append(_line(row["case"], time, _number(row["fraction_of_copy"], 2), beside))
+    pictured = [
+        f"![{name}]({link}/{file})" for name, file in pictures.names(stem, record["rows"]).items()
+    ]
+    return "\n\n".join([_wrapped(head), "\n".join(lines), *pictured[:1]])
 
 
 def table(rows: list[Row]) -> str:
@@ -229,20 +257,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="fill bench/README.md and draw the pictures beside the results",
+        help="fill README.md and bench/README.md, and draw the pictures beside the results",
     )
+    parser.add_argument("--folder", type=Path, help="print what this folder holds")
     args = parser.parse_args(arguments)
-    records = load(RESULTS)
-    sections = {"speed": speed(records, LINK), "convergence": training_results(RESULTS)}
+    if args.write and args.folder:
+        parser.error("expected --write or --folder: the pages show bench/results/ alone")
+    folder = args.folder or RESULTS
+    records = load(folder)
+    pages = {
+        FRONT_PAGE: {"summary": summary(records, FRONT_LINK)},
+        README: {"speed": speed(records, LINK), "convergence": training_results(folder)},
+    }
     if not args.write:
-        print(*(f"{name}\n\n{body}\n" for name, body in sections.items()), sep="\n")
+        for sections in pages.values():
+            print(*(f"{name}\n\n{body}\n" for name, body in sections.items()), sep="\n")
         return 0
-    text = README.read_text()
-    for name, body in sections.items():
-        text = filled(text, name, body)
+    for page, sections in pages.items():
+        text = page.read_text()
+        for name, body in sections.items():
+            text = filled(text, name, body)
+        page.write_text(text)
     for stem, record in records.items():
         pictures.draw(record["rows"], RESULTS, stem)
-    README.write_text(text)
     return 0
 
 

@@ -2,6 +2,7 @@
 
     python bench/run.py            # ten minutes
     python bench/run.py --quick    # two minutes, the most telling rows
+    python bench/run.py --toy --folder /tmp/x    # toy sizes on the CPU, to try the script itself
 
 The file is <gpu>-torch<version>-triton<version>.json; its name ends in -quick for those. Peers that
 may get in one another's way run in processes of their own. What does not fit in the time, fails, or
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import provenance
 import torch
@@ -30,8 +31,8 @@ from timing import Stopwatch, Timing
 RESULTS = Path(__file__).parent / "results"
 MINUTES, QUICK_MINUTES = 10.0, 2.0
 SECONDS, QUICK_SECONDS = 0.2, 0.1  # of samples for each row
-# seconds of the whole for a process that is in the middle of something when its time is up
-RESERVE = 30.0
+START = 10.0  # seconds for a process until its clock starts: imports, a context on the GPU
+RESERVE = 20.0  # and of the whole for one that is in the middle of a row when its time is up
 NO_GPU = "no GPU here, so nothing is measured: `pytest bench` runs every case at toy size"
 
 Row = dict[str, Any]
@@ -95,58 +96,91 @@ def with_ratios(rows: list[Row], machine: Row) -> list[Row]:
     ]
 
 
-def child(process: str, quick: bool, until: float, path: Path) -> None:
-    """Measure in this process, and append a line for each row: it survives a crash."""
-    stopwatch = Stopwatch(torch.device("cuda"), QUICK_SECONDS if quick else SECONDS)
+class Plan(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        quick: the most telling rows alone.
+        toy: on the CPU, at sizes at which it measures nothing.
+    """
+
+    quick: bool = False
+    toy: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.toy else "cuda")
+
+    def cases(self) -> list[Case]:
+        return [case for case in all_cases(self.toy) if case.quick or not self.quick]
+
+    def stopwatch(self) -> Stopwatch:
+        seconds = QUICK_SECONDS if self.quick else SECONDS
+        return Stopwatch(self.device, *((1e-3, 1 << 16) if self.toy else (seconds,)))
+
+    def options(self) -> list[str]:
+        return ["--quick"] * self.quick + ["--toy"] * self.toy
+
+
+def child(process: str, plan: Plan, seconds: float, path: Path) -> None:
+    """Measure in this process, and append a line for each row: it survives a crash.
+
+    The seconds are for the rows: they begin when everything is imported, and a copy was timed.
+    """
+    stopwatch = plan.stopwatch()
+    until = time.time() + seconds
     with path.open("a") as lines:
-        for found in measure(
-            process, [c for c in all_cases() if c.quick or not quick], stopwatch, until
-        ):
+        for found in measure(process, plan.cases(), stopwatch, until):
             outcome = found.get("reason") or f"{found['us']:.1f} us"
-            print(f"{found['case']}: {found['peer']} {outcome}")
+            print(f"{found['case']}: {found['peer']} {outcome}", flush=True)
             print(json.dumps(found), file=lines, flush=True)
 
 
-def run(minutes: float, quick: bool) -> tuple[list[Row], list[Row]]:
-    """Rows, and what was not measured."""
+def rows_by_process(plan: Plan) -> dict[str, int]:
+    """Return how many rows each process has to measure, of the peers that are installed."""
+    counts: dict[str, int] = {}
+    for peer in PEERS:
+        if not missing(peer):
+            rows = sum(peer in case.peers for case in plan.cases())
+            counts[PEERS[peer].process] = counts.get(PEERS[peer].process, 0) + rows
+    return {process: rows for process, rows in counts.items() if rows}
+
+
+def run(minutes: float, plan: Plan) -> tuple[list[Row], list[Row]]:
+    """Rows, and what was not measured.
+
+    A process gets its part of what is left by its number of rows; what one does not need is there
+    for the next.
+    """
     absent = [{"peer": peer, "reason": reason} for peer in PEERS if (reason := missing(peer))]
-    present = [PEERS[peer].process for peer in PEERS if not missing(peer)]
-    processes, end = list(dict.fromkeys(present)), time.time() + 60 * minutes - RESERVE
+    waiting, end = rows_by_process(plan), time.time() + 60 * minutes
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for i, process in enumerate(processes):
-            left = end - time.time()
-            if left <= 0:
+        for process in list(waiting):
+            left = end - time.time() - RESERVE - START * len(waiting)
+            seconds = left * waiting[process] / sum(waiting.values())
+            del waiting[process]
+            if seconds <= 0:
                 absent.append({"peer": process, "reason": "out of time"})
                 continue
-            until = time.time() + left / (len(processes) - i)
             path = Path(folder) / f"{process}.jsonl"
-            command = [
-                sys.executable,
-                __file__,
-                "--process",
-                process,
-                "--until",
-                str(until),
-                "--lines",
-                str(path),
-            ]
-            try:
-                code = subprocess.run(
-                    command + ["--quick"] * quick,
-                    timeout=until - time.time() + RESERVE - 5,
-                    check=False,
-                ).returncode
-                stopped = f"exit status {code}" if code else None
-            except subprocess.TimeoutExpired:
-                stopped = "out of time"
+            stopped = _stopped_early(process, plan, seconds, path)
             found += map(json.loads, path.read_text().splitlines()) if path.exists() else []
-            absent += (
-                [{"peer": process, "reason": f"its process ended early: {stopped}"}]
-                if stopped
-                else []
-            )
+            if stopped:
+                reason = f"its process ended early: {stopped}"
+                absent.append({"peer": process, "reason": reason})
     return [f for f in found if "us" in f], absent + [f for f in found if "us" not in f]
+
+
+def _stopped_early(process: str, plan: Plan, seconds: float, path: Path) -> str | None:
+    """Measure in a process of its own; return why that ended before it was done, or None."""
+    command = [sys.executable, __file__, "--process", process, "--seconds", str(seconds)]
+    command += ["--lines", str(path), *plan.options()]
+    try:
+        code = subprocess.run(command, timeout=START + seconds + RESERVE, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return "out of time"
+    return f"exit status {code}" if code else None
 
 
 def write(path: Path, record: Row) -> None:
@@ -159,7 +193,7 @@ def write(path: Path, record: Row) -> None:
         f' "{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n ]"
         for key, value in lists.items()
     ]
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(",\n".join([head, *body]) + "\n}\n")
 
 
@@ -167,28 +201,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measures everything on this machine's GPU.")
     parser.add_argument("--quick", action="store_true", help="two minutes, the most telling rows")
     parser.add_argument(
+        "--toy", action="store_true", help="toy sizes on the CPU: tries the script, needs --folder"
+    )
+    parser.add_argument(
         "--minutes", type=float, help=f"default: {MINUTES:g}, with --quick {QUICK_MINUTES:g}"
     )
+    parser.add_argument("--folder", type=Path, help="for the result (default: bench/results)")
     parser.add_argument(
         "--process", choices={peer.process for peer in PEERS.values()}, help=argparse.SUPPRESS
     )
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    plan = Plan(args.quick, args.toy)
+    if args.process:
+        child(args.process, plan, args.seconds, args.lines)
+        return 0
+    if plan.toy and args.folder is None:
+        parser.error("expected --folder with --toy: bench/results/ is for measurements")
+    if not plan.toy and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    if args.process:
-        child(args.process, args.quick, args.until, args.lines)
-        return 0
 
-    machine = provenance.machine(torch.device("cuda"))
+    machine = provenance.machine(plan.device)
     start = time.time()
-    rows, absent = run(args.minutes or (QUICK_MINUTES if args.quick else MINUTES), args.quick)
+    rows, absent = run(args.minutes or (QUICK_MINUTES if plan.quick else MINUTES), plan)
     stem = provenance.slug(f"{machine['device']}-torch{machine['torch']}-triton{machine['triton']}")
-    path = RESULTS / f"{stem}{'-quick' if args.quick else ''}.json"
+    path = (args.folder or RESULTS) / f"{stem}{'-quick' if plan.quick else ''}.json"
     head = {
-        "command": "python bench/run.py" + " --quick" * args.quick,
+        "command": " ".join(["python bench/run.py", *plan.options()]),
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.time() - start),
     }

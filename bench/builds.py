@@ -1,0 +1,193 @@
+"""Every launch of the calls that kernels ship, and its build for one architecture; needs no GPU."""
+
+import contextlib
+import importlib
+import pkgutil
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import tritonamp.kernels
+
+ARCHITECTURES = 70, 75, 80, 86, 89, 90, 100, 120
+FIRST_BF16 = 80
+
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+
+
+class Build(NamedTuple):
+    """One launch of a shipped call, for one architecture.
+
+    Attributes:
+        call, kernel: names; the kernel's with a number where the call launches it again.
+        function: where the kernel is found, module and name.
+        signature, constants: by the names of the kernel's parameters.
+        n: length of a line, 0 where the kernel knows none.
+        max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches
+            of the call.
+    """
+
+    arch: int
+    call: str
+    kernel: str
+    function: tuple[str, str]
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    n: int
+    warps: int
+    maxnreg: int | None
+    max_registers: int
+    max_instructions: float | None
+    exp2: int
+    max_shared: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.call}: {self.kernel}"
+
+    @property
+    def tile(self) -> int:
+        """Elements that a program works on at a time."""
+        return self.constants.get("ROWS", 1) * self.constants.get("BLOCK", 1)
+
+    @property
+    def moves_tensors(self) -> bool:
+        """Whether memory bandwidth is what it is about; else it handles a few numbers."""
+        return "ALIGN" in self.constants or "VEC" in self.constants
+
+    @property
+    def widest(self) -> int:
+        """Elements in the widest access."""
+        return self.constants.get("VEC", 8)
+
+    @property
+    def row_major(self) -> bool:
+        return self.constants.get("ROW_MAJOR", True)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether what it moves starts at multiples of vectors."""
+        return self.widest >= 4
+
+    @property
+    def edges(self) -> int:
+        """Elements at a line's two edges, where lines begin and end within vectors."""
+        ragged = self.constants.get("ALIGN", self.widest) < self.widest
+        return 2 * self.widest if ragged else 0
+
+    @property
+    def judged(self) -> bool:
+        """Whether instructions for each element say something.
+
+        That needs one whole line, no masks, no loop, and length.
+        """
+        rows, block = self.constants.get("ROWS", 1), self.constants.get("BLOCK", 1)
+        full = self.constants.get("ALIGN", block) == block
+        return self.row_major and full and rows == 1 and block >= max(self.n, 1024)
+
+
+def all_builds(ops: list[str] | None, archs: list[int], only: str) -> Iterator[Build]:
+    small = set()  # kernels that handle a few numbers come with many calls
+    for module in pkgutil.iter_modules(tritonamp.kernels.__path__):
+        if not ops or module.name in ops:
+            for arch in archs:
+                for build in module_builds(
+                    importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, only
+                ):
+                    if build.moves_tensors or (build.kernel, arch) not in small:
+                        yield build
+                    if not build.moves_tensors:
+                        small.add((build.kernel, arch))
+
+
+class Call(NamedTuple):
+    """What a launch was given: its grid, its tensors (on the meta device, some), its numbers."""
+
+    grid: tuple[int, int, int]
+    tensors: tuple[torch.Tensor, ...]
+    sizes: tuple[float, ...]
+
+
+def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
+    for build, _ in module_launches(module, arch, only):
+        yield build
+
+
+def module_launches(module: Any, arch: int, only: str) -> Iterator[tuple[Build, Call]]:
+    for case in module.shipped() if hasattr(module, "shipped") else ():
+        if not re.search(only, case.name):
+            continue
+        with recorded_launches() as launch:
+            case.function(*case.args)
+        times: Counter[str] = Counter()
+        for kernel, grid, tensors, sizes, constants, warps, *maxnreg in (
+            call.args for call in launch.call_args_list
+        ):
+            if arch < FIRST_BF16 and (
+                tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)
+            ):
+                continue  # refused there
+            times[kernel.__name__] += 1
+            pointers = ["*" + TYPES[tensor.dtype] for tensor in tensors]
+            numbers = [
+                "fp32" if isinstance(size, float) else "i64" if size >= 1 << 31 else "i32"
+                for size in sizes
+            ]
+            kinds = pointers + numbers + ["constexpr"] * len(constants)
+            given = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True))
+            build = Build(
+                arch,
+                case.name,
+                kernel.__name__
+                + (f" {times[kernel.__name__]}" if times[kernel.__name__] > 1 else ""),
+                (kernel.fn.__module__, kernel.__name__),
+                dict(zip(kernel.arg_names, kinds, strict=True)),
+                {name: given[name] for name in kernel.arg_names[len(tensors) + len(sizes) :]},
+                given.get("n", 0),
+                warps,
+                maxnreg[0] if maxnreg else None,
+                case.max_registers,
+                case.max_instructions,
+                case.exp2,
+                case.max_shared,
+            )
+            yield build, Call(grid, tensors, sizes)
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[mock.Mock]:
+    """Have every module of the kernels call the mock that this yields, not ``launch``."""
+    launch = mock.Mock()
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tritonamp.kernels.") and hasattr(module, "launch"):
+                patches.enter_context(mock.patch.object(module, "launch", launch))
+        yield launch
+
+
+def compiled(build: Build) -> Any:
+    module, name = build.function
+    pointers = [i for i, kind in enumerate(build.signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        fn=getattr(importlib.import_module(module), name),
+        signature=build.signature,
+        constexprs=build.constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    options = {"num_warps": build.warps, "maxnreg": build.maxnreg, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", build.arch, 32), options=options)

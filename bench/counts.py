@@ -1,0 +1,202 @@
+"""What every shipped kernel executes for each element, counted, and the gates on it.
+
+    python bench/counts.py --arch 90 --only "softmax.*n=1000"
+
+Needs no GPU: some programs of each launch run in the emulator of tests/gpuless/ptx. The calls are
+those of ``static.py``, which reads machine code, where the body of a loop counts once; here what
+runs counts, but of PTX. One line for each launch; failed gates on stderr, exit status 1. After a
+kernel got better: ``--snapshot``.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import builds
+import gates
+import numpy as np
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the emulator is the tests'
+
+from gpuless.ptx.emulated import kept_as_ptx
+from gpuless.ptx.findings import Findings
+from gpuless.ptx.machine import Options, Program
+from gpuless.ptx.memory import GlobalMemory, Region
+from gpuless.ptx.regions import TrackedMemory
+
+import tritonamp.kernels
+
+SNAPSHOT = gates.SNAPSHOT.with_name(f"counts-{gates.SNAPSHOT.name}")
+ARCHS = [90]
+PROGRAMS = 4  # of each launch
+TAG = 1 << 48  # between the addresses of arguments
+PAGE = 512  # bytes; torch's memory on a GPU begins at multiples of it
+
+
+class Row(NamedTuple):
+    """What was counted in one launch.
+
+    Attributes:
+        name: of the call and the kernel.
+        arch: architecture.
+        instructions: of PTX that a thread runs, for each element.
+        loads, stores: sectors of 32 bytes in a warp's request; 0 where there is none.
+        asked: bytes of all sectors, for each element.
+        conflicts: passes over the banks of shared memory, in those that it takes without
+            conflicts; 0 where there is none.
+    """
+
+    name: str
+    arch: int
+    instructions: float
+    loads: float
+    stores: float
+    asked: float
+    conflicts: float
+
+
+WHAT = "instructions for each element", "sectors a load", "sectors a store", "bytes asked for"
+WHAT += ("passes over the banks",)
+
+
+def rows_of(module: str, arch: int, only: str) -> list[Row]:
+    """Count what the calls of one module execute."""
+    memory = TrackedMemory()
+    with memory.in_force(), kept_as_ptx():
+        kernels = importlib.import_module(f"tritonamp.kernels.{module}")
+        return [
+            counted(build, call, memory)
+            for build, call in builds.module_launches(kernels, arch, only)
+            if build.moves_tensors and "bfloat16" not in build.name  # counts as float16 does
+        ]
+
+
+def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Row:
+    """Run some programs of a launch."""
+    compiled = builds.compiled(build)
+    regions, arguments = [], []
+    listed = memory.of_lists()
+    for region, tensors in listed:
+        regions.append(region)
+        for x in tensors:
+            x.fill_(0.5)
+    for i, tensor in enumerate(call.tensors, 1):
+        x, size = real(tensor), tensor.numel() * tensor.element_size()
+        regions.append(Region(x.data_ptr() + i * TAG, size, x.data_ptr(), f"argument {i}"))
+        listed.append((regions[-1], [x]))  # alive
+        arguments.append(x.data_ptr() + i * TAG)
+    total = call.grid[0] * call.grid[1] * call.grid[2]
+    programs = np.unique(np.linspace(0, total - 1, PROGRAMS).astype(int))
+    findings = Findings()
+    space = GlobalMemory(regions, findings, races=False)
+    ran = Program(compiled.asm["ptx"]).run(
+        call.grid,
+        [*arguments, *call.sizes],
+        space,
+        compiled.metadata.shared,
+        Options(races=False, accesses=True),
+        programs,
+    )
+    assert not findings, "\n".join(map(str, findings.values()))
+    elements = elements_of(build, call) * len(programs) / total
+    return Row(
+        build.name,
+        build.arch,
+        round(32 * sum(ran.instructions.values()) / elements, 2),
+        round(ran.sectors["ld"] / max(ran.requests["ld"], 1), 2),
+        round(ran.sectors["st"] / max(ran.requests["st"], 1), 2),
+        round(32 * sum(ran.sectors.values()) / elements, 2),
+        round(ran.waves / max(ran.ideal, 1), 2),
+    )
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for a tensor of the meta device: zeros, whose pages are not there yet."""
+    if tensor.device.type != "meta":
+        return tensor
+    size = tensor.numel() * tensor.element_size()
+    memory = torch.from_numpy(np.zeros(size + PAGE, np.uint8))
+    return memory[-memory.data_ptr() % PAGE :]
+
+
+def elements_of(build: builds.Build, call: builds.Call) -> int:
+    """Return how many elements all programs work on together."""
+    given = dict(zip(build.signature, call.tensors, strict=False))
+    if "numel_ptr" in given:
+        return int(given["numel_ptr"].sum())
+    return max(tensor.numel() for tensor in call.tensors)
+
+
+def growth_faults(row: Row, snapshot: dict[str, dict[str, list[float]]]) -> Iterator[str]:
+    """Yield what got worse against the committed numbers of the same Triton version."""
+    before = snapshot.get(row.name, {}).get(str(row.arch))
+    if before is None:
+        yield f"sm_{row.arch} {row.name}: not in {SNAPSHOT.name}, write that with --snapshot"
+        return
+    for what, new, old in zip(WHAT, row[2:], before, strict=True):
+        if new > gates.MAX_GROWTH * old:
+            yield (
+                f"sm_{row.arch} {row.name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
+                f"allowed is {gates.MAX_GROWTH} times as many"
+            )
+
+
+def snapshot_text(rows: Iterable[Row]) -> str:
+    """One line for each launch: its numbers by architecture."""
+    numbers: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        numbers.setdefault(row.name, {})[row.arch] = list(row[2:])
+    lines = (f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def line(row: Row) -> str:
+    return (
+        f"{row.arch:<4}{row.name:72} {row.instructions:6.2f} instructions {row.asked:6.2f} B asked "
+        f"{row.loads:5.2f} sectors a load {row.stores:5.2f} a store {row.conflicts:5.2f} passes"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", choices=builds.ARCHITECTURES, metavar="N")
+    parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
+    parser.add_argument("--only", default="", help="calls whose name this regular expression finds")
+    parser.add_argument("--snapshot", action="store_true", help=f"write {SNAPSHOT.name}")
+    args = parser.parse_args(arguments)
+    if args.snapshot and (args.arch or args.op or args.only):
+        parser.error("--snapshot takes everything: leave out --arch, --op and --only")
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
+    found_modules = (m.name for m in pkgutil.iter_modules(tritonamp.kernels.__path__))
+    modules = args.op or list(found_modules)
+    tasks = [(module, arch, args.only) for arch in args.arch or ARCHS for module in modules]
+    rows = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        for found in pool.map(rows_of, *zip(*tasks, strict=True)):
+            print(*map(line, found), sep="\n", flush=True)
+            rows += found
+    if args.snapshot:
+        SNAPSHOT.write_text(snapshot_text(rows))
+        return 0
+    if not SNAPSHOT.exists():
+        print(f"no {SNAPSHOT.name}: growth is not checked for this Triton", file=sys.stderr)
+        return 0
+    snapshot = json.loads(SNAPSHOT.read_text())
+    failed = [message for row in rows for message in growth_faults(row, snapshot)]
+    print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What the builds of kernels have to keep."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import triton
+from machine_code import Row
+
+VERSION = ".".join(triton.__version__.split(".")[:2])
+SNAPSHOT = Path(__file__).parent / "static" / f"triton-{VERSION}.json"
+FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
+REPEATS_EDGES = VERSION == "3.6"
+"""Whether each thread of a program computes all edges of a line; else they are shared out."""
+MIN_OCCUPANCY = 0.25
+MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
+MAX_GROWTH = 1.15
+STACK = {  # bytes: two numbers that a loop does not change may be put aside
+    70: 8,  # which has no uniform registers
+    100: 8,  # where ptxas rather does so than take a register more
+}
+
+
+def faults(row: Row) -> list[str]:
+    """Return what is wrong with one build: what was got, what is allowed."""
+    build, wrong = row.build, []
+    stack = STACK.get(build.arch, 0)
+    if row.stack > stack or row.local or (row.spills and not row.stack):
+        wrong.append(
+            f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: "
+            f"allowed are {stack} B of stack for what a loop does not change"
+        )
+    if build.max_shared is not None and row.shared > build.max_shared:
+        wrong.append(
+            f"{row.shared} B of shared memory, allowed are {build.max_shared}: "
+            "a layout is converted"
+        )
+    allowed = build.max_registers if build.aligned else 255
+    if build.arch == 70:
+        allowed = allowed * 3 // 2  # it has no uniform registers for what all threads share
+    if row.registers > allowed:
+        wrong.append(f"{row.registers} registers, allowed are {allowed}")
+    if row.occupancy == 0:
+        wrong.append("a multiprocessor cannot hold it")
+    elif row.occupancy < MIN_OCCUPANCY and build.aligned and build.moves_tensors:
+        wrong.append(f"occupancy {row.occupancy:.2f}, allowed is {MIN_OCCUPANCY} and more")
+    if row.absorbed:
+        wrong.append(
+            f"{row.absorbed} products absorbed by sums across lanes, allowed are none: lanes "
+            "disagree. Put the product behind the mask, tl.where(mask, product, 0.0)"
+        )
+    wrong += code_faults(row)
+    return [f"sm_{build.arch} {build.name}: {what}" for what in wrong]
+
+
+def code_faults(row: Row) -> Iterator[str]:
+    """Yield what is wrong with its instructions."""
+    build = row.build
+    if row.instructions is None:
+        if build.arch >= FIRST_DISASSEMBLED:
+            yield "cuobjdump printed no instructions"
+        return
+    floats = [opcode for opcode in row.atomics if re.search(r"\.(B?F\d|CAS)", opcode)]
+    if floats:
+        yield (
+            f"{', '.join(floats)}: atomics on floating-point numbers (CAS stands in for them), "
+            "allowed are none"
+        )
+    if build.max_instructions and build.judged and row.instructions > build.max_instructions:
+        yield (
+            f"{row.instructions:.2f} instructions for each element, "
+            f"allowed are {build.max_instructions:g}"
+        )
+    if not (build.aligned and build.moves_tensors):
+        return
+    if build.arch == 90 and row.in_flight < MIN_IN_FLIGHT:
+        yield f"{row.in_flight} B in flight, allowed is {MIN_IN_FLIGHT} and more"
+    for what, found, needed in (
+        ("loads", row.loads, row.tile_loads),
+        ("stores", row.stores, row.tile_stores),
+    ):
+        for size, bytes_needed in needed.items():
+            moved = size * found.get(size, 0)
+            if moved < bytes_needed:
+                yield (
+                    f"{moved} of a tile's {bytes_needed} B in {what} of {size} B, "
+                    f"allowed is all of it ({found})"
+                )
+    narrow = sum(count for size, count in row.loads.items() if size <= 2)
+    if narrow and build.constants.get("ALIGN", 0) >= build.widest:  # no edges, no tail
+        yield f"{narrow} loads of 2 B or less, allowed are none"
+
+
+def exp2_faults(rows: Iterable[Row]) -> list[str]:
+    """Return what is wrong with MUFU.EX2 in all launches of a call together.
+
+    Half a one stands for what comes once a tile, as rescaling sums. Column-major tiles have too few
+    columns for that.
+    """
+    calls: dict[tuple[int, str, int], tuple[float, float]] = {}
+    for row in rows:
+        build = row.build
+        if row.ex2 is not None and build.row_major:
+            call = build.arch, build.call, build.exp2
+            got, more = calls.get(call, (0.0, 0.5))
+            of_edges = build.edges * 32 * build.warps / build.tile if REPEATS_EDGES else 0.0
+            calls[call] = got + row.ex2, more + of_edges
+    return [
+        f"sm_{arch} {call}: {got:.2f} MUFU.EX2 for each element, allowed are {allowed}"
+        for (arch, call, allowed), (got, more) in calls.items()
+        if not allowed - 0.5 < got < allowed + more
+    ]
+
+
+def growth_faults(row: Row, snapshot: dict[str, dict[str, list[float | None]]]) -> list[str]:
+    """Against the committed numbers of the same Triton version."""
+    name, arch = row.build.name, row.build.arch
+    if str(arch) not in snapshot.get(name, {}):
+        return [f"sm_{arch} {name}: not in {SNAPSHOT.name}, write that with --snapshot"]
+    before, now = snapshot[name][str(arch)], (row.registers, row.instructions)
+    return [
+        f"sm_{arch} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
+        f"allowed is {MAX_GROWTH} times as many"
+        for what, new, old in zip(
+            ("registers", "instructions for each element"), now, before, strict=True
+        )
+        if new is not None and old is not None and new > MAX_GROWTH * old
+    ]
+
+
+def snapshot_text(rows: Iterable[Row]) -> str:
+    """One line for each build: registers and instructions for each element, by architecture."""
+    numbers: dict[str, dict[int, tuple[int, float | None]]] = {}
+    for row in rows:
+        numbers.setdefault(row.build.name, {})[row.build.arch] = row.registers, row.instructions
+    return (
+        "{\n"
+        + ",\n".join(f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers))
+        + "\n}\n"
+    )

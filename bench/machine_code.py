@@ -1,0 +1,187 @@
+"""What the compiler makes of a build, as ``cuobjdump`` prints it.
+
+Numbers are of the code as it stands: the body of a loop counts once.
+"""
+
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+from builds import Build, compiled
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+WIDE = 16  # bytes that one instruction can move on every architecture
+
+LIMITS = {  # of a multiprocessor with its 65536 registers: warps, programs, KiB of shared memory
+    70: (64, 32, 96), 75: (32, 16, 64), 80: (64, 32, 164), 86: (48, 16, 100),
+    89: (48, 24, 100), 90: (64, 32, 228), 100: (64, 32, 228), 120: (48, 24, 100),
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """What was measured of a build; None where the disassembler does not know the architecture.
+
+    Attributes:
+        registers, stack, local: of a thread, the last two in bytes.
+        shared: bytes of a program.
+        occupancy: fraction of the warps that a multiprocessor can hold.
+        tile_loads, tile_stores: bytes of whole tiles that a thread has to move, by the width that
+            they allow for.
+        loads, stores: how many of each width in bytes.
+        in_flight: bytes that a multiprocessor waits for, at most.
+        spills: loads and stores of local memory.
+        atomics: opcodes.
+        instructions, ex2: for each element; all of them, MUFU.EX2.
+        absorbed: multiply-adds that add a product to what another lane sent.
+    """
+
+    build: Build
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    occupancy: float
+    tile_loads: dict[int, int]
+    tile_stores: dict[int, int]
+    loads: dict[int, int] | None = None
+    stores: dict[int, int] | None = None
+    in_flight: int | None = None
+    spills: int | None = None
+    atomics: list[str] | None = None
+    instructions: float | None = None
+    ex2: float | None = None
+    absorbed: int = 0
+
+
+def measured(todo: Iterable[Build]) -> Iterator[Row]:
+    with ProcessPoolExecutor(
+        os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        yield from pool.map(measure, todo)
+
+
+def measure(build: Build) -> Row:
+    """Compiles it and reads the result."""
+    built = compiled(build)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [CUOBJDUMP, what, file.name], capture_output=True, text=True, check=False
+            ).stdout
+            for what in ("-res-usage", "-sass")
+        )
+    registers, stack, local = resources(usage)
+    shared = built.metadata.shared
+    resident = resident_warps(build.arch, build.warps, registers, shared)
+    moved = [
+        tile_bytes(built.asm["ttir"], what, build.tile, 32 * build.warps, build.widest)
+        for what in ("load", "store")
+    ]
+    occupancy = resident / LIMITS[build.arch][0]
+    row = Row(build, registers, stack, local, shared, occupancy, *moved)
+    row = row._replace(absorbed=absorbed(built.asm["ptx"]))
+    code = instructions(sass)
+    if not code:
+        return row
+    opcodes, for_each = [opcode for opcode, _ in code], 32 * build.warps / build.tile
+    return row._replace(
+        loads=widths(opcodes, "LDG"),
+        stores=widths(opcodes, "STG"),
+        in_flight=resident * 32 * outstanding(code),
+        spills=sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes),
+        atomics=[opcode for opcode in opcodes if re.match(r"(ATOM[GS]?|REDG?)\b", opcode)],
+        instructions=round(len(code) * for_each, 2),
+        ex2=round(opcodes.count("MUFU.EX2") * for_each, 2),
+    )
+
+
+def resources(usage: str) -> tuple[int, int, int]:
+    """Return registers, bytes of stack and of local memory, of ``cuobjdump -res-usage``."""
+    return tuple(int(re.search(rf"\b{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
+
+
+def instructions(sass: str) -> list[tuple[str, str]]:
+    """Return opcodes with their modifiers, and operands, of ``cuobjdump -sass``; no padding."""
+    found = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);", sass, re.MULTILINE
+    )
+    return [(opcode, operands) for opcode, operands in found if opcode != "NOP"]
+
+
+def width(opcode: str) -> int:
+    """Bytes that one thread loads or stores."""
+    special = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    return next((special[part] for part in opcode.split(".") if part in special), 4)
+
+
+def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
+    return dict(
+        sorted(Counter(width(opcode) for opcode in opcodes if opcode.split(".")[0] == what).items())
+    )
+
+
+def outstanding(code: Iterable[tuple[str, str]]) -> int:
+    """Return the most bytes that a thread has asked for and not touched yet.
+
+    The code is read from top to bottom.
+    """
+    most, pending = 0, {}  # register to its bytes: the thread waits where it is mentioned next
+    for opcode, operands in code:
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+        for register in registers:
+            pending.pop(register, None)
+        if opcode.startswith("LDG."):
+            size = width(opcode)
+            pending |= {registers[0] + i: min(size, 4) for i in range(max(size // 4, 1))}
+            most = max(most, sum(pending.values()))
+    return most
+
+
+def tile_bytes(ttir: str, what: str, tile: int, threads: int, widest: int) -> dict[int, int]:
+    """Return bytes of whole tiles that a thread loads or stores, by access width.
+
+    What is no tile is a partial result. ``widest``: elements of an access.
+    """
+    found: Counter[int] = Counter()
+    for shape, bits in re.findall(rf"\btt\.{what} .*: tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>", ttir):
+        if math.prod(map(int, shape.split("x"))) == tile:
+            of_thread = tile * int(bits) // 8 // threads
+            found[min(of_thread, widest * int(bits) // 8, WIDE)] += of_thread
+    return dict(found)
+
+
+def absorbed(ptx: str) -> int:
+    """Return how many multiply-adds add a product to what came from another lane.
+
+    The lane that sent it adds the two the other way round, and rounds the other product: sums that
+    all lanes should agree on differ by an ulp.
+    """
+    sent, found = set(), 0
+    for opcode, operands in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+([^;]*);", ptx, re.M):
+        result, *given = (operand.strip() for operand in operands.split(","))
+        if opcode.startswith("shfl.") or (opcode.startswith("mov.") and given[0] in sent):
+            sent.add(result.split("|")[0])
+        found += opcode.startswith("fma.") and given[2] in sent
+    return found
+
+
+def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
+    """Return how many warps a multiprocessor holds of programs with such needs."""
+    max_warps, max_programs, kib = LIMITS[arch]
+    by_registers = 4 * (
+        65536 // 4 // (32 * 8 * -(-registers // 8))
+    )  # four parts, each hands them out by eight
+    shared += 1024 if arch >= 80 else 0  # the system's own
+    by_shared = kib * 1024 // shared if shared else max_programs
+    return warps * min(max_programs, max_warps // warps, by_registers // warps, by_shared)
