@@ -175,10 +175,15 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     Raises:
         UnsupportedDeviceError: that is so.
     """
-    found = capability(device)
-    if dtype is torch.bfloat16 and found is not None and found < MIN_BF16_CAPABILITY:
+    if dtype is torch.bfloat16 and not takes_bfloat16(device):
+        found = ".".join(map(str, capability(device) or ()))
         raise UnsupportedDeviceError(
-            "dtype=torch.bfloat16 needs compute capability 8.0, "
-            f"{device} has {found[0]}.{found[1]}: "
+            f"dtype=torch.bfloat16 needs compute capability 8.0, {device} has {found}: "
             "use dtype=torch.float16, which brings dynamic loss scaling with it"
         )
+
+
+def takes_bfloat16(device: torch.device) -> bool:
+    """Tell whether a device computes in bfloat16: not NVIDIA GPUs below compute capability 8.0."""
+    found = capability(device)
+    return found is None or found >= MIN_BF16_CAPABILITY

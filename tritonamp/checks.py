@@ -17,11 +17,11 @@ from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
 
 
-def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
+def check_models(models: Sequence[Any]) -> list[nn.Module]:
     """Return the modules to enable: of a compiled one the original, of a DDP the module inside it.
 
     Raises:
-        ValueError: not modules, enabled already, half already, or without real parameters.
+        ValueError: not modules, enabled already, or without real parameters.
     """
     if not models:
         raise ValueError("model: expected a module or a list of modules, got an empty list")
@@ -34,7 +34,7 @@ def check_models(models: Sequence[Any], policy: Policy) -> list[nn.Module]:
         original = _unwrapped(model)
         if original in found:
             raise ValueError(f"model: {type(original).__name__} is in the list twice")
-        _check_model(original, policy)
+        _check_model(original)
         found.append(original)
     return found
 
@@ -45,7 +45,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return _unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 
 
-def _check_model(model: nn.Module, policy: Policy) -> None:
+def _check_model(model: nn.Module) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
@@ -65,18 +65,6 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
                 f"model: parameter {name!r} has no values yet (lazy, or on the meta device): run a "
                 "forward in FP32, or load the weights, before tritonamp.enable"
             )
-    half = [name for name, p in model.named_parameters() if p.dtype in HALF_DTYPES]
-    only_half = policy.cast_model and not policy.master_weights
-    if half and not (only_half or policy.half_parameters):
-        dtypes = ", ".join(
-            sorted({str(p.dtype) for p in model.parameters() if p.dtype in HALF_DTYPES})
-        )
-        raise ValueError(
-            f"model: {kind} has {len(half)} parameter(s) of {dtypes} already ({', '.join(half[:3])}"
-            f"{', ...' if len(half) > 3 else ''}): this level starts from FP32 values. Load the "
-            "model in FP32 (for example from_pretrained(..., torch_dtype=torch.float32)), or call "
-            "model.float() before building the optimizer; tritonamp makes the half copies itself"
-        )
 
 
 def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[Optimizer]:
@@ -215,6 +203,13 @@ def _check_sharded_params(models: Sequence[nn.Module]) -> None:
         raise ValueError(
             f"model: {len(plain)} parameter(s) are not sharded ({', '.join(plain[:3])}), others "
             "are: call fully_shard on the whole model, too, so that all gradients are reduced"
+        )
+    half = [name for name, p in named if p.dtype in HALF_DTYPES and p.requires_grad]
+    if half:
+        raise ValueError(
+            f"model: expected FP32 parameters to train under FSDP2, which are their own masters, "
+            f"got {half[0]!r} and {len(half) - 1} more in half: call model.float() before "
+            "fully_shard; its MixedPrecisionPolicy makes the half copies"
         )
     ways = {(p.device_mesh, tuple(at.is_replicate() for at in p.placements)) for _, p in named}
     if len(ways) > 1:

@@ -84,7 +84,13 @@ class Fp32Values:
                     self.mark_rounded([i])
 
     def master(self, half: Tensor) -> Tensor:
-        """Return the FP32 value as a leaf on the half tensor's device, for an optimizer."""
+        """Return the FP32 value as a leaf on the half tensor's device, for an optimizer.
+
+        One that has none yet gets that of its half value, which is exact.
+        """
+        if half not in self._index:
+            data = half.detach().float()
+            self.add(half, torch.nn.Parameter(data, requires_grad=half.requires_grad))
         value = self.get(half)
         if not isinstance(value, torch.nn.Parameter):
             data = value.detach().to(half.device, copy=True)

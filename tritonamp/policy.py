@@ -41,8 +41,8 @@ class Policy:
             does.
         state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or
             ``dtype``.
-        half_parameters: parameters that are half before ``enable`` stay half; without it such a
-            model is refused.
+        half_parameters: parameters that are half before ``enable`` stay as they are; without it
+            those that train get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
             arithmetic.
         on_nonfinite: what is done beside skipping the step, where a lower scale cannot help.
@@ -137,6 +137,11 @@ class Policy:
     def scales_loss(self) -> bool:
         """Whether gradients carry a loss scale, so a plain ``loss.backward()`` is wrong."""
         return self.loss_scale != 1.0
+
+    @property
+    def trains_fp32_values(self) -> bool:
+        """Whether what trains has FP32 values: masters, or FP32 parameters."""
+        return self.master_weights or not (self.cast_model or self.half_parameters)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

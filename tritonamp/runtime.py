@@ -17,7 +17,9 @@ from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.healing import Healing
-from tritonamp.casts.model import cast_model, flatten_rnns, fp32_modules, set_data
+from tritonamp.casts.loaded import bfloat16_in_float16, check_half_dtypes, check_range, loaded_dtype
+from tritonamp.casts.model import flatten_rnns, fp32_modules
+from tritonamp.casts.storage import Storage
 from tritonamp.checks import check_models, check_optimizers, check_scaler, check_sharding
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.diagnosis.batches import Forwards
@@ -28,12 +30,13 @@ from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
 from tritonamp.kernels.device import Backend, check_dtype, choose_backend
-from tritonamp.policy import Policy, resolve
+from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.masters import MasterWeights
 from tritonamp.step.pending import PendingDecisions
-from tritonamp.step.state_loading import settle_state
+from tritonamp.step.rules import keeps_fp32_state
+from tritonamp.step.state_loading import settle_state, widen_state
 from tritonamp.step.stepper import Stepper
 
 logger = logging.getLogger("tritonamp")
@@ -86,16 +89,20 @@ def enable(
         policy_fields["loss_scale"] = "dynamic"
     if level is None:
         level = "O1" if policy is None else policy
-    resolved = resolve(level, dtype, **policy_fields)
     given = _as_list(model)
-    models = check_models(given, resolved)
+    models = check_models(given)
+    device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+    if dtype is None and isinstance(level, str) and level in LEVELS:
+        dtype = loaded_dtype(models, device)
+    resolved = resolve(level, dtype, **policy_fields)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     check_sharding(models, resolved, optimizers)
-    device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     check_dtype(resolved.dtype, device)
     chosen = choose_backend(backend, device)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
+    check_half_dtypes(models, resolved)
+    check_range(bfloat16_in_float16(models, resolved))
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or _scaler_for(resolved, device)
     with torch.inference_mode(False):  # what is made here will have to train
@@ -150,25 +157,30 @@ class Amp:
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
-        groups = [group for o in optimizers for group in o.param_groups]
-        stepped = {p for g in groups for p in g["params"]} if policy.master_weights else set()
+        self._storage = Storage(policy, self._fp32_values)
+        stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        trained_half = [p for p in stepped if p.dtype in HALF_DTYPES and p.requires_grad]
         for model in models:
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
-                for half, original in cast_model(model, policy, stepped).items():
-                    self._fp32_values.add(half, original)
+                self._storage.cast(model, set(stepped) if policy.master_weights else ())
             _install_model(model, self._context)
-        if policy.cast_model:
+        if self._storage.has_changed:
             self._ranks.rebuild()
-        self._weights = {
-            o: MasterWeights(o, self._fp32_values, policy.master_weights) for o in optimizers
-        }
+        self._weights = {}
+        for optimizer in optimizers:
+            if policy.trains_fp32_values:
+                widen_state(optimizer, trained_half)
+            weights = MasterWeights(optimizer, self._fp32_values, policy.trains_fp32_values)
+            weights.take_masters()
+            self._weights[optimizer] = weights
+        self._context.note_fp32_names(models)
         self._log = StepLog(
             functools.partial(_names, models),
             functools.partial(_tensors, models),
             policy.dtype,
             log_skips=policy.on_nonfinite == "skip",
         )
-        self._healing = Healing(models, policy, self._context)
+        self._healing = Healing(models, policy, self._context, self._storage)
         self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         if optimizers:  # else no decision would ever let go of the batches
             self._context.observer = self._forwards
@@ -481,7 +493,9 @@ class Amp:
         self._response.load_state(state.faults)
 
     def disable(self) -> None:
-        """Put model, optimizer and torch back as they were, with the trained values in FP32.
+        """Put model, optimizer and torch back as they were, with the trained values.
+
+        Parameters have the dtype again that they came in; half ones are rounded once.
 
         Raises:
             RuntimeError: called twice.
@@ -493,14 +507,15 @@ class Amp:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
             uninstall(optimizer)
             weights.give_back()
-            settle_state(optimizer)
         self._ranks.detach()
-        for half in self._fp32_values:
-            set_data(half, self._fp32_values.get(half).detach().to(half.device))
+        changed = self._storage.has_changed
+        fp32_values = self._storage.restore()
+        for optimizer in self._optimizers:
+            settle_state(optimizer, fp32_values, keeps_fp32_state(optimizer))
         for model in self._models:
             flatten_rnns(model)
             _uninstall_model(model)
-        if self.policy.cast_model:
+        if changed:
             self._ranks.rebuild()
         self._release()
         self._enabled = False

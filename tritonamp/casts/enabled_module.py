@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,8 @@ class EnabledContext:
         policy: what runs in which precision.
         backend: "auto", "triton" or "eager".
         fp32_values: of the model's half tensors.
+        fp32_names: names of the half tensors that are FP32 in a state dict, the others are saved
+            as they are stored; None: all.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
         device_type: where the parameters are.
@@ -57,11 +59,17 @@ class EnabledContext:
     """
 
     def __init__(
-        self, policy: Policy, backend: str, device_type: str, fp32_values: Fp32Values
+        self,
+        policy: Policy,
+        backend: str,
+        device_type: str,
+        fp32_values: Fp32Values,
+        fp32_names: frozenset[str] | None = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
+        self.fp32_names = fp32_names
         self.observer: ForwardObserver | None = None
         self.ranks: RanksInForward | None = None
         self._number = active.number_of(policy, backend)
@@ -78,11 +86,24 @@ class EnabledContext:
         # can be told from one of torch's own autocast, also where others than torch recompute it
         self.cache = device_type == "cuda" and not self.policy.cast_model
 
+    def note_fp32_names(self, models: Iterable[Any]) -> None:
+        """Note which half tensors of ``models`` train, or came in FP32."""
+        trains = self.policy.trains_fp32_values or self.policy.cast_model
+        self.fp32_names = frozenset(
+            name
+            for model in models
+            for name, tensor in _named_tensors(model)
+            if tensor in self.fp32_values
+            or (trains and tensor.requires_grad and tensor.dtype in HALF_DTYPES)
+        )
+
     def __reduce__(self) -> Any:
-        return EnabledContext, (self.policy, self.backend, self.device_type, Fp32Values())
+        of_copy = self.policy, self.backend, self.device_type, Fp32Values(), self.fp32_names
+        return EnabledContext, of_copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
-        return EnabledContext(self.policy, self.backend, self.device_type, Fp32Values())
+        make, of_copy = self.__reduce__()
+        return make(*of_copy)  # type: ignore[no-any-return]
 
     @active.inlined_by_dynamo
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +186,7 @@ def enabled_forward(
     compiling = torch.compiler.is_compiling()
     if compiling:
         active.tell_dynamo()
-    if (policy.cast_model or policy.master_weights) and not compiling:
+    if not compiling:
         context.fp32_values.push()
     if context.ranks is not None:
         context.ranks.on_forward()
@@ -217,23 +238,31 @@ class EnabledModule(_WithForward):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return what the plain model's would be, in FP32 or in ``policy.state_dict_dtype``."""
+        """Return what the plain model's would be.
+
+        What trains, or came in FP32, is FP32 (or of ``policy.state_dict_dtype``), the rest is as it
+        is stored.
+        """
         if args:  # positional as torch still allows
             defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
             destination, prefix, keep_vars = args + defaults[len(args) :]
         result = super().state_dict(  # type: ignore[misc]
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
-        policy, values = self._tritonamp.policy, self._tritonamp.fp32_values
-        has_half = policy.cast_model or policy.master_weights
-        if not has_half or policy.state_dict_dtype in HALF_DTYPES:
+        context = self._tritonamp
+        values, names = context.fp32_values, context.fp32_names
+        if context.policy.state_dict_dtype in HALF_DTYPES:
             return result
         for name, tensor in _named_tensors(self):
-            if prefix + name in result and tensor.dtype in HALF_DTYPES:
+            if prefix + name not in result or tensor.dtype not in HALF_DTYPES:
+                continue
+            if tensor in values:
+                wide = values.get(tensor).to(tensor.device)
+            elif names is None or name in names:
                 wide = tensor.float()
-                if tensor in values:
-                    wide = values.get(tensor).to(tensor.device)
-                result[prefix + name] = wide if keep_vars else wide.detach()
+            else:
+                continue
+            result[prefix + name] = wide if keep_vars else wide.detach()
         return result
 
     # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like

@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
-from tritonamp.casts.model import flatten_rnns, set_data
+from tritonamp.casts.storage import Storage
 from tritonamp.class_swap import install, is_installed, uninstall
-from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.policy import Policy
 
 
 class Healing:
@@ -19,10 +19,13 @@ class Healing:
         policy: the policy with them in ``fp32_modules``.
     """
 
-    def __init__(self, models: list[nn.Module], policy: Policy, context: EnabledContext) -> None:
+    def __init__(
+        self, models: list[nn.Module], policy: Policy, context: EnabledContext, storage: Storage
+    ) -> None:
         self._models = models
         self._policy = policy
         self._context = context
+        self._storage = storage
         self.names: list[str] = []
         self.policy = policy
 
@@ -32,13 +35,10 @@ class Healing:
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
         """
-        module, values = self._find(name), self._context.fp32_values
+        module = self._find(name)
         if name not in self.names:
             self._set_names([*self.names, name])
-        for tensor in _tensors(module):
-            if tensor.dtype in HALF_DTYPES and tensor in values:
-                set_data(tensor, values.get(tensor).detach().to(tensor.device, copy=True))
-        flatten_rnns(module)
+        self._storage.widen(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = True
         elif not is_installed(module):
@@ -52,11 +52,8 @@ class Healing:
         """
         if name not in self.names:
             raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
-        module, values = self._find(name), self._context.fp32_values
-        for tensor in _tensors(module):
-            if tensor in values:
-                set_data(tensor, values.get(tensor).detach().to(tensor.device, self._policy.dtype))
-        flatten_rnns(module)
+        module = self._find(name)
+        self._storage.unwiden(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = False
         elif is_installed(module):
@@ -97,7 +94,3 @@ class Healing:
             known = ", ".join(map(repr, list(found)[:20]))
             raise ValueError(f"module: expected one of the model's, {known}, got {name!r}")
         return found[name]
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]

@@ -1,5 +1,6 @@
 """What is known about a model and its optimizers in half before any data is seen."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tritonamp.casts.loaded import check_half_dtypes
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, short
 from tritonamp.forecast.unrounded import rounds_to_zero
 from tritonamp.forecast.weights import (
-    already_half,
     averages,
     buffers,
     fp32_parameters,
+    loaded_half,
     parameters,
 )
 from tritonamp.optim import Adam, AdamW
@@ -35,10 +37,10 @@ def look(
     modules = dict(model.named_modules())
     return [
         *parameters(model, policy),
-        *already_half(modules, policy),
+        *loaded_half(model, policy),
         *averages(modules, policy),
         *buffers(modules, policy),
-        *_refused(model, optimizers),
+        *_refused(model, optimizers, policy),
         *_optimizers(model, optimizers, policy),
         *_sparse(modules, optimizers),
         *_bce(modules, loss_fn),
@@ -47,27 +49,30 @@ def look(
     ]
 
 
-def _refused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
-    """Yield what ``enable`` would raise about the optimizers."""
-    try:
-        check_optimizers(optimizers, [model])
-    except ValueError as error:
-        why, _, advice = str(error).partition(": ")[2].rpartition(": ")
-        yield Finding(
-            "optimizer",
-            type(optimizers[0]).__name__,
-            f"enable refuses it: {why}",
-            advice,
-            weight=1e12,
-        )
+def _refused(
+    model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
+) -> Iterator[Finding]:
+    """Yield what ``enable`` would raise about the optimizers, and about mixed half dtypes."""
+    checks = {
+        "optimizer": functools.partial(check_optimizers, optimizers, [model]),
+        "half dtypes": functools.partial(check_half_dtypes, [model], policy),
+    }
+    for kind, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            why, _, advice = str(error).partition(": ")[2].rpartition(": ")
+            where = type(optimizers[0]).__name__ if kind == "optimizer" else type(model).__name__
+            yield Finding(kind, where, f"enable refuses it: {why}", advice, weight=1e12)
 
 
 def _optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 ) -> Iterator[Finding]:
+    if policy.trains_fp32_values:
+        return
     names = {p: name for name, p in model.named_parameters()}
-    becomes_half = policy.cast_model and not policy.master_weights
-    kept = {id(p) for p in fp32_parameters(model, policy)} if becomes_half else set()
+    kept = {id(p) for p in fp32_parameters(model, policy)}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         with_masters = isinstance(optimizer, (Adam, AdamW))
@@ -75,7 +80,7 @@ def _optimizers(
         half = [
             (p, g)
             for p, g in params
-            if p.dtype in HALF_DTYPES or (becomes_half and id(p) not in kept and p in names)
+            if p.dtype in HALF_DTYPES or (policy.cast_model and id(p) not in kept and p in names)
         ]
         if not half or with_masters:
             continue

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tritonamp.casts.loaded import loaded_dtype
 from tritonamp.checks import check_models
 from tritonamp.forecast.advice import look
 from tritonamp.forecast.dry_run import dry_run
@@ -20,7 +21,7 @@ from tritonamp.forecast.predictions import BATCH, MIN_SCALE, Outlook, outlook, p
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.weights import parameters
 from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
-from tritonamp.policy import HALF_DTYPES, O0, O3, Policy, resolve
+from tritonamp.policy import HALF_DTYPES, LEVELS, O0, Policy, resolve
 
 ROUNDS = 6  # of trying which modules have to stay FP32
 SHOWN = 12  # findings in the text
@@ -102,13 +103,16 @@ def check(
         ValueError: arguments that are not what they should be.
         RuntimeError: model, loss or backward fail in FP32 already.
     """
-    policy = resolve(level, dtype)
     if isinstance(model, (list, tuple)):
         raise ValueError(
             f"model: expected one torch.nn.Module, got {type(model).__name__}: check models one by "
             "one"
         )
-    (model,) = check_models([model], O3)  # one that is half already is something to report
+    (model,) = check_models([model])
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if dtype is None and isinstance(level, str) and level in LEVELS:
+        dtype = loaded_dtype([model], device)
+    policy = resolve(level, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
     for each in optimizers:

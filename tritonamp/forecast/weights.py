@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tritonamp.casts.loaded import bfloat16_in_float16, describe_small, half_parameters
 from tritonamp.casts.model import NORMS, fp32_modules
+from tritonamp.casts.storage import wanted_dtypes
 from tritonamp.forecast.findings import Finding, keep, short
 from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -51,26 +53,23 @@ def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
         yield from module.parameters()
 
 
-def already_half(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
-    """Yield what is wrong with parameters that are half before ``enable``."""
-    half = [
-        (f"{path}.{name}".lstrip("."), module, p.dtype)
-        for path, module in modules.items()
-        for name, p in module.named_parameters(recurse=False)
-        if p.dtype in HALF_DTYPES
-    ]
-    if half and not policy.half_parameters:
+def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
+    """Yield what the half parameters that a model was loaded with become under a policy."""
+    found = bfloat16_in_float16([model], policy)
+    if small := describe_small(found):
         yield Finding(
-            "half model",
-            half[0][0],
-            f"{len(half)} parameters are {short(half[0][2])} already "
-            f"({_some([name for name, _, _ in half])}): the values that FP32 master weights would "
-            "hold are lost",
-            "load the model in FP32, or call model.float() before building the optimizer; enable "
-            "makes the half copies",
-            weight=1e20,
+            "bfloat16",
+            max(found, key=lambda row: row.zero + row.subnormal).name,
+            small,
+            "dtype=torch.bfloat16 keeps them; the FP32 values that train keep them at any dtype",
+            problem=False,
         )
-    norms = [name for name, module, _ in half if isinstance(module, NORMS)]
+    wanted = wanted_dtypes(model, policy)
+    norms = [
+        s.name
+        for s in half_parameters(model)
+        if isinstance(s.module, NORMS) and not policy.op_policy and s.tensor not in wanted
+    ]
     if norms:
         why = f"{len(norms)} parameters of normalisation layers are half ({_some(norms)})"
         yield Finding(

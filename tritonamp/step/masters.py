@@ -17,6 +17,7 @@ from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.gradients import Gradients, GradientState
 
 _grad = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
 _is_sparse = operator.attrgetter("is_sparse")
 
 
@@ -40,15 +41,18 @@ class MasterWeights:
         decision: what SCALED gradients are scaled by; None in the other states.
     """
 
-    def __init__(self, optimizer: Optimizer, fp32_values: Fp32Values, master_weights: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, fp32_values: Fp32Values, trains_fp32_values: bool
+    ) -> None:
         self.optimizer = optimizer
         self.state = GradientState.CLEAR
         self.decision: Scale | None = None
         self._fp32_values = fp32_values
-        self._master_weights = master_weights
+        self._trains_fp32_values = trains_fp32_values
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._masters: list[Tensor] = []  # the same, as lists
         self._params: list[Tensor] = []
+        self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # what the FP32 values know the half parameters by
         self._moves = -1  # of the FP32 values, when devices were checked
         self._lists = TensorLists()
@@ -66,7 +70,7 @@ class MasterWeights:
             if param in self._sources:
                 continue
             master = param
-            if self._master_weights and param in self._fp32_values:
+            if self._trains_fp32_values and self._needs_master(param):
                 master = self._fp32_values.master(param)
             self._sources[master] = param
             if master is not param:
@@ -76,8 +80,21 @@ class MasterWeights:
         masters = [master for group in self.optimizer.param_groups for master in group["params"]]
         self._masters = [m for m in masters if m in self._sources]  # not of groups still to come
         self._params = [self._sources[master] for master in self._masters]
+        self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
         self._moves = -1
+
+    def _needs_master(self, param: Tensor) -> bool:
+        trains_in_half = param.dtype in HALF_DTYPES and param.requires_grad
+        return trains_in_half or param in self._fp32_values
+
+    def _adopt_unfrozen(self) -> None:
+        """Put masters in the place of half parameters that were frozen, and train now."""
+        if self._trains_fp32_values and any(map(_requires_grad, self._frozen)):
+            for param in filter(_requires_grad, self._frozen):
+                self._sources.pop(param, None)
+            for group in self.optimizer.param_groups:
+                self.adopt(group)
 
     def give_back(self) -> None:
         """Put the model's parameters, and their state, back into all groups."""
@@ -202,6 +219,7 @@ class MasterWeights:
 
     def begin(self, decision: Scale) -> None:
         """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
+        self._adopt_unfrozen()
         if self.has_true_gradients:
             for master, param in self._sources.items():
                 if master.grad is not None:

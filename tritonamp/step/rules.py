@@ -22,8 +22,16 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     """
     if optimizer.defaults.get("differentiable", False):
         return None
-    step: Any = base_class(type(optimizer)).step  # type: ignore[attr-defined]
-    if hasattr(step, "by_fused_rule"):
+    if keeps_fp32_state(optimizer):
         return optimizer.fused_rule  # type: ignore[attr-defined]
-    plain = inspect.unwrap(step)  # torch puts a profiler around it
+    plain = inspect.unwrap(_step(optimizer))  # torch puts a profiler around it
     return next((rule for rule in TORCHS if rule.torch_step is plain), None)
+
+
+def keeps_fp32_state(optimizer: Optimizer) -> bool:
+    """Tell whether it is one of ``tritonamp.optim``: FP32 state and masters of half parameters."""
+    return hasattr(_step(optimizer), "by_fused_rule")
+
+
+def _step(optimizer: Optimizer) -> Any:
+    return base_class(type(optimizer)).step  # type: ignore[attr-defined]

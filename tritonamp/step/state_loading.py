@@ -1,6 +1,6 @@
 """Loading the state of an optimizer: what torch would round, and what does not fit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -129,14 +129,41 @@ def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None
                 optimizer.state[param][name] = value.to(param.device, copy=True)
 
 
-def settle_state(optimizer: Optimizer) -> None:
-    """Put the step counts of an Adam back where torch keeps them.
+def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Make half state of these parameters FP32: they are to have FP32 values."""
+    for param in params:
+        state = optimizer.state.get(param, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+                state[name] = value.float()
 
-    In main memory, unless fused or capturable.
+
+def settle_state(
+    optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor], keeps_fp32_state: bool
+) -> None:
+    """Put the state of a disabled optimizer into the form that its own step takes.
+
+    Step counts of torch's go to main memory, unless fused or capturable.
+
+    Args:
+        optimizer: as it is after ``disable``.
+        fp32_values: of half parameters, to what they were rounded from.
+        keeps_fp32_state: it takes FP32 state of half parameters, with ``master_param``; for others
+            it becomes half.
     """
     for group in optimizer.param_groups:
-        if not group.get("fused") and not group.get("capturable"):
-            for param in group["params"]:
-                step = optimizer.state.get(param, {}).get("step")
-                if isinstance(step, Tensor):
-                    optimizer.state[param]["step"] = step.to("cpu")
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            step = state.get("step")
+            if isinstance(step, Tensor) and not (group.get("fused") or group.get("capturable")):
+                state["step"] = step.to("cpu")
+            if keeps_fp32_state and state and param in fp32_values:
+                state["master_param"] = fp32_values[param].to(param.device)
+            elif param.dtype in HALF_DTYPES and param in fp32_values:
+                _narrow(state, param)
+
+
+def _narrow(state: dict[str, Any], param: Tensor) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dtype is torch.float32 and name != "step":
+            state[name] = value.to(param.dtype)

@@ -1,0 +1,152 @@
+"""What follows from the dtypes that a model was loaded in."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.casts.model import NORMS, fp32_modules
+from tritonamp.casts.storage import Stored, stored_tensors
+from tritonamp.kernels.device import takes_bfloat16
+from tritonamp.policy import HALF_DTYPES, Policy
+
+logger = logging.getLogger("tritonamp")
+
+_SHOWN = 5  # parameters in a line
+
+
+def loaded_dtype(models: Iterable[nn.Module], device: torch.device) -> torch.dtype | None:
+    """Return the half dtype that models were loaded in, or None.
+
+    It is that of the parameters that train, else of the most elements; float16 where the device
+    does not compute in bfloat16.
+    """
+    half = [s.tensor for m in models for s in half_parameters(m)]
+    sizes: Counter[torch.dtype] = Counter()
+    for param in [p for p in half if p.requires_grad] or half:
+        sizes[param.dtype] += param.numel()
+    if not sizes:
+        return None
+    ((dtype, _),) = sizes.most_common(1)
+    if dtype is torch.bfloat16 and not takes_bfloat16(device):
+        logger.warning("loaded in bfloat16, which %s does not compute in: float16 is used", device)
+        return torch.float16
+    return dtype
+
+
+def half_parameters(model: nn.Module) -> list[Stored]:
+    """Return the parameters of ``model`` that are half, without those of quantised modules."""
+    found = stored_tensors(model)
+    return [s for s in found if s.is_parameter and s.tensor.dtype in HALF_DTYPES]
+
+
+def check_half_dtypes(models: Iterable[nn.Module], policy: Policy) -> None:
+    """Refuse several half dtypes among what trains.
+
+    Raises:
+        ValueError: names one parameter of each.
+    """
+    names: dict[torch.dtype, str] = {}
+    for stored in (s for m in models for s in half_parameters(m)):
+        if stored.tensor.requires_grad and not policy.half_parameters:
+            names.setdefault(stored.tensor.dtype, stored.name)
+    if len(names) > 1:
+        got = " and ".join(f"{dtype} ({name!r}, ...)" for dtype, name in names.items())
+        raise ValueError(
+            f"model: expected one half dtype among the parameters that train, got {got}: call "
+            "model.float() or model.to(dtype) before tritonamp.enable"
+        )
+
+
+class InFloat16(NamedTuple):
+    """What float16 makes of a parameter that was loaded in bfloat16.
+
+    Attributes:
+        name: of the parameter.
+        largest: finite magnitude.
+        subnormal: how many values become subnormal.
+        zero: how many others become 0.
+    """
+
+    name: str
+    largest: float
+    subnormal: int
+    zero: int
+
+
+def bfloat16_in_float16(models: Iterable[nn.Module], policy: Policy) -> list[InFloat16]:
+    """Look at the bfloat16 parameters that forwards under ``policy`` use in float16.
+
+    Reads the device once.
+    """
+    used = [s for m in models for s in _to_float16(m, policy)]
+    if not used:
+        return []
+    rows = torch.stack([_look(s.tensor.detach()).to("cpu") for s in used]).tolist()
+    return [
+        InFloat16(s.name, largest, int(subnormal), int(zero))
+        for s, (largest, subnormal, zero) in zip(used, rows, strict=True)
+    ]
+
+
+def _to_float16(model: nn.Module, policy: Policy) -> list[Stored]:
+    half_forward = policy.cast_model or policy.op_policy
+    if not half_forward or policy.dtype is not torch.float16 or policy.half_parameters:
+        return []
+    kept = {id(p) for outer in fp32_modules(model, policy) for p in outer.parameters()}
+    return [
+        s
+        for s in half_parameters(model)
+        if s.tensor.dtype is torch.bfloat16
+        and id(s.tensor) not in kept
+        and not (policy.op_policy and isinstance(s.module, NORMS))
+    ]
+
+
+def _look(x: Tensor) -> Tensor:
+    sizes = x.float().abs()
+    sizes = torch.where(sizes.isfinite(), sizes, 0)
+    rounded = sizes.half()
+    zero = (sizes > 0) & (rounded == 0)
+    subnormal = (rounded > 0) & (sizes < torch.finfo(torch.float16).tiny)
+    largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+    return torch.stack([largest.double(), subnormal.sum().double(), zero.sum().double()])
+
+
+def check_range(found: Sequence[InFloat16]) -> None:
+    """Refuse bfloat16 values beyond float16, and log how many it makes subnormal or 0.
+
+    Raises:
+        ValueError: names the parameter of the largest value.
+    """
+    beyond = [row for row in found if row.largest > torch.finfo(torch.float16).max]
+    if beyond:
+        worst = max(beyond, key=lambda row: row.largest)
+        raise ValueError(
+            "model: expected bfloat16 parameters up to 65504, where float16 ends, got "
+            f"{worst.largest:g} in {worst.name!r}{_more(len(beyond) - 1)}: use "
+            "dtype=torch.bfloat16, or keep such modules in FP32, "
+            f"fp32_modules=[{worst.name.rpartition('.')[0]!r}]"
+        )
+    if small := describe_small(found):
+        logger.warning("%s", small)
+
+
+def describe_small(found: Sequence[InFloat16]) -> str:
+    """Return as a line how many values float16 makes subnormal or 0; "" where there are none."""
+    small = [row for row in found if row.subnormal or row.zero]
+    if not small:
+        return ""
+    listed = ", ".join(f"{row.name} {row.subnormal} and {row.zero}" for row in small[:_SHOWN])
+    return (
+        f"loaded in bfloat16 for float16, in which {sum(row.subnormal for row in small)} values "
+        f"are subnormal and {sum(row.zero for row in small)} are 0: "
+        f"{listed}{_more(len(small) - _SHOWN)}"
+    )
+
+
+def _more(number: int) -> str:
+    return f" and {number} more" if number > 0 else ""

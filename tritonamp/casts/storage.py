@@ -1,0 +1,177 @@
+"""The dtype of each parameter and buffer: as it came, while the model is enabled, and afterwards.
+
+::
+
+    it came as                 O0, O1                 O2                     O3
+    FP32                       FP32                   half (a norm's: FP32)  half
+    half, trains               FP32                   half (a norm's: FP32)  half
+    half, frozen               O0: FP32, O1: as is    as is                  half
+    half, buffer               FP32, unless its module holds frozen half     half
+    anything else, quantised   as is                  as is                  as is
+"""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.casts.model import NORMS, flatten_rnns, fp32_modules, set_data
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.policy import HALF_DTYPES, Policy
+
+_QUANTISED = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
+class Stored(NamedTuple):
+    """A parameter or buffer of a module.
+
+    Attributes:
+        tensor: itself.
+        name: its full name.
+        module: that holds it; of a shared one, the first.
+        is_parameter: else a buffer.
+    """
+
+    tensor: Tensor
+    name: str
+    module: nn.Module
+    is_parameter: bool
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Stored]:
+    """Yield the parameters and buffers that ``enable`` may cast: FP32 and half ones, each once.
+
+    Those of quantised modules are left out, and tensor subclasses that hold other tensors, such as
+    torchao's: the half tensors among them are what their kernels take.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if _is_quantised(module):
+            continue
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                plain = not hasattr(tensor, "__tensor_flatten__")
+                if plain and tensor.dtype in (torch.float32, *HALF_DTYPES):
+                    full = f"{path}.{name}" if path else name
+                    yield Stored(tensor, full, module, tensors is module._parameters)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Tell whether a module holds its weights as integers, as those of bitsandbytes and GPTQ do."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)
+
+
+def is_frozen_half(stored: Stored) -> bool:
+    """Tell whether a tensor belongs to a half module that is used as it is, and not trained."""
+    if stored.tensor.dtype not in HALF_DTYPES:
+        return False
+    own = [stored.tensor] if stored.is_parameter else stored.module._parameters.values()
+    return any(p is not None and p.dtype in HALF_DTYPES and not p.requires_grad for p in own)
+
+
+def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
+    """Return the tensors of ``model`` that are of another dtype under ``policy``, with that dtype.
+
+    Raises:
+        ValueError: ``policy.fp32_modules`` names what is not there.
+    """
+    outer = fp32_modules(model, policy)
+    kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
+    wanted = {
+        stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept)
+        for stored in stored_tensors(model)
+    }
+    return {tensor: dtype for tensor, dtype in wanted.items() if tensor.dtype is not dtype}
+
+
+def _wanted_dtype(stored: Stored, policy: Policy, in_fp32_module: bool) -> torch.dtype:
+    came = stored.tensor.dtype
+    is_norm = policy.keep_norms_fp32 and isinstance(stored.module, NORMS)
+    if came in HALF_DTYPES and policy.half_parameters:
+        return came
+    if in_fp32_module or not (policy.cast_model or policy.op_policy):
+        return torch.float32
+    if not policy.op_policy:  # nothing would reconcile dtypes
+        return torch.float32 if is_norm else policy.dtype
+    if is_frozen_half(stored):
+        return came
+    # angles, running statistics and small constants lose too much in half
+    casts = policy.cast_model and stored.is_parameter and not is_norm
+    return policy.dtype if casts else torch.float32
+
+
+class Storage:
+    """Casts the tensors of models in place, each the same object, and gives them back as they came.
+
+    Args:
+        policy: says what is stored in which dtype.
+        fp32_values: gets the FP32 values of what becomes half.
+    """
+
+    def __init__(self, policy: Policy, fp32_values: Fp32Values) -> None:
+        self._policy = policy
+        self._fp32_values = fp32_values
+        self._came: dict[Tensor, torch.dtype] = {}
+        self._widened: dict[Tensor, torch.dtype] = {}  # to what they are under the policy
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether any tensor is of another dtype than it came in."""
+        return bool(self._came)
+
+    def cast(self, model: nn.Module, stepped: Collection[Tensor]) -> None:
+        """Cast the tensors of ``model``.
+
+        Args:
+            model: whatever its device.
+            stepped: parameters that will get masters: made of the values they came with, on their
+                device. Those of others wait in main memory.
+        """
+        for tensor, dtype in wanted_dtypes(model, self._policy).items():
+            original = tensor.detach()
+            self._came[tensor] = original.dtype
+            set_data(tensor, original.to(dtype))
+            if dtype in HALF_DTYPES:
+                at = original.device if tensor in stepped else "cpu"
+                self._fp32_values.add(tensor, original.to(at, torch.float32))
+        flatten_rnns(model)
+
+    def widen(self, module: nn.Module) -> None:
+        """Make the half tensors of ``module`` FP32, against the policy."""
+        for tensor in (s.tensor for s in stored_tensors(module)):
+            if tensor.dtype in HALF_DTYPES:
+                self._came.setdefault(tensor, tensor.dtype)
+                self._widened[tensor] = tensor.dtype
+                set_data(tensor, self._value(tensor).to(tensor.device, torch.float32, copy=True))
+        flatten_rnns(module)
+
+    def unwiden(self, module: nn.Module) -> None:
+        """Undo ``widen``: give the tensors the dtypes of the policy again."""
+        for tensor in (s.tensor for s in stored_tensors(module)):
+            if tensor in self._widened:
+                dtype = self._widened.pop(tensor)
+                set_data(tensor, self._value(tensor).to(tensor.device, dtype))
+        flatten_rnns(module)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        known = tensor in self._fp32_values
+        return (self._fp32_values.get(tensor) if known else tensor).detach()
+
+    def restore(self) -> dict[Tensor, Tensor]:
+        """Give every tensor the dtype that it came in, rounded once.
+
+        Returns:
+            what is half then, and had an FP32 value, to this value.
+        """
+        self._fp32_values.push()
+        values = {t: self._value(t) for t in (*self._fp32_values, *self._came)}
+        for tensor, dtype in self._came.items():
+            set_data(tensor, values[tensor].to(tensor.device, dtype))
+        self._came.clear()
+        self._widened.clear()
+        return {t: value for t, value in values.items() if t.dtype in HALF_DTYPES}
