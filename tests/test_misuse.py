@@ -135,18 +135,6 @@ def test_models_that_are_none(model: Any) -> None:
         tritonamp.enable(model)
 
 
-def test_half_model() -> None:
-    model = net().half()
-    text = (
-        r"4 parameter\(s\) of torch.float16 already \(0.weight, 0.bias, 1.weight, ...\)"
-        ".*Load the model in FP32"
-    )
-    for level in ("O0", "O1", "O2"):
-        with pytest.raises(ValueError, match=text):
-            tritonamp.enable(model, level=level)
-    tritonamp.enable(model, level="O3").disable()  # no masters: nothing to lose
-
-
 def test_models_without_values() -> None:
     for model in (nn.LazyLinear(3), nn.Linear(2, 2, device="meta")):
         with pytest.raises(ValueError, match="parameter 'weight' has no values yet"):

@@ -35,7 +35,6 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.masters import MasterWeights
 from tritonamp.step.pending import PendingDecisions
-from tritonamp.step.rules import keeps_fp32_state
 from tritonamp.step.state_loading import settle_state, widen_state
 from tritonamp.step.stepper import Stepper
 
@@ -511,7 +510,7 @@ class Amp:
         changed = self._storage.has_changed
         fp32_values = self._storage.restore()
         for optimizer in self._optimizers:
-            settle_state(optimizer, fp32_values, keeps_fp32_state(optimizer))
+            settle_state(optimizer, fp32_values)
         for model in self._models:
             flatten_rnns(model)
             _uninstall_model(model)

@@ -675,16 +675,19 @@ def test_dtypes_that_torch_would_refuse():
 
 
 def test_adam_and_half_parameters():
+    x = torch.randn(4, 16)
     half = around(nn.LayerNorm(16)).half()
-    found = {f.kind: f for f in check(half, torch.randn(4, 16)).findings}
-    assert {"half model", "adam eps", "no masters", "half norm"} <= set(found)
+    for level in ("O0", "O1", "O2"):  # which give them FP32 values
+        assert not check(half, x, level=level).problems
+    found = {f.kind: f for f in check(half, x, level="O3").findings}
+    assert {"adam eps", "no masters", "half norm"} <= set(found)
     assert "eps=1e-08" in found["adam eps"].why
     assert found["half norm"].where == "1"
     good = tritonamp.optim.AdamW(half.parameters())
-    assert "adam eps" not in kinds(tritonamp.check(half, good, (torch.randn(4, 16),)))
+    assert "adam eps" not in kinds(tritonamp.check(half, good, (x,), level="O3"))
     large = torch.optim.Adam(half.parameters(), eps=1e-4)
-    assert "adam eps" not in kinds(tritonamp.check(half, large, (torch.randn(4, 16),)))
-    assert {"adam eps", "no masters"} <= set(kinds(check(around(), torch.randn(4, 16), level="O3")))
+    assert "adam eps" not in kinds(tritonamp.check(half, large, (x,), level="O3"))
+    assert {"adam eps", "no masters"} <= set(kinds(check(around(), x, level="O3")))
 
 
 def test_averaged_copies():

@@ -33,5 +33,11 @@ def keeps_fp32_state(optimizer: Optimizer) -> bool:
     return hasattr(_step(optimizer), "by_fused_rule")
 
 
+def has_half_state(optimizer: Optimizer) -> bool:
+    """Tell whether its step takes state in the dtype of the parameters, as torch's own do."""
+    module: str = inspect.unwrap(_step(optimizer)).__module__
+    return module.startswith("torch.optim.") and not keeps_fp32_state(optimizer)
+
+
 def _step(optimizer: Optimizer) -> Any:
     return base_class(type(optimizer)).step  # type: ignore[attr-defined]

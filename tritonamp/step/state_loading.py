@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
+from tritonamp.step.rules import has_half_state, keeps_fp32_state
 
 _SHOWN = 5  # problems in an error
 
@@ -138,18 +139,15 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
                 state[name] = value.float()
 
 
-def settle_state(
-    optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor], keeps_fp32_state: bool
-) -> None:
+def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> None:
     """Put the state of a disabled optimizer into the form that its own step takes.
 
-    Step counts of torch's go to main memory, unless fused or capturable.
+    Step counts of torch's go to main memory, unless fused or capturable. State of half parameters
+    becomes half where the optimizer is torch's; those of ``tritonamp.optim`` get their masters.
 
     Args:
         optimizer: as it is after ``disable``.
-        fp32_values: of half parameters, to what they were rounded from.
-        keeps_fp32_state: it takes FP32 state of half parameters, with ``master_param``; for others
-            it becomes half.
+        fp32_values: half parameter to what it was rounded from.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -157,10 +155,12 @@ def settle_state(
             step = state.get("step")
             if isinstance(step, Tensor) and not (group.get("fused") or group.get("capturable")):
                 state["step"] = step.to("cpu")
-            if keeps_fp32_state and state and param in fp32_values:
-                state["master_param"] = fp32_values[param].to(param.device)
-            elif param.dtype in HALF_DTYPES and param in fp32_values:
+            if param.dtype not in HALF_DTYPES:
+                continue
+            if has_half_state(optimizer):
                 _narrow(state, param)
+            elif keeps_fp32_state(optimizer) and state and param in fp32_values:
+                state["master_param"] = fp32_values[param].to(param.device)
 
 
 def _narrow(state: dict[str, Any], param: Tensor) -> None:
