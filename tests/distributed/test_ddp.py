@@ -84,6 +84,8 @@ def enabled_and_wrapped(
     net = Net()
     if not options.get("find_unused_parameters") and not options.get("static_graph"):
         del net.unused
+    if options.pop("half_loaded", False):
+        net.half()
     stepper = OPTIMIZERS[optimizer](net.parameters())
     hook = options.pop("hook", None)
     fields = {"level": level, "on_nonfinite": on_nonfinite}
@@ -117,7 +119,11 @@ def outcome(net: nn.Module, stepper: torch.optim.Optimizer, amp: tritonamp.Amp) 
 
 
 def alone(
-    optimizer: str, level: str, accumulate: int = 1, unused: bool = False
+    optimizer: str,
+    level: str,
+    accumulate: int = 1,
+    unused: bool = False,
+    half_loaded: bool = False,
 ) -> tuple[list[Any], float]:
     """Masters after the same steps on the joint batches in one process, and the largest gradient on
     the way.
@@ -126,6 +132,8 @@ def alone(
     net, largest = Net(), 0.0
     if not unused:
         del net.unused
+    if half_loaded:
+        net.half().float()
     stepper = OPTIMIZERS[optimizer](net.parameters())
     amp = tritonamp.enable(
         net, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
@@ -162,7 +170,8 @@ def run(
     found = {**outcome(net, stepper, amp), "hooked": len(HOOK_CALLS) > 0}
     amp.disable()
     unused = bool(options.get("find_unused_parameters") or options.get("static_graph"))
-    return (found, *alone(optimizer, level, accumulate, unused))
+    half_loaded = bool(options.get("half_loaded"))
+    return (found, *alone(optimizer, level, accumulate, unused, half_loaded))
 
 
 PLAIN = [
@@ -178,12 +187,14 @@ OPTIONS = [
     {"gradient_as_bucket_view": True},
     {"hook": "fp16"},
     {"hook": "bf16"},
+    {"half_loaded": True},
 ]
 RUNS = PLAIN + [
     (order, "AdamW", level, o)
     for order, level in (("before", "O1"), ("after", "O2"))
     for o in OPTIONS
 ]
+RUNS += [("after", "AdamW", "O1", {"half_loaded": True})]  # which widens what DDP has seen
 
 
 @pytest.mark.parametrize(("order", "optimizer", "level", "options"), RUNS)
