@@ -121,7 +121,26 @@ def _of_integrations() -> dict[str, Any]:
     }
 
 
-ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {INTEGRATIONS: _of_integrations}
+def _of_peft() -> dict[str, Any]:
+    """PEFT, or a frozen half model with a head to train: there is no PEFT for Python 3.10."""
+    half_model = Net().half()
+    try:
+        import peft
+    except ImportError:
+        half_model.requires_grad_(False).head.requires_grad_(True)
+        return {
+            "half_model": half_model,
+            "LoraConfig": dict,
+            "get_peft_model": lambda model, config: model,
+        }
+    names = {name: getattr(peft, name) for name in ("LoraConfig", "get_peft_model")}
+    return {"half_model": half_model, **names}
+
+
+ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {
+    INTEGRATIONS: _of_integrations,
+    "README.md": _of_peft,
+}
 
 
 @pytest.fixture

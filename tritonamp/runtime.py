@@ -57,12 +57,14 @@ def enable(
     """Turn on mixed precision for a model and its optimizer, in place.
 
     Args:
-        model: a module, already on its device and in FP32, or several.
+        model: a module, already on its device, or several. Parameters may be of any dtype: half
+            ones that train get FP32 values, frozen half and quantised ones stay as they are.
         optimizer: any torch.optim optimizer over the model's parameters, or several; None for
             inference.
         level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
             a Policy. None: ``policy``, or "O1".
-        dtype: torch.float16 (default) or torch.bfloat16.
+        dtype: torch.float16 or torch.bfloat16; None: the one that the model came in, if it has one
+            that its device computes in, else torch.float16.
         backend: "auto", "triton" or "eager".
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
         policy: a Policy, the same as giving it as ``level``.

@@ -97,7 +97,7 @@ def check(
         batch: the tuple of the model's positional inputs.
         loss_fn: gives a scalar for the model's output; None: the mean of its floating tensors.
         level: what to predict for, a level's name or a Policy.
-        dtype: torch.float16 (default) or torch.bfloat16.
+        dtype: torch.float16 or torch.bfloat16; None: as ``enable`` chooses.
 
     Raises:
         ValueError: arguments that are not what they should be.
