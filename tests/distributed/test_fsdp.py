@@ -382,8 +382,9 @@ REFUSED = {
     "FSDP1": "ValueError: model: FullyShardedDataParallel (FSDP1) flattens the parameters",
     "no half": f"ValueError: {_NEEDED} no half param_dtype in its MixedPrecisionPolicy",
     "other half": f"ValueError: {_NEEDED} torch.bfloat16 in its MixedPrecisionPolicy",
-    "half parameters": "ValueError: model: expected FP32 parameters to train under FSDP2, which are "
-    "their own masters, got '0.weight' and 5 more in half: call model.float() before fully_shard",
+    "half parameters": "ValueError: model: expected FP32 parameters to train under FSDP2, which "
+    "are their own masters, got '0.weight' and 5 more in half: call model.float() before "
+    "fully_shard",
     "in part": "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), "
     "others are",
     "offloaded": "ValueError: model: expected parameters on cuda, where its forwards run, got some "
