@@ -17,19 +17,36 @@ from tritonamp.step.gradients import Gradients
 from tritonamp.step.lion import LION
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.state_loading import load_state
+from tritonamp.step.wide_gradients import WideGradients
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion"]
 
 
+class _TorchScalerAsks:
+    """Tells ``torch.amp.GradScaler`` whether a step unscales and skips by itself.
+
+    It does where torch's own optimizers do: after ``fused=True``, for which torch sets the
+    attribute on the instance, and that is found first. And with half parameters: torch's scaler
+    could not unscale those. Elsewhere, torch's scaler and who else asks (Lightning, before it
+    clips) take the ordinary route: unscale, clip, read on the host whether to skip.
+    """
+
+    def __get__(self, optimizer: "_Fused | None", owner: type) -> bool:
+        groups = [] if optimizer is None else optimizer.param_groups
+        return any(p.dtype in HALF_DTYPES for group in groups for p in group["params"])
+
+
 class _Fused:
     """What the optimizers here add to torch's: FP32 masters of half parameters, skips on device.
+
+    ``tritonamp.GradScaler`` knows them by ``step.by_fused_rule`` and by ``_widen_gradients``.
 
     Attributes:
         fused_rule: how they step.
     """
 
     fused_rule: FusedRule
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = _TorchScalerAsks()  # private to torch (2.11 to 2.15)
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
@@ -68,9 +85,28 @@ class _Fused:
         lists.release("grads")
         halves = [p for p, master in zip(params, stepped_on, strict=True) if p is not master]
         self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
+        self._narrow_gradients()
         return loss
 
-    step.by_fused_rule = True  # type: ignore[attr-defined]  # for step.rules
+    step.by_fused_rule = True  # type: ignore[attr-defined]  # for step.rules and GradScaler
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as in torch; the next backward makes half ones of half parameters.
+
+        Args:
+            set_to_none: False: they become zeros.
+        """
+        self._narrow_gradients()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _widen_gradients(self) -> None:
+        """Make half gradients FP32, until the step; ``GradScaler.unscale_`` calls it."""
+        if not self.defaults.get("differentiable"):  # whose step is torch's, in half
+            self._wide_gradients.widen(p for group in self.param_groups for p in group["params"])
+
+    def _narrow_gradients(self) -> None:
+        """Make those gradients half again; ``GradScaler`` calls it where there is no step."""
+        self._wide_gradients.narrow()
 
     def _dense(self, grad: Tensor) -> Tensor:
         if grad.is_sparse:
@@ -93,6 +129,10 @@ class _Fused:
     def _fp32_values(self) -> Fp32Values:
         # copies and pickles come without it
         return self.__dict__.setdefault("_own_fp32_values", Fp32Values())
+
+    @property
+    def _wide_gradients(self) -> WideGradients:
+        return self.__dict__.setdefault("_own_wide_gradients", WideGradients())
 
     @property
     def _fused(self) -> tuple[FusedStep, TensorLists]:

@@ -36,8 +36,9 @@ class GradScaler(torch.amp.GradScaler):
 
     Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step
     path reads the device on the host, except for optimizers that cannot skip on the device by
-    themselves (those without ``_step_supports_amp_scaling``: one read a step); a step without
-    gradients is a no-op, not an error.
+    themselves (other than those of ``tritonamp.optim`` and torch's with ``fused=True``: one read a
+    step); half parameters of ``tritonamp.optim`` have FP32 gradients from ``unscale_`` to the step;
+    a step without gradients is a no-op, not an error.
 
     Args:
         device: "cuda", "cpu", ...; None: "cuda" where there is one.
@@ -251,8 +252,12 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, once between two updates.
 
+        Half parameters of an optimizer of ``tritonamp.optim`` get FP32 gradients, exact ones: clip
+        and look at them as at any. After ``step``, ``update`` or ``optimizer.zero_grad()`` they are
+        half again.
+
         Raises:
-            ValueError: half gradients: their parameters have no FP32 masters.
+            ValueError: float16 gradients of an optimizer that keeps no FP32 masters.
             RuntimeError: called twice since the last update, or after ``step``.
         """
         # an enabled optimizer, which has masters
@@ -269,12 +274,15 @@ class GradScaler(torch.amp.GradScaler):
         Private: GradScaler of torch 2.11 to 2.15 calls it from ``unscale_`` and, to check only,
         with ``allow_fp16``, from ``step``.
         """
+        if not allow_fp16 and _can_widen(optimizer):
+            optimizer._widen_gradients()  # type: ignore[attr-defined]
         grads = _grads(optimizer)
         if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer holds float16 parameters. "
                 'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and '
-                "unscales into those"
+                "unscales into those; tritonamp.optim.AdamW (Adam, SGD, Lion) in the place of this "
+                "optimizer keeps them without enable"
             )
         assert self._scale is not None
         lists = self._lists.get(optimizer)
@@ -327,23 +335,67 @@ class GradScaler(torch.amp.GradScaler):
             )
         if self._enabled and hasattr(optimizer, "_amp_unscale_"):
             return optimizer._amp_step(self)  # type: ignore[attr-defined]
-        if self._enabled:
-            kwargs.pop("closure", None)
-            args = args[1:]
-            if is_watched(optimizer) and getattr(optimizer, "_step_supports_amp_scaling", False):
-                state = self._per_optimizer_states[id(optimizer)]
-                if state["stage"] is OptState.READY:
-                    self._check_inf_per_device(optimizer)
-                # such an optimizer would skip by itself, unseen by whoever watches its step
-                if any(map(bool, state["found_inf_per_device"].values())):
-                    state["stage"] = OptState.STEPPED
-                    return None
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        kwargs.pop("closure", None)
+        args = args[1:]
+        ours = _steps_on_device(optimizer)
+        by_itself = ours or getattr(optimizer, "_step_supports_amp_scaling", False)
+        watched = by_itself and is_watched(optimizer)
+        if ours or watched:
+            found_inf = self._found_inf(optimizer)
+            if watched and bool(found_inf):  # its own skip would be unseen by whoever watches
+                self._skip(optimizer)
+                return None
+            if ours:
+                return self._step_on_device(optimizer, found_inf, *args, **kwargs)
         return super().step(optimizer, *args, **kwargs)
+
+    def _skip(self, optimizer: Any) -> None:
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        if _can_widen(optimizer):
+            optimizer._narrow_gradients()
+
+    def _found_inf(self, optimizer: Optimizer) -> Tensor:
+        """Return whether to skip, 0-d; look at the gradients unless ``unscale_`` has.
+
+        Raises:
+            RuntimeError: called after ``step``.
+        """
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        (found_inf,) = state["found_inf_per_device"].values()
+        return found_inf
+
+    def _step_on_device(self, optimizer: Any, found_inf: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer that unscales, and skips, by what it is told on the device.
+
+        The contract is that of torch's own scaler and ``_step_supports_amp_scaling``: it sets
+        ``grad_scale`` (times one that the user has set) and ``found_inf`` for the time of the step.
+        """
+        state = self._per_optimizer_states[id(optimizer)]
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            assert self._scale is not None
+            grad_scale = self._scale if grad_scale is None else self._scale * grad_scale
+        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        state["stage"] = OptState.STEPPED
+        return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale after the steps of this iteration, or set it to ``new_scale``."""
         if not self._enabled:
             return
+        for optimizer in filter(_can_widen, self._lists):
+            optimizer._narrow_gradients()  # type: ignore[attr-defined]  # who has not stepped
         if new_scale is not None:
             super().update(new_scale)
             self._largest = None
@@ -444,6 +496,22 @@ class GradScaler(torch.amp.GradScaler):
 def _lists_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, TensorLists]":
     """Return lists by optimizer: what they know of gradients holds from step to step."""
     return weakref.WeakKeyDictionary()
+
+
+# An optimizer of ``tritonamp.optim`` is known by its class: of what hands on the attributes of
+# another (apex's LARC), the step is its own.
+
+
+def _can_widen(optimizer: Any) -> bool:
+    """Return whether half gradients can become FP32 ones: the optimizer keeps FP32 masters."""
+    return hasattr(type(optimizer), "_widen_gradients")
+
+
+def _steps_on_device(optimizer: Any) -> bool:
+    """Return whether the step unscales and skips on the device: it is that of our own class."""
+    if not hasattr(getattr(type(optimizer), "step", None), "by_fused_rule"):
+        return False
+    return not optimizer.defaults.get("differentiable", False)
 
 
 def is_watched(optimizer: Any) -> bool:

@@ -25,7 +25,12 @@ READS = {"ours": 0, "fused": 0, "torch's own": 1, "sgd": 1}  # of found_inf: who
 @pytest.mark.parametrize(
     ("kind", "dtype", "clip"),
     [
-        ("ours", torch.float16, False),  # nobody else takes half gradients
+        # nobody else takes half gradients
+        *[
+            ("ours", half, clip)
+            for half in (torch.float16, torch.bfloat16)
+            for clip in (False, True)
+        ],
         *[(kind, torch.float32, clip) for kind in OPTIMIZERS for clip in (False, True)],
     ],
 )

@@ -106,6 +106,8 @@ def make_optimizer(model: nn.Module, kind: str) -> Any:
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "AdamW": torch.optim.AdamW,
         "optim.AdamW": tritonamp.optim.AdamW,
+        "optim.SGD": tritonamp.optim.SGD,
+        "optim.Lion": tritonamp.optim.Lion,
         "SGD": torch.optim.SGD,
     }
     optimizer = kinds[kind](model.parameters(), lr=0.05)
@@ -379,6 +381,78 @@ def test_our_scaler_in_lightnings_plugin(kind: str) -> None:
         # of our AdamW and torch's, roundings of eight updates; and the halved scale only moves
         # powers of two
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def stock_by_hand(
+    kind: str, clip: dict[str, float], dtype: torch.dtype, bad: int
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The steps that Lightning's own plugin documents, in a loop of our own."""
+    model = Model(kind).to(dtype)
+    optimizer, scheduler = make_optimizer(model, kind)
+    scaler, losses = tritonamp.GradScaler("cpu", init_scale=2.0**10), []
+    for x, y in loader(bad):
+        with torch.autocast("cpu", torch.float16):
+            losses.append(nn.functional.mse_loss(model(x), y))
+        optimizer.zero_grad()
+        scaler.scale(losses[-1]).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+        if "norm" in clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip["norm"])
+        if "value" in clip:
+            nn.utils.clip_grad_value_(model.parameters(), clip["value"])
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    return losses, model.state_dict()
+
+
+class LossLogger(Callback):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(args[2]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("clip", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"norm": 0.1}, torch.float32),
+        ({"value": 0.01}, torch.float32),
+        ({}, torch.float16),
+    ],
+    ids=["plain", "norm", "value", "float16"],
+)
+@pytest.mark.parametrize("kind", ["optim.AdamW", "optim.SGD", "optim.Lion"])
+def test_our_optimizers_and_scaler_in_lightnings_plugin(
+    kind: str, clip: dict[str, float], dtype: torch.dtype
+) -> None:
+    scaler, logger = tritonamp.GradScaler("cpu", init_scale=2.0**10), LossLogger()
+    settings: dict[str, Any] = {"gradient_clip_val": next(iter(clip.values()), None)}
+    if clip:
+        settings["gradient_clip_algorithm"] = next(iter(clip))
+    model = Model(kind).to(dtype)
+    plugin = StockMixedPrecision("16-mixed", "cpu", scaler)
+    fit(model, plugin, bad=3, callbacks=[logger], **settings)
+    losses, state = stock_by_hand(kind, clip, dtype, bad=3)
+    torch.testing.assert_close(
+        torch.stack(logger.losses), torch.stack(losses), rtol=0, atol=0, equal_nan=True
+    )
+    assert_same(model.state_dict(), state)
+    assert not torch.equal(state["net.0.weight"], Model().to(dtype).net[0].weight)
+
+
+def test_half_weights_are_not_clipped_in_lightnings_plugin() -> None:
+    """It refuses by an attribute that torch's GradScaler needs for half weights."""
+    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(
+            Model("optim.AdamW").half(),
+            StockMixedPrecision("16-mixed", "cpu", scaler),
+            gradient_clip_val=0.1,
+        )
 
 
 # Two ranks
