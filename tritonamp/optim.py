@@ -25,15 +25,15 @@ __all__ = ["SGD", "Adam", "AdamW", "Lion"]
 class _TorchScalerAsks:
     """Tells ``torch.amp.GradScaler`` whether a step unscales and skips by itself.
 
-    It does where torch's own optimizers do: after ``fused=True``, for which torch sets the
-    attribute on the instance, and that is found first. And with half parameters: torch's scaler
-    could not unscale those. Elsewhere, torch's scaler and who else asks (Lightning, before it
-    clips) take the ordinary route: unscale, clip, read on the host whether to skip.
+    It does after ``fused=True``, as in torch's own optimizers, and with half parameters: torch's
+    scaler could not unscale those. Elsewhere torch's scaler, and who else asks (Lightning, before
+    it clips), takes the ordinary route: unscale, clip, read on the host whether to skip.
     """
 
     def __get__(self, optimizer: "_Fused | None", owner: type) -> bool:
         groups = [] if optimizer is None else optimizer.param_groups
-        return any(p.dtype in HALF_DTYPES for group in groups for p in group["params"])
+        halves = (p.dtype in HALF_DTYPES for group in groups for p in group["params"])
+        return any(group.get("fused") for group in groups) or any(halves)
 
 
 class _Fused:
@@ -170,9 +170,10 @@ class Adam(_Fused, torch.optim.Adam):
     """``torch.optim.Adam`` for parameters of any floating dtype, same arguments and state.
 
     Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
-    parameter is the rounded master. With a GradScaler the step unscales, and skips where
-    ``found_inf`` is not 0, without a host read. The implementation choices ``foreach``, ``fused``
-    and ``capturable`` are accepted and make no difference.
+    parameter is the rounded master. With ``tritonamp.GradScaler`` the step unscales, and skips
+    where ``found_inf`` is not 0, without a host read; with torch's, for half parameters and after
+    ``fused=True``, else torch's scaler does both for one host read. ``foreach``, ``capturable`` and
+    otherwise ``fused`` are accepted and make no difference.
     """
 
     fused_rule: FusedRule = ADAM
@@ -182,9 +183,10 @@ class AdamW(_Fused, torch.optim.AdamW):
     """``torch.optim.AdamW`` for parameters of any floating dtype, same arguments and state.
 
     Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
-    parameter is the rounded master. With a GradScaler the step unscales, and skips where
-    ``found_inf`` is not 0, without a host read. The implementation choices ``foreach``, ``fused``
-    and ``capturable`` are accepted and make no difference.
+    parameter is the rounded master. With ``tritonamp.GradScaler`` the step unscales, and skips
+    where ``found_inf`` is not 0, without a host read; with torch's, for half parameters and after
+    ``fused=True``, else torch's scaler does both for one host read. ``foreach``, ``capturable`` and
+    otherwise ``fused`` are accepted and make no difference.
     """
 
     fused_rule: FusedRule = ADAM
@@ -194,8 +196,9 @@ class SGD(_Fused, torch.optim.SGD):
     """``torch.optim.SGD`` for parameters of any floating dtype, same arguments and state.
 
     Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
-    the parameter is the rounded master. With a GradScaler the step unscales, and skips where
-    ``found_inf`` is not 0, without a host read. The implementation choices ``foreach`` and
+    the parameter is the rounded master. With ``tritonamp.GradScaler`` the step unscales, and skips
+    where ``found_inf`` is not 0, without a host read; with torch's, for half parameters and after
+    ``fused=True``, else torch's scaler does both for one host read. ``foreach`` and otherwise
     ``fused`` are accepted and make no difference. Sparse gradients are made dense. Dampening costs
     one host read a step: torch does not dampen the first one, which a skipped one is not.
     """
@@ -213,8 +216,9 @@ class Lion(_Fused, torch.optim.Optimizer):
         exp_avg = beta2 * exp_avg + (1 - beta2) * grad
 
     Parameters may be of any floating dtype; half ones get an FP32 ``exp_avg`` and an FP32 master
-    (``master_param`` in the state), and are the rounded master. With a GradScaler the step
-    unscales, and skips where ``found_inf`` is not 0, without a host read.
+    (``master_param`` in the state), and are the rounded master. With ``tritonamp.GradScaler`` the
+    step unscales, and skips where ``found_inf`` is not 0, without a host read; with torch's, for
+    half parameters, else torch's scaler does both for one host read.
 
     Args:
         params: parameters, or parameter groups.

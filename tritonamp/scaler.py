@@ -345,16 +345,11 @@ class GradScaler(torch.amp.GradScaler):
         if ours or watched:
             found_inf = self._found_inf(optimizer)
             if watched and bool(found_inf):  # its own skip would be unseen by whoever watches
-                self._skip(optimizer)
+                self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
                 return None
             if ours:
                 return self._step_on_device(optimizer, found_inf, *args, **kwargs)
         return super().step(optimizer, *args, **kwargs)
-
-    def _skip(self, optimizer: Any) -> None:
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        if _can_widen(optimizer):
-            optimizer._narrow_gradients()
 
     def _found_inf(self, optimizer: Optimizer) -> Tensor:
         """Return whether to skip, 0-d; look at the gradients unless ``unscale_`` has.
@@ -395,7 +390,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         for optimizer in filter(_can_widen, self._lists):
-            optimizer._narrow_gradients()  # type: ignore[attr-defined]  # who has not stepped
+            optimizer._narrow_gradients()  # type: ignore[attr-defined]  # where nothing has stepped
         if new_scale is not None:
             super().update(new_scale)
             self._largest = None

@@ -113,6 +113,40 @@ def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unsca
 
 
 @on_ranks
+def train_in_half(views: bool) -> list[list[list[float]]]:
+    """Rank 1 alone sees an inf, in the second step; the gradients stay in the buckets."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 3).half(), gradient_as_bucket_view=views)
+    stepper = tritonamp.optim.AdamW(model.parameters(), lr=0.1)
+    scaler, buckets, moved = tritonamp.GradScaler("cpu", init_scale=SCALE), [], []
+    for step in range(STEPS):
+        before = [p.detach().clone() for p in model.parameters()]
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)
+        bad = step == BAD and dist.get_rank() == 1
+        loss = model(x[dist.get_rank()].half()).float().square().mean()
+        scaler.scale(loss * (2.0**15 if bad else 1.0)).backward()
+        buckets.append([p.grad.data_ptr() for p in model.parameters()])
+        scaler.unscale_(stepper)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad(set_to_none=False)
+        moved.append(
+            not all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+        )
+    assert not views or buckets[1] == buckets[2] == buckets[3]  # DDP makes them anew after one
+    assert moved == [step != BAD for step in range(STEPS)]
+    assert scaler.get_scale() == SCALE / 2
+    return [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_half_parameters_under_ddp(pair: Pair, views: bool) -> None:
+    first, second = train_in_half(pair, views=views)
+    assert first == second
+
+
+@on_ranks
 def copies() -> list[Any]:
     scaler = tritonamp.GradScaler("cpu", init_scale=SCALE, process_group=dist.group.WORLD)
     return [s.state_dict() == scaler.state_dict() for s in (scaler.clone(), copy.deepcopy(scaler))]
