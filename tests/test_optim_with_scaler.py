@@ -492,8 +492,10 @@ def test_torchs_attribute_follows_the_parameters(device: torch.device) -> None:
     model.half()
     assert optimizer._step_supports_amp_scaling
     assert copy.deepcopy(optimizer)._step_supports_amp_scaling
-    optimizer = optim.AdamW([Parameter(torch.ones(2, device=device))])
-    optimizer.add_param_group({"params": [Parameter(torch.ones(2, device=device).half())]})
+    wide, half = (Parameter(torch.ones(2, device=device, dtype=d)) for d in (None, torch.float16))
+    assert copy.deepcopy(optim.AdamW([wide], fused=True))._step_supports_amp_scaling
+    optimizer = optim.AdamW([wide])
+    optimizer.add_param_group({"params": [half]})
     assert optimizer._step_supports_amp_scaling
 
 
@@ -547,6 +549,37 @@ def test_half_parameters_of_a_derived_optimizer(device: torch.device) -> None:
     scaler.step(optimizer)
     assert torch.equal(param, torch.full((3,), 0.875, device=device).half())
     assert_half_again([param])
+
+
+def test_half_parameters_behind_larc(device: torch.device) -> None:
+    """It hands our attributes on, and adapts true gradients, too."""
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        param = Parameter(torch.ones(3, device=device, dtype=dtype))
+        optimizer = LARC(optim.SGD([param], lr=0.125))
+        scaler = GradScaler(device.type, init_scale=SCALE)
+        scaler.scale(param.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert_half_again([param])
+        results.append(param.detach().half())
+    assert torch.equal(*results)
+
+
+def test_a_differentiable_step_takes_the_ordinary_route(device: torch.device) -> None:
+    results = []
+    for scale in (1.0, SCALE):
+        param = torch.ones(3, device=device, requires_grad=True).clone()
+        optimizer = optim.AdamW([param], lr=0.125, differentiable=True)
+        scaler = GradScaler(device.type, init_scale=scale)
+        for bad in (False, True):
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.full((3,), INF if bad else scale, device=device)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(param.detach())
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], torch.ones(3, device=device))
 
 
 def test_an_optimizer_goes_on_enabled(device: torch.device) -> None:

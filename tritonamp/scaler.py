@@ -493,17 +493,16 @@ def _lists_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, TensorLists]"
     return weakref.WeakKeyDictionary()
 
 
-# An optimizer of ``tritonamp.optim`` is known by its class: of what hands on the attributes of
-# another (apex's LARC), the step is its own.
-
-
 def _can_widen(optimizer: Any) -> bool:
     """Return whether half gradients can become FP32 ones: the optimizer keeps FP32 masters."""
-    return hasattr(type(optimizer), "_widen_gradients")
+    return hasattr(optimizer, "_widen_gradients")
 
 
 def _steps_on_device(optimizer: Any) -> bool:
-    """Return whether the step unscales and skips on the device: it is that of our own class."""
+    """Return whether the step unscales and skips on the device.
+
+    A class that is derived from ours, or hands its attributes on (apex's LARC), may have another.
+    """
     if not hasattr(getattr(type(optimizer), "step", None), "by_fused_rule"):
         return False
     return not optimizer.defaults.get("differentiable", False)
