@@ -1,5 +1,6 @@
 """The GradScaler where nothing is enabled: what its steps wait for."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpuless.fake_cuda import FakeCuda
+from helpers import same
 from torch import nn
 
 import tritonamp
@@ -50,6 +52,48 @@ def test_a_step_waits_for_found_inf_at_most(
             scaler.update()
             optimizer.zero_grad()
         assert i == 0 or len(records) == READS[kind], records
+
+
+@pytest.mark.parametrize("captured", ["backward", "all"])
+def test_half_gradients_of_a_graph(fake_cuda: FakeCuda, captured: str) -> None:
+    """A replay writes the half gradients where they were at the capture, and ``unscale_`` finds
+    them there; or all of it is captured.
+    """
+    runs = []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4).cuda().half()
+        optimizer = tritonamp.optim.AdamW(model.parameters(), lr=torch.tensor(0.125).cuda())
+        scaler, x = tritonamp.GradScaler("cuda", init_scale=2.0**8), torch.zeros(4, 8).cuda().half()
+
+        def backward(model: Any = model, scaler: Any = scaler, x: Any = x) -> None:
+            scaler.scale(model(x).float().square().mean()).backward()
+
+        def step(model: Any = model, scaler: Any = scaler, optimizer: Any = optimizer) -> None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
+
+        for part in (backward, step):
+            part()
+        graph = contextlib.nullcontext()
+        if captures:
+            with fake_cuda.capture() as graph:
+                backward()
+                if captured == "all":
+                    step()
+        for i in range(4):
+            x.copy_(torch.randn(4, 8, generator=torch.Generator().manual_seed(i)))
+            if i == 2:
+                x[0, 0] = 60000.0
+            graph.replay() if captures else backward()
+            if not (captures and captured == "all"):
+                step()
+        runs.append([p.detach().cpu() for p in model.parameters()])
+    assert same(*runs)
+    assert all(p.isfinite().all() for p in runs[0])
 
 
 def test_gradients_are_let_go(fake_cuda: FakeCuda) -> None:
