@@ -299,10 +299,11 @@ def test_a_value_that_is_not_finite_already():
 
 def test_constants_of_masks():
     x = torch.randn(2, 5, 16)
-    for mask, op in (("fill", "masked_fill"), ("add", "mul")):
-        forecast = check(around(Attention(mask=mask)), x)
-        (finding,) = forecast.findings
-        assert (finding.kind, finding.where) == ("constant", "1")
+    assert not check(around(Attention(mask="fill")), x).findings  # the op table clamps it
+    for mask, op, level in (("fill", "masked_fill", "O3"), ("add", "mul", "O2")):
+        forecast = check(around(Attention(mask=mask)), x, level=level)
+        (finding,) = (f for f in forecast.findings if f.kind == "constant")
+        assert finding.where == "1"
         assert finding.why.startswith(f"{op} with -1e+09")
         assert 'float("-inf")' in finding.advice
         assert forecast.policy.fp32_modules == ("1",)
@@ -467,7 +468,10 @@ FAULTY = {
         lambda: 1e3 * torch.randn(2, 5, 16),
     ),
     "square": (lambda: around(RMSNorm()), lambda: 3e3 * torch.randn(4, 16)),
-    "mask": (lambda: around(Attention(mask="fill")), lambda: torch.randn(2, 5, 16)),
+    "constant": (
+        lambda: around(Apply(lambda x: F.threshold(x, 0.0, -1e9).softmax(-1))),
+        lambda: torch.randn(2, 5, 16),
+    ),
     "residual": (lambda: residual(), lambda: 1e3 * torch.randn(4, 16)),
     "own forward": (Own, lambda: 10 * torch.randn(4, 16)),
     "divisor": (

@@ -6,6 +6,7 @@ overflows, of the GPU.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
+from tritonamp.policy import HALF_DTYPES
 
 
 class Stock(Protocol):
@@ -76,6 +78,17 @@ STORAGE_ON_CPU = """
 and there.
 """
 
+FITTED = """
+    masked_fill.Scalar masked_fill_.Scalar masked_fill.Tensor masked_fill_.Tensor
+    index_fill.int_Scalar index_fill_.int_Scalar index_fill.int_Tensor index_fill_.int_Tensor
+    where.ScalarSelf where.ScalarOther scatter.value scatter_.value fill.Scalar fill_.Scalar
+    fill_diagonal_ full_like new_full constant_pad_nd
+    clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_
+""".split()
+"""Numbers that they write into half tensors, or bound them by, are clamped to the format. torch
+refuses them (where makes them inf), and a mask of -1e9 is meant as a low value.
+"""
+
 
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
@@ -133,6 +146,31 @@ def _storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwarg
     return _cast(result, lambda t: t.to(args[0].dtype))
 
 
+def _fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    dtype = kwargs.get("dtype") or next(_dtypes(args), None)
+    if not active.policy.op_policy or dtype not in HALF_DTYPES:
+        return stock(*args, **kwargs)
+    fitted = [_fit(value, dtype) for value in args]
+    if isinstance(args[-1], Tensor) and args[-1].dim() == 0:  # those before are masks and indices
+        fitted[-1] = stock.run(_fit_tensor, args[-1], dtype)
+    return stock(*fitted, **kwargs)
+
+
+def _fit(value: Any, dtype: torch.dtype) -> Any:
+    """Return a finite number clamped to what ``dtype`` holds, and anything else as it is."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return value
+    limit = torch.finfo(dtype).max
+    return value if -limit <= value <= limit else math.copysign(limit, value)
+
+
+def _fit_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``value`` in ``dtype``, with finite values clamped to what it holds."""
+    limit = torch.finfo(dtype).max
+    fitted = value.double().clamp(-limit, limit)  # in which the limits are exact
+    return torch.where(value.isinf(), value, fitted).to(dtype)
+
+
 def _banned_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     if not active.policy.op_policy:
         return stock(*args, **kwargs)
@@ -170,7 +208,8 @@ def _rules(device_type: str) -> dict[str, Rule]:
     if device_type == "cpu":
         rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
-    return {op: rule for names, rule in rows for op in overloads(names)}
+    table = {op: rule for names, rule in rows for op in overloads(names)}
+    return table | dict.fromkeys(FITTED, _fitting_rule)
 
 
 def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
