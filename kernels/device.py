@@ -1,7 +1,10 @@
 """Questions about the hardware, and about Triton, are answered in this file and nowhere else."""
 
 import contextlib
+import functools
 import importlib
+import logging
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +28,15 @@ tl: Any = triton
 with contextlib.suppress(ImportError):
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
+logger = logging.getLogger("tritonamp")
+
 BACKENDS = ("auto", "triton", "eager")
 WARP_SIZE = 32
 """Threads that run as one on every NVIDIA GPU; tiles are made of it (64 on most of AMD's)."""
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
+_TURING = (7, 5)
+_TURING_WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16\d\d|MX[45]50|T\d{3,4})\b")  # not Tesla T4
 
 
 class UnsupportedDeviceError(RuntimeError):
@@ -74,6 +81,32 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def known_fault(device: torch.device) -> str | None:
+    """Return what is known to go wrong in half on ``device``, and what to do; None: nothing is."""
+    if capability(device) != _TURING:
+        return None
+    name = torch.cuda.get_device_name(device)
+    if _TURING_WITHOUT_TENSOR_CORES.search(name) is None:
+        return None
+    return (
+        f"{name} has no Tensor Cores, and GPUs of its kind are known for NaN in half convolutions, "
+        "which no loss scale avoids: use level='O0' for a model that has convolutions; for others "
+        "level='O1' with on_nonfinite='explain', which names the operation if there is one"
+    )
+
+
+def warn_of_known_fault(device: torch.device) -> None:
+    """Log, once, what is known to go wrong in half on ``device``, if anything."""
+    fault = known_fault(device)
+    if fault is not None:
+        _warn_once(fault)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def why_not_triton(device: torch.device) -> str | None:
@@ -147,11 +180,18 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
     Raises:
         ValueError: unknown name.
-        UnsupportedDeviceError: "triton" where it cannot run.
+        UnsupportedDeviceError: "triton" where it cannot run; any on Apple's GPUs.
     """
     if requested not in BACKENDS:
         raise ValueError(
             f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}"
+        )
+    if device.type == "mps":
+        raise UnsupportedDeviceError(
+            f"expected a model on the CPU or an NVIDIA GPU, got one on {device}: the op table is "
+            "not made for Apple's GPUs, and steps are noted in float64, which they do not have. "
+            "Use torch.amp there, torch.autocast('mps') and torch.amp.GradScaler('mps'); or "
+            "model.cpu(), to see what half precision does to the model"
         )
     if requested == "eager":
         return Backend("eager", "asked for", requested)
@@ -163,8 +203,9 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         require_triton(device)
     obstacle = why_not_triton(device)
     if obstacle is None:
+        found = "is an NVIDIA GPU" if known_fault(device) else "has Tensor Cores"
         return Backend(
-            "triton", f"{device} has Tensor Cores and Triton {triton_version()} imports", requested
+            "triton", f"{device} {found} and Triton {triton_version()} imports", requested
         )
     return Backend("eager", obstacle, requested)
 

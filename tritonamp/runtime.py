@@ -29,7 +29,7 @@ from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
-from tritonamp.kernels.device import Backend, check_dtype, choose_backend
+from tritonamp.kernels.device import Backend, check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
@@ -99,6 +99,8 @@ def enable(
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     check_sharding(models, resolved, optimizers)
     check_dtype(resolved.dtype, device)
+    if resolved.cast_model or resolved.op_policy:
+        warn_of_known_fault(device)
     chosen = choose_backend(backend, device)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing

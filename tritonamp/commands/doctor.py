@@ -84,8 +84,14 @@ def _versions() -> list[tuple[str, str]]:
         ("torch", torch.__version__),
         ("triton", hardware.triton_version() or "cannot be imported"),
         ("CUDA", _cuda()),
-        ("GPUs", str(gpus) if gpus else "none that torch can use"),
+        ("GPUs", str(gpus) if gpus else _without_gpus()),
     ]
+
+
+def _without_gpus() -> str:
+    if torch.backends.mps.is_available():
+        return "none that tritonamp can use: for Apple's (mps) there is torch.amp"
+    return "none that torch can use"
 
 
 def _python() -> str:
@@ -125,7 +131,8 @@ def _describe(device: torch.device) -> str:
         if capability is None
         else "compute capability {}.{}".format(*capability)
     )
-    return f"{properties.name}, {shown}, {memory}"
+    fault = hardware.known_fault(device)
+    return f"{properties.name}, {shown}, {memory}" + (f"\n{fault}" if fault else "")
 
 
 def _operation(name: str, device: torch.device) -> tuple[str, str, str]:

@@ -1,0 +1,109 @@
+"""What is said of devices that are not here: the questions to torch are answered by the tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import tritonamp
+from tritonamp.commands import doctor
+from tritonamp.kernels import device as hardware
+
+GPU, MPS = torch.device("cuda", 0), torch.device("mps", 0)
+WITHOUT = [
+    "NVIDIA GeForce GTX 1660 Ti",
+    "NVIDIA GeForce GTX 1650 with Max-Q Design",
+    "GeForce GTX 1630",
+    "NVIDIA GeForce MX450",
+    "Quadro T2000",
+    "NVIDIA T1000 8GB",
+]
+WITH = [
+    ("NVIDIA GeForce RTX 2080 Ti", (7, 5)),
+    ("Tesla T4", (7, 5)),
+    ("Quadro RTX 4000", (7, 5)),
+    ("NVIDIA GeForce MX570", (8, 6)),
+    ("NVIDIA T1000", (9, 0)),  # a name alone says nothing
+]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    hardware._warn_once.cache_clear()
+    monkeypatch.setattr(hardware, "capability", lambda device: (7, 5))
+    yield monkeypatch
+    hardware._warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_gpus_without_tensor_cores_are_named(
+    name: str, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: name)
+    for _ in range(2):
+        hardware.warn_of_known_fault(GPU)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{name} has no Tensor Cores")
+    assert "use level='O0' for a model that has convolutions" in warning
+    assert "Tensor Cores" not in hardware.choose_backend("auto", GPU).reason
+    with pytest.raises(tritonamp.UnsupportedDeviceError, match=r"8\.0, cuda:0 has 7\.5"):
+        hardware.check_dtype(torch.bfloat16, GPU)
+
+
+@pytest.mark.parametrize(("name", "capability"), WITH)
+def test_other_gpus_have_no_known_fault(
+    name: str,
+    capability: tuple[int, int],
+    gpu: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu.setattr(hardware, "capability", lambda device: capability)
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: name)
+    hardware.warn_of_known_fault(GPU)
+    assert caplog.messages == []
+
+
+def test_enable_warns_where_it_computes_in_half(
+    gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: WITHOUT[0])
+    for level, warnings in (("O0", 0), ("O1", 1), ("O2", 1)):  # once in a process
+        tritonamp.enable(nn.Linear(2, 2), level=level, backend="eager").disable()
+        assert len(caplog.messages) == warnings
+
+
+def test_the_doctor_says_what_is_known(gpu: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory = WITHOUT[0], 6 << 30
+
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: WITHOUT[0])
+    gpu.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    first, second = doctor._describe(GPU).splitlines()
+    assert first == f"{WITHOUT[0]}, compute capability 7.5, 6 GiB"
+    assert second == hardware.known_fault(GPU)
+
+
+@pytest.mark.parametrize("backend", hardware.BACKENDS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_apples_gpus_are_refused_before_anything_changes(level: str, backend: str) -> None:
+    model = nn.Linear(2, 2)
+    mode = FakeTensorMode()
+    for name, p in list(model.named_parameters()):
+        # torch makes tensors there, and plain fakes, on a Mac alone
+        fake = FakeTensor(mode, torch.empty_like(p, device="meta"), MPS)
+        setattr(model, name, nn.Parameter(fake))
+    with pytest.raises(
+        tritonamp.UnsupportedDeviceError,
+        match=r"got one on mps:0: .* Use torch.amp there, torch.autocast\('mps'\)",
+    ):
+        tritonamp.enable(model, torch.optim.SGD(model.parameters()), level=level, backend=backend)
+    assert type(model) is nn.Linear
+
+
+def test_the_doctor_finds_apples_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert dict(doctor._versions())["GPUs"] == "none that torch can use"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert "for Apple's (mps) there is torch.amp" in dict(doctor._versions())["GPUs"]
