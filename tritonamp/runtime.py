@@ -24,6 +24,7 @@ from tritonamp.checks import check_models, check_optimizers, check_scaler, check
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog, StepRecord
+from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.response import Response
 from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
@@ -404,6 +405,24 @@ class Amp:
         """
         self._log.collect(wait=True)
         return list(self._log.history)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
+
+        Needs matplotlib, which ``tritonamp[demo]`` brings.
+
+        Args:
+            path: of the file; its suffix (.png, .svg, ...) says the format.
+
+        Returns:
+            the path.
+
+        Raises:
+            RuntimeError: there was no step yet.
+            ValueError: a suffix that matplotlib cannot write.
+            ImportError: matplotlib is not installed.
+        """
+        return save_picture(self.history, path)
 
     def explain(self, replay: bool | Callable[[], Any] = False) -> str:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.

@@ -1,0 +1,81 @@
+"""A picture of what became of the steps: loss scale, gradient norm, skips by cause."""
+
+import importlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tritonamp.diagnosis.causes import Cause
+from tritonamp.diagnosis.log import StepRecord
+
+
+def save_picture(history: Sequence[StepRecord], path: str | Path) -> Path:
+    """Write the picture to ``path``, in the format of its suffix, and return the path.
+
+    Args:
+        history: oldest first.
+        path: of the file.
+
+    Raises:
+        RuntimeError: there was no step yet.
+        ValueError: a suffix that matplotlib cannot write.
+        ImportError: matplotlib is not installed.
+    """
+    if not history:
+        raise RuntimeError("amp.plot(): expected a step in amp.history, got none: train first")
+    path, figure = Path(path), picture(history)
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise ValueError(
+            "path: expected a name that ends in .png, .svg or another of matplotlib's "
+            f"({', '.join(sorted(formats))}), got {str(path)!r}"
+        )
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def picture(history: Sequence[StepRecord]) -> Any:
+    """Return a matplotlib ``Figure`` of three panels above one another, over the steps' numbers.
+
+    Without pyplot: no display is needed, and no global state left behind.
+    """
+    figure = _figure_class()(figsize=(8, 7), layout="constrained")
+    scale, norm, skips = figure.subplots(3, sharex=True, height_ratios=[2, 2, 1])
+    steps = [record.step for record in history]
+    scale.plot(steps, [record.scale for record in history], drawstyle="steps-mid")
+    scale.set(ylabel="loss scale")
+    scale.set_yscale("log", base=2)
+    # a gap where a step was skipped
+    norms = [math.nan if record.grad_norm is None else record.grad_norm for record in history]
+    norm.plot(steps, norms, marker="." if len(steps) < 100 else None)
+    norm.set(ylabel="gradient norm")
+    if any(0 < value < math.inf for value in norms):
+        norm.set_yscale("log")
+    _draw_skips(skips, history)
+    return figure
+
+
+def _figure_class() -> Any:
+    try:
+        return importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ImportError(
+            "amp.plot() draws with matplotlib, which is not installed: "
+            'pip install "tritonamp[demo]"'
+        ) from error
+
+
+def _draw_skips(axes: Any, history: Sequence[StepRecord]) -> None:
+    """Draw a row of marks for each cause that there was, in the order of ``Cause``."""
+    steps = {
+        cause.value: [record.step for record in history if record.cause == cause.value]
+        for cause in Cause
+    }
+    rows = [cause for cause, found in steps.items() if found]
+    for row, cause in enumerate(rows):
+        axes.plot(steps[cause], [row] * len(steps[cause]), "|", markersize=12, label=cause)
+    skipped = sum(map(len, steps.values()))
+    axes.set(xlabel="step", ylabel=f"{skipped} of {len(history)} skipped")
+    axes.set_yticks(range(len(rows)), [f"{cause} ({len(steps[cause])})" for cause in rows])
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
