@@ -24,6 +24,7 @@ from tritonamp.checks import check_models, check_optimizers, check_scaler, check
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog, StepRecord
+from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.response import Response
 from tritonamp.distributed.fsdp import to_local
@@ -405,6 +406,22 @@ class Amp:
         """
         self._log.collect(wait=True)
         return list(self._log.history)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the latest numbers that have arrived, for a logger. Never waits for the device.
+
+        They are those of a step or a few before: nothing before the first has arrived.
+
+        Returns:
+            a dictionary.
+
+            - amp/scale: the loss scale of that step.
+            - amp/skipped: steps skipped so far.
+            - amp/grad_norm: of the last step that was not skipped.
+            - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause, where there were any
+              since ``enable``.
+        """
+        return metrics(self._log)
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.

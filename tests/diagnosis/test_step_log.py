@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.metrics import metrics
 from tritonamp.kernels.decide import (
     AMAX,
     CLEAN,
@@ -232,3 +233,53 @@ def test_numbers_stay_where_they_are_until_the_ranks_are_others() -> None:
     assert log.record([[first], [second]], cpu, [4, 6]).numbers is numbers
     numbers[RECORD:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert log.record([[first]], cpu, [5, 7]).numbers[RECORD:].tolist() == [0.0, 0.0, 3.0, 4.0]
+
+
+# For loggers
+
+
+def test_metrics_are_empty_before_the_first_decision() -> None:
+    assert metrics(Noted().log) == {}
+
+
+def test_metrics_are_the_latest_numbers() -> None:
+    noted = Noted()
+    noted.decide(OVERFLOW, scale=2048.0)
+    assert metrics(noted.log) == {
+        "amp/scale": 2048.0,
+        "amp/skipped": 1.0,
+        "amp/skipped_scale_overflow": 1.0,
+    }
+    noted.decide(CLEAN)
+    noted.decide(FAULT, scale=512.0)
+    noted.decide(FAULT, scale=256.0)
+    assert metrics(noted.log) == {
+        "amp/scale": 256.0,
+        "amp/skipped": 3.0,
+        "amp/grad_norm": 3.0,
+        "amp/skipped_scale_overflow": 1.0,
+        "amp/skipped_forward_fault": 2.0,
+    }
+    assert {type(number) for number in metrics(noted.log).values()} == {float}
+
+
+def test_metrics_count_skips_that_were_not_read_and_those_before_a_resume() -> None:
+    noted = Noted()
+    noted.log.load_counts({"clean": 5, "scale_overflows": 2, "forward_faults": 1})
+    noted.decide(OVERFLOW, OVERFLOW, CLEAN)
+    found = metrics(noted.log)
+    assert found["amp/skipped"] == 5.0
+    assert found["amp/skipped_scale_overflow"] == 1.0  # its cause was looked for once
+
+
+def test_metrics_take_what_has_arrived_and_leave_the_rest() -> None:
+    noted, waited = Noted(), []
+    noted.decide(CLEAN)
+    noted.decide(CLEAN, scale=4096.0, read=False)
+    noted.log.decided(RULE, ())
+    (buffer, _), *_ = noted.log._readback._started
+    buffer.is_filled = lambda wait: bool(waited.append(wait))  # not yet
+    assert metrics(noted.log)["amp/scale"] == 1024.0
+    del buffer.is_filled
+    assert metrics(noted.log)["amp/scale"] == 4096.0
+    assert waited == [False]

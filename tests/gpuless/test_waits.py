@@ -102,7 +102,12 @@ def apex(t: Training) -> None:
     t.optimizer.step()
 
 
-LOOPS = [plain, clipped, unscaled, torch_amp, accumulated, two_losses, apex]
+def logged(t: Training) -> None:
+    plain(t)
+    t.amp.metrics()
+
+
+LOOPS = [plain, clipped, unscaled, torch_amp, accumulated, two_losses, apex, logged]
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +150,21 @@ def test_the_first_step_waits_for_nothing(fake_cuda: FakeCuda, level: str) -> No
     with fake_cuda.watch() as records:
         training.step()
     assert records == []
+
+
+def test_metrics_come_when_they_have_arrived(fake_cuda: FakeCuda) -> None:
+    training = Training("O2", plain)
+    fake_cuda.event_lag = 2
+    training.step()
+    with fake_cuda.watch() as records:
+        found = [training.amp.metrics() for _ in range(3)]
+    assert records == []
+    norm = training.amp.stats()["grad_norm"]
+    assert found == [
+        {},
+        {},
+        {"amp/scale": 65536.0, "amp/skipped": 0.0, "amp/grad_norm": norm},
+    ]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

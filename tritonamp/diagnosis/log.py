@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +91,7 @@ class StepLog:
         last: the explanation of the last skip.
         last_scale: the loss scale that its backward used.
         batches: the snapshots of its forwards.
+        causes: how many skips had which cause, of those that were read one by one.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class StepLog:
         self.last: Explanation | None = None
         self.last_scale = 1.0
         self.batches: Sequence[Snapshot] = ()
+        self.causes: Counter[str] = Counter()
 
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
@@ -182,10 +184,8 @@ class StepLog:
     def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
         """Process the results that have arrived, and start copying those of a new decision."""
         self._rule = rule
-        if self._numbers is None or self._readback is None:
+        if self._numbers is None or self._readback is None or self._is_captured():
             return
-        if is_capturing(self._numbers.device):
-            return  # neither question nor answer may become part of a CUDA graph
         self.collect()
         self._readback.start(self._numbers, Attached(rule, batches))
 
@@ -196,9 +196,18 @@ class StepLog:
 
     def collect(self, wait: bool = False) -> None:
         """Process the results that have arrived; with ``wait`` wait for all that were asked for."""
-        if self._readback is not None:
+        if self._readback is not None and (wait or not self._is_captured()):
             for reading in self._readback.ready(wait):
                 self._process(reading)
+
+    def _is_captured(self) -> bool:
+        """Tell whether a question, or its answer, would become part of a CUDA graph."""
+        return self._numbers is not None and is_capturing(self._numbers.device)
+
+    @property
+    def skipped(self) -> int:
+        """How many decisions were skips, by the last result that was processed."""
+        return int(self._known[OVERFLOW] + self._known[FAULT])
 
     def _process(self, reading: Reading) -> None:
         values, attached = reading
@@ -225,6 +234,7 @@ class StepLog:
             step, found.cause.value, values[SCALE], None, found.parameters, found.text
         )
         self.history.append(record)
+        self.causes[found.cause.value] += 1
         if self._log_skips:
             # 1, 2, 4, 8...: a run that skips all the time is not to fill the log
             news = math.frexp(found.skip.skipped)[0] == 0.5

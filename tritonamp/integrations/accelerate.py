@@ -30,7 +30,8 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
     From then on ``accelerator.amp`` is their handle; ``backward``, ``clip_grad_norm_``,
     ``clip_grad_value_``, ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` go
     by it, and a step that was skipped on the device counts as ``step_was_skipped``, which waits for
-    the device when it is read. ``free_memory`` disables them.
+    the device when it is read. ``accelerator.log`` adds ``amp.metrics()``, without a wait.
+    ``free_memory`` disables them.
 
     Args:
         accelerator: one without mixed precision of its own, in a single process or under DDP or
@@ -138,6 +139,10 @@ class _EnabledAccelerator(accelerate.Accelerator):
         masters, given = list(self.amp.master_params()), set(parameters)
         trained = {p for model in self._models for p in model.parameters() if p.requires_grad}
         return given >= set(masters) or (len(trained) == len(masters) and given >= trained)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        numbers = {} if self.amp is None else self.amp.metrics()
+        super().log({**numbers, **values}, *args, **kwargs)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:

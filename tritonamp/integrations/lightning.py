@@ -25,6 +25,7 @@ class MixedPrecision(Precision):
     inside the optimizer's step, with fused optimizers too. Hooks and
     ``configure_gradient_clipping`` see true FP32 gradients where a model or a callback overrides
     ``on_before_optimizer_step`` or ``configure_gradient_clipping``; that costs a pass over them.
+    The Trainer's loggers get ``amp.metrics()`` every ``log_every_n_steps``, without a wait.
 
     Args:
         settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
@@ -43,6 +44,7 @@ class MixedPrecision(Precision):
         self._module: nn.Module | None = None  # while it is enabled
         self._params: dict[Optimizer, list[Tensor]] = {}  # the model's, in the order of the masters
         self._unscaled: set[Optimizer] = set()  # since the last backward
+        self._logged = -1  # the last batch that loggers were told about
 
     # the run
 
@@ -52,7 +54,7 @@ class MixedPrecision(Precision):
         """Enable what the strategy has placed and wrapped."""
         self._params = {o: params_of(o) for o in optimizers}
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
-        self._module = model
+        self._module, self._logged = model, -1
         self.precision = "bf16-mixed" if self.amp.policy.dtype is torch.bfloat16 else "16-mixed"
         return model, optimizers, lr_schedulers
 
@@ -140,7 +142,18 @@ class MixedPrecision(Precision):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)
         optimizer.step(**kwargs)
+        self._log(model.trainer)
         return closure_result
+
+    def _log(self, trainer: Any) -> None:
+        """Hand what has arrived to the run's loggers, where Lightning logs its own metrics."""
+        # private (lightning 2.6): what its own callbacks ask, and the step they log
+        wanted = trainer._logger_connector.should_update_logs
+        batch = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if trainer.loggers and wanted and batch != self._logged:  # once, with several optimizers
+            self._logged, metrics = batch, self._enabled().metrics()
+            for logger in trainer.loggers if metrics else ():
+                logger.log_metrics(metrics, step=batch)
 
     def clip_gradients(
         self,

@@ -11,7 +11,8 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
     """Has ``trainer.train`` enable model and optimizer, and put them back when it is called again.
 
     The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation
-    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle.
+    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle. What Trainer logs of
+    the training has ``amp.metrics()`` in it.
 
     Args:
         trainer: of any subclass, with ``fp16`` and ``bf16`` False.
@@ -27,10 +28,16 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
 
 
 class _EnabledTrainer(transformers.Trainer):
-    """A Trainer whose saved models say the dtype that was saved.
+    """A Trainer that logs its Amp's numbers, and whose saved models say the dtype that was saved.
 
     save_pretrained says that of the parameters.
     """
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        amp = getattr(self.accelerator, "amp", None)
+        if amp is not None and "loss" in logs:  # else of an evaluation, or of the whole run
+            logs.update(amp.metrics())
+        super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)

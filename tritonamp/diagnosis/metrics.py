@@ -1,0 +1,22 @@
+"""The numbers of a run for its logger, as far as they have arrived."""
+
+from tritonamp.diagnosis.log import StepLog
+
+
+def metrics(log: StepLog) -> dict[str, float]:
+    """Return plain numbers by name, for TensorBoard, CSV files and their like. Never waits.
+
+    Args:
+        log: of the run.
+    """
+    log.collect()
+    if not log.history:
+        return {}
+    norms = (record.grad_norm for record in reversed(log.history))
+    norm = next((norm for norm in norms if norm is not None), None)
+    return {
+        "amp/scale": log.history[-1].scale,
+        "amp/skipped": float(log.skipped),
+        **({} if norm is None else {"amp/grad_norm": norm}),
+        **{f"amp/skipped_{cause.replace(' ', '_')}": float(n) for cause, n in log.causes.items()},
+    }
