@@ -638,6 +638,7 @@ FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "masked_fill_": lambda x, v: x.clone().masked_fill_(MASK, v),
     "masked_fill, tensor": lambda x, v: x.masked_fill(MASK, torch.tensor(v)),
     "masked_fill_, tensor": lambda x, v: x.clone().masked_fill_(MASK, torch.tensor(v)),
+    "masked_fill, BF16": lambda x, v: x.masked_fill(MASK, torch.tensor(v, dtype=BF16)),
     "masked_fill, FP64": lambda x, v: x.masked_fill(MASK, torch.tensor(v, dtype=FP64)),
     "masked_fill, 0-d mask": lambda x, v: x.masked_fill(torch.tensor(True), v),
     "where": lambda x, v: torch.where(MASK, v, x),
@@ -685,10 +686,10 @@ def test_numbers_are_clamped_to_the_format(
     with amps[half].autocast():
         found = FILLS[how](x, value)
     # torch.tensor(1e300) is inf
-    exact = float(torch.tensor(value)) if how.endswith("tensor") else value
-    expected = FILLS[how](wide, exact)
+    format = FP32 if how.endswith("tensor") else BF16 if how.endswith("BF16") else FP64
+    expected = FILLS[how](wide, float(torch.tensor(value, dtype=format)))
     assert found.dtype is half
-    assert same([found.detach()], [within(expected.detach(), half)])
+    torch.testing.assert_close(found, within(expected, half), rtol=0, atol=0, equal_nan=True)
     if expected.requires_grad:
         upstream = torch.randn_like(found)
         found.backward(upstream)
@@ -699,8 +700,9 @@ def test_numbers_are_clamped_to_the_format(
 @pytest.mark.parametrize("how", FILLS)
 def test_numbers_reach_other_formats_as_they_are(how: str, amps: Any) -> None:
     x = R(2, 3)
+    expected = FILLS[how](x, -1e9)
     with amps[FP16].autocast():
-        assert same([FILLS[how](x, -1e9)], [FILLS[how](x.double(), -1e9).float()])
+        assert torch.equal(FILLS[how](x, -1e9), expected)
         assert torch.full_like(x.half(), -1e9, dtype=FP32).eq(-1e9).all()
         assert x.long().masked_fill(MASK, -(10**9)).min() == -(10**9)
 

@@ -167,6 +167,14 @@ def test_metrics_come_when_they_have_arrived(fake_cuda: FakeCuda) -> None:
     ]
 
 
+def test_a_capture_does_not_ask_whether_numbers_have_arrived(fake_cuda: FakeCuda) -> None:
+    training = Training("O2", plain)
+    fake_cuda.event_lag = 2
+    training.step()
+    with fake_cuda.capture():  # in which CUDA refuses the question
+        assert training.amp.metrics() == {}
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:

@@ -151,8 +151,9 @@ def _fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any)
     if not active.policy.op_policy or dtype not in HALF_DTYPES:
         return stock(*args, **kwargs)
     fitted = [_fit(value, dtype) for value in args]
-    if isinstance(args[-1], Tensor) and args[-1].dim() == 0:  # those before are masks and indices
-        fitted[-1] = stock.run(_fit_tensor, args[-1], dtype)
+    # those before the last are masks and indices
+    if isinstance(args[-1], Tensor) and args[-1].dtype is not dtype:
+        fitted[-1] = _fit_tensor(args[-1], dtype)
     return stock(*fitted, **kwargs)
 
 
