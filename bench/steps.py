@@ -9,7 +9,7 @@ from timing import Work
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.kernels import cast, decide, grad_stats
+from tritonamp.kernels import cast, decide, ema, grad_stats
 from tritonamp.kernels._multi_tensor import TensorLists
 
 HALF = torch.float16
@@ -154,6 +154,21 @@ def foreach_cast(build: Build, device: torch.device) -> Work:
     return Work([lambda: torch._foreach_copy_(copies, params)])
 
 
+DECAY = 0.999
+
+
+def our_average(build: Build, device: torch.device) -> Work:
+    params = [p.detach() for p in parameters(build, device, torch.float32)]
+    lists = TensorLists(averages=[p.clone() for p in params], params=params)
+    return Work([lambda: ema.ema(lists, DECAY, None)])
+
+
+def foreach_average(build: Build, device: torch.device) -> Work:
+    params = [p.detach() for p in parameters(build, device, torch.float32)]
+    averages = [p.clone() for p in params]
+    return Work([lambda: torch._foreach_lerp_(averages, params, 1.0 - DECAY)])
+
+
 def our_scale(device: torch.device) -> Work:
     scale, zero = torch.full((), 1024.0, device=device), torch.zeros((), device=device)
     state = decide.ScaleState(scale, zero.int(), zero.int(), scale.clone())
@@ -293,6 +308,12 @@ def cases(toy: bool) -> list[Case]:
                 {"tritonamp": our_cast, "eager": foreach_cast},
                 {"tritonamp": 6, "eager": 6},
                 ("cast",),
+            ),
+            "moving average": (
+                12,
+                {"tritonamp": our_average, "eager": foreach_average},
+                {"tritonamp": 12, "eager": 12},
+                ("ema",),
             ),
         }
         for group, (least, peers, path, operations) in rows.items():

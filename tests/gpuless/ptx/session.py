@@ -47,7 +47,7 @@ FLAG = "Whoever finds an overflow stores a 1, and nobody anything else."
 UPDATES = "adamw_kernel|lion_kernel|sgd_kernel"
 BENIGN = [
     Benign("decide_kernel|update_scale_kernel|adam_rates_kernel", LOADED_BY_ALL, REDUNDANT),
-    Benign(UPDATES, LOADED_BY_ALL, REDUNDANT),
+    Benign(f"{UPDATES}|ema_kernel", LOADED_BY_ALL, REDUNDANT),
     Benign(f"{UPDATES}|cast_kernel", STORED_TWICE, FLAG),
     Benign(".*", "shared write-write race, same values of (warps|lanes)", COPIES),
     Benign("add_kernel", LOADED_BY_ALL, REDUNDANT),  # of tests/kernels/test_multi_tensor.py
