@@ -8,7 +8,7 @@ from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
-_SINCE = {"healed", "faults"}  # not in older states
+_SINCE = {"healed", "faults", "schedulers"}  # not in older states
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -24,6 +24,7 @@ class ResumeState(NamedTuple):
         healed: names of modules.
         faults: what ``Response`` counts, and the gradients of the last good step, by which causes
             are found.
+        schedulers: what is outstanding of their steps, by number of the optimizer.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -31,6 +32,7 @@ class ResumeState(NamedTuple):
     loss_scale: str | float
     healed: list[str]
     faults: dict[str, Any]
+    schedulers: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which ``parse_state`` takes."""
@@ -41,6 +43,7 @@ class ResumeState(NamedTuple):
             "loss_scale": self.loss_scale,
             "healed": self.healed,
             "faults": self.faults,
+            "schedulers": self.schedulers,
         }
 
 
@@ -83,6 +86,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
             state_dict["loss_scale"],
             list(state_dict.get("healed") or []),
             dict(state_dict.get("faults") or {}),
+            list(state_dict.get("schedulers") or []),
         )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
@@ -101,7 +105,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
     # these formats do not say whether it was fixed
     same = all(state["scale"] == loss_scale for state in scalers.values())
     none = dict.fromkeys(COUNTS, 0)
-    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {})
+    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [])
 
 
 def _counts(counts: Any) -> dict[str, int]:

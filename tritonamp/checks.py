@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tritonamp.casts.model import fp32_modules
+from tritonamp.distributed.ddp import unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
@@ -31,18 +31,12 @@ def check_models(models: Sequence[Any]) -> list[nn.Module]:
             raise ValueError(
                 f"model: expected a torch.nn.Module or a list of them, got {type(model).__name__}"
             )
-        original = _unwrapped(model)
+        original = unwrapped(model)
         if original in found:
             raise ValueError(f"model: {type(original).__name__} is in the list twice")
         _check_model(original)
         found.append(original)
     return found
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper
-        return _unwrapped(model._orig_mod)  # type: ignore[arg-type]
-    return _unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 def _check_model(model: nn.Module) -> None:

@@ -34,9 +34,11 @@ from tritonamp.kernels import _implementations
 from tritonamp.kernels.device import Backend, check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.scaler import GradScaler
+from tritonamp.step.ema import EMA
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.masters import MasterWeights
 from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.schedulers import SchedulerSteps
 from tritonamp.step.state_loading import settle_state, widen_state
 from tritonamp.step.stepper import Stepper
 
@@ -205,6 +207,7 @@ class Amp:
             functools.partial(_respond, self._response, self._healing, self._ranks),
             around_step,
         )
+        self._schedulers = SchedulerSteps(self._stepper.outcomes, self._log, self._ranks)
         for optimizer in optimizers:
             install(optimizer, EnabledOptimizer, self._stepper)
         dispatch.acquire()
@@ -336,6 +339,51 @@ class Amp:
         if not pending and self.policy.scales_loss:
             raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
         return pending or self._optimizers
+
+    def step_schedulers(self, *schedulers: Any) -> None:
+        """Step learning-rate schedulers, after ``optimizer.step()``, for steps that were taken.
+
+        The device is not waited for: on a GPU a scheduler is stepped at once, as if the step was
+        taken. Where it was skipped, which is known about one step later, a later call does not step
+        the scheduler. A call without a step of the optimizer since the call before does nothing.
+        Ranks that train together, and all under ``torch.use_deterministic_algorithms``, wait for
+        the outcome of the step before the last: they all learn of it at the same call.
+
+        Args:
+            *schedulers: objects with ``step()``, and with the ``optimizer`` that they follow where
+                there are several.
+
+        Raises:
+            ValueError: not schedulers of an enabled optimizer, or one whose ``step`` needs
+                arguments, as that of ReduceLROnPlateau does.
+        """
+        self._check_enabled("step_schedulers")
+        self._check_fed(None)
+        self._schedulers.step(schedulers)
+
+    def ema(self, decay: float) -> EMA:
+        """Return an exponential moving average of the FP32 values that the optimizers step on.
+
+        It begins at the values of now. ``update()`` after ``optimizer.step()`` moves it, unless the
+        step was skipped.
+
+        Args:
+            decay: in [0, 1); the average is ``decay * average + (1 - decay) * value``.
+        """
+        self._check_enabled("ema")
+        return EMA(
+            decay,
+            self._models,
+            self._weights,
+            self._stepper.outcomes,
+            self._fp32_values,
+            self._backend.requested,
+            self._check_trains,
+        )
+
+    def _check_trains(self) -> None:
+        self._check_enabled("ema(...).update")
+        self._check_fed(None)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -500,14 +548,19 @@ class Amp:
         return self._healing.policy
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scales and counts, as plain values.
+        """Return loss scales, counts and outstanding scheduler steps, as plain values.
 
         With the states of model and optimizer it is all that a resume needs.
         """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {**self._response.state(), "last_good": list(self._log.last_good())}
         return ResumeState(
-            scalers, self._log.counts(), self.policy.loss_scale, self._healing.names, faults
+            scalers,
+            self._log.counts(),
+            self.policy.loss_scale,
+            self._healing.names,
+            faults,
+            self._schedulers.state(),
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -530,6 +583,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._response.load_state(state.faults)
+        self._schedulers.load_state(state.schedulers)
 
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.

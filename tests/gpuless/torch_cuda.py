@@ -52,6 +52,7 @@ def stream_classes(gpu: Gpu) -> dict[str, type]:
 
         def synchronize(self) -> None:
             gpu.waits_for("Event.synchronize")
+            self._lag = 0
 
         def wait(self, stream: Any = None) -> None:
             pass

@@ -268,6 +268,11 @@ class StepLog:
             return [*self._loaded, *[0.0] * (RECORD - _KEPT)]
         return self._numbers.tolist()
 
+    @property
+    def any_taken(self) -> Tensor | None:
+        """Whether any decision was to step, 0-d bool on the device; None: there was none."""
+        return None if self._numbers is None else self._numbers[CLEAN] > 0
+
     def counts(self) -> dict[str, int]:
         """Return how many decisions had each outcome of ``COUNTS``. Reads the device."""
         values = self._values()

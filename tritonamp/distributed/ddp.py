@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import Swapped
@@ -26,6 +27,13 @@ class EnabledDDP(Swapped):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)  # type: ignore[misc]
         self._tritonamp_ranks.catch_up(self)  # type: ignore[arg-type]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return of a compiled module the original, of a DDP the module inside it, else the module."""
+    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper
+        return unwrapped(model._orig_mod)  # type: ignore[arg-type]
+    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:

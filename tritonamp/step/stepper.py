@@ -21,6 +21,7 @@ from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
+from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
 from tritonamp.step.state_loading import load_state
@@ -55,6 +56,9 @@ class Stepper:
         respond: called after every decision with whether it was a skip, where the policy wants more
             than skipping.
         around_step: gives a context manager for each step of an optimizer.
+
+    Attributes:
+        outcomes: of the steps, by optimizer.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Stepper:
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.around_step = around_step
+        self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
         self._scaler = scaler
@@ -212,13 +217,13 @@ class Stepper:
         with torch.no_grad():
             fused.step(*judged)
             w.mark_rounded()  # before the user's hooks, which may write to masters
-        self._pending.leave(w, decisions)
+        self._leave(w, decisions)
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Let an optimizer step that cannot skip on the device: one host read."""
         judged = self._judge(w, decisions, undoable=True)
         if bool(judged.found_inf):
-            self._pending.leave(w, decisions)
+            self._leave(w, decisions)
             return
         if judged.grad_scale is not None:
             w.unscale_(judged.grad_scale)
@@ -229,14 +234,19 @@ class Stepper:
         except BaseException:
             if _versions(optimizer) != before:  # the part that it has done stays, as in torch
                 w.write_back(self._backend)
-                self._pending.leave(w, decisions)
+                self._leave(w, decisions)
             raise
         # torch's fused steps, and writes to ``.data``, do not
         torch.autograd.graph.increment_version(
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         )
         w.write_back(self._backend)
+        self._leave(w, decisions)
+
+    def _leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+        """End the wait of ``w``, which has stepped or skipped; hooks of the user's may follow."""
         self._pending.leave(w, decisions)
+        self.outcomes[w.optimizer].note(_found_inf(decisions))
 
     def _judge(
         self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False

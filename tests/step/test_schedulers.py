@@ -1,0 +1,417 @@
+"""``Amp.step_schedulers``: once for each step that was taken, whenever its outcome is known."""
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpuless.fake_cuda import FakeCuda
+from helpers import Net
+from torch import Tensor
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+import tritonamp
+
+LEVELS = ["O1", "O2"]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),  # steps by itself
+}
+SKIPS = {
+    "none": [],
+    "the first ones": [0, 1, 2],
+    "single ones": [2, 5],
+    "in a row": [3, 4, 5, 6],
+    "every other": [0, 2, 4, 6, 8],
+    "all": list(range(10)),
+}
+CALLS = 10
+
+
+class Counting:
+    """A scheduler that is not torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.steps = 0
+        if optimizer is not None:
+            self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+class Run:
+    """A model whose steps are skipped where a test wants it."""
+
+    def __init__(
+        self, device: Any, level: str = "O2", optimizer: str = "AdamW", **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Net().to(device)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = LambdaLR(self.optimizer, lambda n: 1.0 + n)
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **options)
+        if self.amp.policy.loss_scale == "dynamic":  # low enough to be of no concern
+            self.amp.load_state_dict({**self.amp.scaler.state_dict(), "scale": 8.0})
+        self.x = torch.randn(4, 6, device=device)
+
+    def backward(self, skip: bool = False) -> None:
+        loss = self.model(self.x).float().square().mean()
+        self.amp.backward(loss * math.inf if skip else loss)
+
+    def step(self, skip: bool = False) -> None:
+        self.backward(skip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step_by_scaler(self, skip: bool = False) -> None:
+        loss = self.model(self.x).float().square().mean()
+        scaler = self.amp.scaler
+        scaler.scale(loss * math.inf if skip else loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.optimizer.zero_grad()
+
+    def call(self) -> int:
+        self.amp.step_schedulers(self.scheduler)
+        return self.scheduler.last_epoch
+
+    def states(self) -> list[Any]:
+        owners: list[Any] = [self.model, self.optimizer, self.amp, self.scheduler]
+        return [owner.state_dict() for owner in owners]
+
+    def load(self, states: list[Any]) -> None:
+        owners: list[Any] = [self.model, self.optimizer, self.amp, self.scheduler]
+        for owner, state in zip(owners, states, strict=True):
+            owner.load_state_dict(state)
+
+    def parameters(self) -> list[Tensor]:
+        return [p.detach().cpu().clone() for p in self.amp.master_params()]
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("by_scaler", [False, True])
+@pytest.mark.parametrize("skips", SKIPS.values(), ids=SKIPS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_step_for_each_that_was_taken(
+    device: torch.device, level: str, optimizer: str, skips: list[int], by_scaler: bool
+) -> None:
+    """At most one ahead in between; on the CPU, where outcomes are known at once, never."""
+    run, taken = Run(device, level, optimizer), 0
+    for call in range(CALLS):
+        (run.step_by_scaler if by_scaler else run.step)(skip=call in skips)
+        taken += call not in skips
+        assert taken <= run.call() <= taken + (device.type == "cuda" and call in skips)
+    run.step()
+    assert run.call() == taken + 1
+    assert run.optimizer.param_groups[0]["lr"] == 0.01 * (taken + 2)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3, 7, 40, 1000])
+def test_whenever_outcomes_arrive(fake_cuda: FakeCuda, lag: int) -> None:
+    """Never behind, ahead by no more than the skips that are not known."""
+    run, generator = Run("cuda", backend="eager"), random.Random(lag)
+    fake_cuda.event_lag = lag
+    taken = skipped = 0
+    for _ in range(30):
+        skip = generator.random() < 0.3
+        run.step(skip)
+        taken, skipped = taken + (not skip), skipped + skip
+        assert taken <= run.call() <= taken + skipped
+    fake_cuda.event_lag = 0
+    for _ in range(25):  # outcomes arrive; calls make up
+        run.step()
+        taken += 1
+        last = run.call()
+    assert last == taken
+
+
+def test_nothing_waits(fake_cuda: FakeCuda) -> None:
+    run = Run("cuda")
+    run.step()
+    run.call()  # takes pinned memory
+    fake_cuda.event_lag = 3
+    for skip in (False, True, False, False):
+        run.step(skip)
+        with fake_cuda.watch() as records:
+            run.call()
+        assert records == []
+
+
+def test_ranks_and_determinism_ask_for_outcomes_at_the_same_call(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late events are."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    found = []
+    for lag in (0, 5):
+        run = Run("cuda")
+        fake_cuda.event_lag = lag
+        found.append([(run.step(skip), run.call())[1] for skip in (True, True, False, False, True)])
+    assert found == [[1, 1, 1, 2, 3]] * 2
+
+
+def test_a_cuda_graph(fake_cuda: FakeCuda) -> None:
+    """Calls follow its replays, whose outcomes the device counts."""
+    run = Run("cuda")
+    factor = torch.ones((), device="cuda")
+
+    def step() -> None:
+        run.amp.backward(run.model(run.x).float().square().mean() * factor)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    step()
+    assert run.call() == 1
+    with fake_cuda.capture() as graph:
+        step()
+    taken = 1
+    for skip in (False, True, True, False, True, False):
+        factor.fill_(math.inf if skip else 1.0)
+        graph.replay()
+        taken += not skip
+        assert taken <= run.call() <= taken + skip
+    for _ in range(3):  # no replay between: a call that was for nothing is made up for
+        assert taken <= run.call() <= taken + 1
+    run.step()
+    run.call()
+    run.step()
+    assert run.call() == taken + 2
+
+
+def test_what_a_cuda_graph_refuses(fake_cuda: FakeCuda) -> None:
+    run = Run("cuda")
+    run.step()
+    with fake_cuda.capture():
+        run.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"expected a call before a CUDA graph captures"):
+            run.call()
+    run.step()
+    with fake_cuda.capture():
+        run.step()
+    run.call()
+    with pytest.raises(RuntimeError, match="after each replay"), fake_cuda.capture():
+        run.call()
+
+
+def test_accumulation_counts_steps(device: torch.device) -> None:
+    """As often as it is called: a scheduler steps with its optimizer."""
+    run = Run(device)
+    for step in range(3):
+        for _ in range(4):
+            run.backward()
+            assert run.call() == step
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert run.call() == run.call() == step + 1
+
+
+def test_once_in_an_epoch(device: torch.device) -> None:
+    """A call is for one step of the scheduler, if any step was taken since the call before."""
+    run, epoch = Run(device), Counting()
+    for skips in ([0], [4], [0, 1, 2, 3, 4], [2]):
+        for number in range(5):
+            run.step(skip=number in skips)
+            run.call()
+        run.amp.step_schedulers(epoch)
+    run.step()
+    run.amp.step_schedulers(epoch)
+    assert epoch.steps == 4
+    run.call()
+    assert run.call() == 20 - 8 + 1
+
+
+def test_several_schedulers_in_one_call_or_in_several(device: torch.device) -> None:
+    run, others = Run(device), [Counting(), Counting()]
+    for skip in (True, False, True, True, False, False):
+        run.step(skip)
+        run.amp.step_schedulers(run.scheduler, others[0])
+        run.amp.step_schedulers(others[1])
+    assert [run.scheduler.last_epoch, *(other.steps for other in others)] == [3, 3, 3]
+
+
+def test_two_losses_and_optimizers(device: torch.device) -> None:
+    """Each scheduler follows its own optimizer."""
+    models = [Net().to(device), Net().to(device)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    schedulers = [Counting(optimizer) for optimizer in optimizers]
+    scaler = tritonamp.GradScaler(device.type, init_scale=8.0)
+    amp = tritonamp.enable(models, optimizers, level="O2", scaler=scaler)
+    x = torch.randn(4, 6, device=device)
+    for skips in [(True, False), (True, False), (False, True), (False, False)]:
+        for i, skip in enumerate(skips):
+            loss = models[i](x).float().square().mean()
+            amp.backward(loss * math.inf if skip else loss, optimizers[i], loss_id=i)
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+        amp.step_schedulers(*schedulers)
+    assert [scheduler.steps for scheduler in schedulers] == [2, 3]
+    with pytest.raises(ValueError, match=r"scheduler 1: .* attribute optimizer .* got none"):
+        amp.step_schedulers(schedulers[0], Counting())
+
+
+def test_one_optimizer_that_two_scaled_losses_feed(device: torch.device) -> None:
+    """Its step is skipped where either loss is bad."""
+    run = Run(device)
+    for skips in [(True, False), (False, True), (True, True), (False, False), (False, False)]:
+        for i, skip in enumerate(skips):
+            loss = run.model(run.x).float().square().mean() / 8
+            run.amp.backward(loss * math.inf if skip else loss, loss_id=i)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        last = run.call()
+    assert last == 2
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["after the call", "before the call"])
+@pytest.mark.parametrize("skips", SKIPS.values(), ids=SKIPS)
+def test_a_resume_goes_on_with_the_same_bits(
+    device: torch.device, skips: list[int], between: bool
+) -> None:
+    """Saved at any call, whatever is outstanding, into new objects and into used ones."""
+    used = Run(device)
+    for saved_at in (0, 3, 6):
+        run = Run(device)
+        for call in range(saved_at + 1):
+            run.step(call in skips)
+            if call < saved_at or not between:
+                run.call()
+        states = copy.deepcopy(run.states())
+        new = Run(device)
+        for other in (new, used):
+            other.load(copy.deepcopy(states))
+        ends = []
+        for other in (run, new, used):
+            lasts = [other.call()] if between else []
+            for call in range(saved_at + 1, CALLS + 2):
+                other.step(call in skips)
+                lasts.append(other.call())
+            ends.append((lasts, other.parameters()))
+        for lasts, parameters in ends[1:]:
+            assert lasts == ends[0][0]
+            assert all(map(torch.equal, parameters, ends[0][1]))
+        assert ends[0][0][-1] == CALLS + 2 - len(skips)
+
+
+def test_what_is_outstanding_survives_a_second_save(fake_cuda: FakeCuda) -> None:
+    """Also of a scheduler that was not called in between, by kind."""
+    run, other = Run("cuda"), Counting()
+    for skip in (False, True):
+        run.step(skip)
+        run.amp.step_schedulers(run.scheduler, other)
+    assert (run.scheduler.last_epoch, other.steps) == (2, 2)
+    states = run.states()
+    for _ in range(2):
+        run = Run("cuda")
+        run.load(states)
+        states = run.states()
+    run.step()
+    run.amp.step_schedulers(other, run.scheduler)
+    assert (run.scheduler.last_epoch, other.steps) == (2, 2)
+
+
+def test_states_without_schedulers_load(device: torch.device) -> None:
+    """Those of before, and a GradScaler's: nothing is outstanding then."""
+    run = Run(device)
+    run.step(skip=True)
+    run.call()
+    state = run.amp.state_dict()
+    del state["schedulers"]
+    for old in (state, run.amp.scaler.state_dict()):
+        run = Run(device)
+        run.amp.load_state_dict(old)
+        assert run.call() == 0
+        run.step()
+        assert run.call() == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: ExponentialLR(o, 0.9),
+        lambda o: SequentialLR(o, [LinearLR(o), ExponentialLR(o, 0.9)], milestones=[2]),
+        lambda o: ChainedScheduler([LinearLR(o), ExponentialLR(o, 0.9)]),
+        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=CALLS, cycle_momentum=False),
+    ],
+    ids=["ExponentialLR", "SequentialLR", "ChainedScheduler", "OneCycleLR"],
+)
+@pytest.mark.parametrize("before", [False, True], ids=["made after enable", "made before"])
+def test_torchs_schedulers_do_not_warn(
+    device: torch.device, make: Callable[..., Any], before: bool
+) -> None:
+    """Not when the first steps are skipped, and OneCycleLR not of a call too many."""
+    model = Net().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    expected = make(plain)
+    scheduler = make(optimizer) if before else None
+    amp = tritonamp.enable(model, optimizer, level="O1")
+    scheduler = scheduler or make(optimizer)
+    for call in range(CALLS - 1):
+        loss = model(torch.ones(2, 6, device=device)).float().sum()
+        amp.backward(loss * math.inf if call < 3 else loss * 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        amp.step_schedulers(scheduler)
+        if call >= 3:
+            plain.step()
+            expected.step()
+    assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_a_step_that_failed_was_none(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(device)
+    run.step()
+    assert run.call() == 1
+    handle = run.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    run.backward()
+    with pytest.raises(ZeroDivisionError):
+        run.optimizer.step()
+    assert run.call() == 1
+    handle.remove()
+    run.optimizer.step()
+    assert run.call() == 2
+    handle = run.optimizer.register_step_post_hook(lambda *_: 1 / 0)  # too late
+    run.backward()
+    with pytest.raises(ZeroDivisionError):
+        run.optimizer.step()
+    assert run.call() == 3
+    handle.remove()
+
+
+def test_errors(device: torch.device) -> None:
+    run = Run(device)
+    run.step()
+    plateau = ReduceLROnPlateau(run.optimizer)
+    foreign = LambdaLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), lambda _: 1.0)
+    for wrong, message in {
+        plateau: r"expected one .* no arguments, got a ReduceLROnPlateau .*metrics.*yourself",
+        foreign: "expected a LambdaLR whose attribute optimizer .* got a SGD that is not one",
+        run.optimizer: r"expected an object with step\(\), got AdamW",
+        LambdaLR: r"expected an object with step\(\), got <class",
+        "warmup": r"expected an object with step\(\), got 'warmup'",
+    }.items():
+        with pytest.raises(ValueError, match=f"scheduler 1: {message}"):
+            run.amp.step_schedulers(run.scheduler, wrong)
+    assert run.scheduler.last_epoch == 0
+    run.amp.disable()
+    with pytest.raises(RuntimeError, match=r"amp.step_schedulers\(\): this model was disabled"):
+        run.call()
+    amp = tritonamp.enable(Net())
+    with pytest.raises(RuntimeError, match="enabled without an optimizer"):
+        amp.step_schedulers(run.scheduler)
+    amp.disable()

@@ -1,0 +1,94 @@
+"""Copies of a model's buffers, two launches for each dtype, which leave out skipped steps."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.cast import fp32_value
+from tritonamp.policy import HALF_DTYPES
+
+
+class _Place(NamedTuple):
+    """Where a buffer is; ``key`` is its name in ``module``."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def buffer(self) -> Tensor:
+        buffer = self.module._buffers[self.key]
+        assert buffer is not None, f"{self.name} was a tensor"
+        return buffer.detach()
+
+
+class CopiedBuffers:
+    """The buffers that the state of models holds, as they were at the last update.
+
+    Half buffers are copied to FP32: the FP32 value behind one counts as long as it rounds to it.
+
+    Args:
+        models: whose buffers they are.
+        fp32_values: of half ones.
+
+    Attributes:
+        tensors: the copies, by name; of several models with the model's number in front.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], fp32_values: Fp32Values) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._flat: list[tuple[list[_Place], Tensor]] = []
+        by_kind: dict[tuple[torch.device, torch.dtype], list[_Place]] = {}
+        for place in _places(models):
+            buffer = place.buffer()
+            by_kind.setdefault((buffer.device, buffer.dtype), []).append(place)
+        for places in by_kind.values():
+            self._add(places, fp32_values)
+
+    def _add(self, places: list[_Place], fp32_values: Fp32Values) -> None:
+        buffers = [place.buffer() for place in places]
+        wide = buffers[0].dtype in HALF_DTYPES
+        values = [_fp32(place, fp32_values) if wide else place.buffer() for place in places]
+        flat = torch.cat([value.reshape(-1) for value in values])
+        self._flat.append((places, flat))
+        parts = flat.split([buffer.numel() for buffer in buffers])
+        for place, buffer, part in zip(places, buffers, parts, strict=True):
+            self.tensors[place.name] = part.view(buffer.shape)
+
+    def update(self, found_inf: Tensor | None) -> None:
+        """Copy the buffers as they are now.
+
+        Args:
+            found_inf: 0-d; any value other than 0 leaves the copies as they are. None: as 0.
+        """
+        for places, flat in self._flat:
+            now = torch.cat([place.buffer().reshape(-1) for place in places])
+            if now.dtype != flat.dtype:
+                now = fp32_value(now, flat)
+            if found_inf is not None:
+                now = torch.where(transfer(found_inf, flat.device) != 0, flat, now)
+            flat.copy_(now)
+
+
+def _places(models: Sequence[nn.Module]) -> list[_Place]:
+    places = []
+    for i, model in enumerate(models):
+        prefix = f"{i}." if len(models) > 1 else ""
+        for path, module in model.named_modules(remove_duplicate=False):
+            # private, as old as buffers that no state holds: torch has no public way to ask
+            passing = module._non_persistent_buffers_set
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in passing:
+                    name = f"{path}.{key}" if path else key
+                    places.append(_Place(prefix + name, module, key))
+    return places
+
+
+def _fp32(place: _Place, fp32_values: Fp32Values) -> Tensor:
+    half = place.module._buffers[place.key]
+    assert half is not None
+    value = fp32_values.get(half) if half in fp32_values else half
+    return value.detach().to(half.device, torch.float32)

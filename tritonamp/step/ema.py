@@ -1,0 +1,201 @@
+"""An exponential moving average of a model in training: in FP32, and without the skipped steps."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tritonamp.distributed.ddp import unwrapped
+from tritonamp.distributed.fsdp import full_tensor, is_sharded
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.device import refuse_capture
+from tritonamp.kernels.ema import ema
+from tritonamp.policy import HALF_DTYPES
+from tritonamp.step.copied_buffers import CopiedBuffers
+from tritonamp.step.masters import MasterWeights
+from tritonamp.step.outcomes import StepOutcomes
+
+
+class EMA:
+    """Averages of the FP32 values that optimizers step on; ``Amp.ema`` makes it.
+
+    ::
+
+        average = decay * average + (1 - decay) * value    at each update, unless the last step of
+                                                           the parameter's optimizer was skipped
+
+    A value is the FP32 master where there is one, else the parameter. Buffers are copied. A
+    parameter that no optimizer steps on has no average: ``copy_to`` takes it as the model has it.
+
+    Args:
+        decay: in [0, 1).
+        models: whose values these are.
+        weights: optimizer to its master weights.
+        outcomes: of the steps, by optimizer.
+        fp32_values: of the models' half tensors.
+        backend: "auto", "triton" or "eager".
+        check: raises where the models are not in training.
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        models: Sequence[nn.Module],
+        weights: Mapping[Optimizer, MasterWeights],
+        outcomes: Mapping[Optimizer, StepOutcomes],
+        fp32_values: Fp32Values,
+        backend: str,
+        check: Callable[[], None],
+    ) -> None:
+        self.decay = decay
+        self._models = models
+        self._weights = weights
+        self._outcomes = outcomes
+        self._fp32_values = fp32_values
+        self._backend = backend
+        self._check = check
+        self._averages: dict[Tensor, Tensor] = {}  # by parameter of the model
+        self._lists: dict[Optimizer, TensorLists] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffers = CopiedBuffers(models, fp32_values)
+            for w in weights.values():
+                self._averages_of(w)
+
+    @property
+    def decay(self) -> float:
+        """How much of an average an update leaves; in [0, 1)."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+            raise ValueError(f"decay: expected a number in [0, 1), got {decay!r}")
+        self._decay = float(decay)
+
+    def update(self) -> None:
+        """Move the averages towards the values of now, unless the last step was skipped.
+
+        Call it after ``optimizer.step()``. The device decides; the host does not wait for it.
+
+        Raises:
+            RuntimeError: the model was disabled, or has no optimizer.
+        """
+        self._check()
+        with torch.inference_mode(False), torch.no_grad():
+            for optimizer, w in self._weights.items():
+                w.refresh()
+                lists = self._lists.setdefault(optimizer, TensorLists())
+                lists.set("averages", self._averages_of(w), lasting=True)
+                groups = optimizer.param_groups
+                lists.set("params", [p for g in groups for p in g["params"]], lasting=True)
+                ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
+            self._buffers.update(self._found_inf())
+
+    def _averages_of(self, w: MasterWeights) -> list[Tensor]:
+        """Return them in the optimizer's order; those of new parameters begin at their values."""
+        averages = []
+        for param in w.parameters():
+            average = self._averages.get(param)
+            if average is None:
+                refuse_capture(param.device, "the average of a parameter")
+                average = self._averages[param] = self._value(param).clone()
+            averages.append(average)
+        return averages
+
+    def _value(self, param: Tensor) -> Tensor:
+        """Return the FP32 (or FP64) value of a parameter of the model, where that is."""
+        half = param.dtype in HALF_DTYPES and param in self._fp32_values
+        value = self._fp32_values.get(param) if half else param
+        return value.detach().to(param.device, torch.promote_types(param.dtype, torch.float32))
+
+    def _found_inf(self) -> Tensor | None:
+        """Return whether the last step of any optimizer was skipped, 0-d; None: there was none."""
+        flags = [o.found_inf for o in self._outcomes.values() if o.found_inf is not None]
+        if len(flags) < 2:
+            return flags[0] if flags else None
+        return torch.stack([transfer(flag, flags[0].device) for flag in flags]).amax()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages in FP32, and the buffers, by the model's names for them.
+
+        Where every parameter is trained, this is a state of the plain model. The names of several
+        models begin with the model's number.
+        """
+        averages = {
+            name: self._averages[param] for name, param in self._named() if param in self._averages
+        }
+        return averages | self._buffers.tensors
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load a state of ``state_dict``, in place.
+
+        Raises:
+            ValueError: other names or shapes, listed; nothing was changed.
+        """
+        own = self.state_dict()
+        _check_like("ema.load_state_dict", state_dict, own)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state_dict[name])
+
+    def copy_to(self, model: nn.Module | Iterable[nn.Module]) -> None:
+        """Write the averages, with all else that the model's state holds, into another model.
+
+        Args:
+            model: plain or enabled, of any dtype, of the same architecture as the one in training,
+                or that one; several, as they were given to ``enable``. Averages of a sharded model
+                go into a plain one where all ranks call this.
+
+        Raises:
+            ValueError: other names or shapes, listed; nothing was changed.
+        """
+        given: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+        if len(given) != len(self._models):
+            raise ValueError(f"model: expected {len(self._models)} model(s), got {len(given)}")
+        untrained = {n: self._value(p) for n, p in self._named() if p not in self._averages}
+        values = self.state_dict() | untrained
+        targets = []
+        for prefix, target in zip(self._prefixes(), map(unwrapped, given), strict=True):
+            state = {
+                name.removeprefix(prefix): value
+                for name, value in values.items()
+                if name.startswith(prefix)
+            }
+            own = target.state_dict()
+            _check_like("ema.copy_to", state, own)
+            targets.append((target, {name: _suited(state[name], own[name]) for name in state}))
+        for target, state in targets:
+            target.load_state_dict(state, strict=False)  # not what modules save beside tensors
+
+    def _prefixes(self) -> list[str]:
+        return [f"{i}." if len(self._models) > 1 else "" for i in range(len(self._models))]
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, model in zip(self._prefixes(), self._models, strict=True):
+            for name, param in model.named_parameters(remove_duplicate=False):
+                yield prefix + name, param
+
+
+def _suited(value: Tensor, target: Any) -> Tensor:
+    return full_tensor(value) if is_sharded(value) and not is_sharded(target) else value
+
+
+def _check_like(call: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the tensors of both have the same names and shapes."""
+    shapes = {name: tuple(x.shape) for name, x in own.items() if isinstance(x, Tensor)}
+    got = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
+    faults = {
+        "missing": sorted(shapes.keys() - got.keys()),
+        "unknown": sorted(got.keys() - shapes.keys()),
+        "of other shapes": [
+            f"{name} (expected {shapes[name]}, got {got[name]})"
+            for name in shapes.keys() & got.keys()
+            if shapes[name] != got[name]
+        ],
+    }
+    if found := [f"{what}: {', '.join(names[:10])}" for what, names in faults.items() if names]:
+        raise ValueError(f"{call}: expected the same architecture, got {'; '.join(found)}")

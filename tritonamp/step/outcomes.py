@@ -1,0 +1,118 @@
+"""What became of one optimizer's steps: on the device, where nobody waits for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.device import is_capturing, refuse_capture
+
+
+class StepOutcomes:
+    """The steps of one optimizer: how many were tried, whether the last was skipped, how many not.
+
+    Nothing is counted on the device before ``count`` asks for it.
+
+    Attributes:
+        tried: steps, skipped ones included; replays of a CUDA graph go unseen.
+        captured: whether a CUDA graph has captured one.
+        found_inf: 0-d, on the device, not 0 where the last step was a skip; None: there was none.
+        tried_before: those before the last ``state`` or ``load_state``.
+        known: how many of those were taken.
+        counts: whether ``count`` has asked for it.
+    """
+
+    def __init__(self) -> None:
+        self.tried = 0
+        self.captured = False
+        self.found_inf: Tensor | None = None
+        self.known = 0
+        self.tried_before = 0
+        self.counts = False
+        self._uncounted_graph = False
+        self._taken: Tensor | None = None  # where the gradients are
+
+    def note(self, found_inf: Tensor) -> None:
+        """Note a step that was decided on.
+
+        Args:
+            found_inf: 0-d, not 0: it was a skip.
+        """
+        if self.captured and self.found_inf is not None:
+            self.found_inf.copy_(found_inf)  # replays write there, too
+        else:
+            self.found_inf = found_inf
+        if self.counts:
+            if self._taken is None:
+                refuse_capture(found_inf.device, "the count of steps that were taken")
+                self._taken = found_inf.new_full((1,), self.known, dtype=torch.float64)
+            self._taken.add_(found_inf == 0)
+        if is_capturing(found_inf.device):
+            self.captured = True
+            self._uncounted_graph = not self.counts
+        else:
+            self.tried += 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``known`` counts all steps: none was tried since."""
+        return self.tried == self.tried_before and not self.captured
+
+    def count(self, any_taken: Tensor | None) -> Tensor | None:
+        """Return how many steps were taken, float64 of shape (1,), kept up to date on the device.
+
+        Those before the first call count as one at most.
+
+        Args:
+            any_taken: 0-d, whether there was one of them by any optimizer; of a first step it is
+                known whether it was taken.
+
+        Returns:
+            None where no step was tried since the beginning, or since ``state`` or ``load_state``.
+
+        Raises:
+            RuntimeError: a CUDA graph has captured a step that does not count.
+        """
+        counted, self.counts = self.counts, True
+        if self._uncounted_graph:
+            raise RuntimeError(
+                "amp.step_schedulers: expected a call before a CUDA graph captures "
+                "optimizer.step(), got the first one after: run a step, and capture again"
+            )
+        if not counted and not self.is_known and self.found_inf is not None:
+            self._taken = self.found_inf.new_zeros((1,), dtype=torch.float64)
+            self._taken.add_(
+                self.found_inf == 0
+                if self.tried == 1 or any_taken is None
+                else transfer(any_taken, self._taken.device)
+            )
+        return self._taken
+
+    def state(self, any_taken: bool) -> dict[str, Any]:
+        """Return the counts as plain values, and remember them as known. Reads the device.
+
+        Args:
+            any_taken: as for ``count``.
+        """
+        if self._taken is not None:
+            self.known = int(self._taken)
+        elif not self.is_known:
+            first = self.tried == 1 and self.found_inf is not None
+            self.known = int(self.found_inf == 0 if first else any_taken)
+        self.tried_before = self.tried
+        return {"tried": self.tried, "taken": self.known, "counted": self.counts}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state`` returned."""
+        self.tried = self.tried_before = state["tried"]
+        self.known = state["taken"]
+        self.counts = state["counted"] or self._taken is not None
+        if self._taken is not None:
+            self._taken.fill_(self.known)
+        if not self.captured:
+            self.found_inf = None
+
+
+NO_STEPS: dict[str, Any] = {"tried": 0, "taken": 0, "counted": False}
+"""The ``StepOutcomes.state`` of a beginning."""

@@ -1,0 +1,223 @@
+"""Learning-rate schedulers that follow the steps that were taken, without waiting for the device.
+
+    call           step the scheduler, as if the step before it was taken; ask for its outcome
+    a later call   that outcome has arrived: a skip -> this call does not step the scheduler
+
+On the CPU an outcome is known at once, so that no scheduler is ever ahead.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.diagnosis.log import StepLog
+from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels.device import is_capturing
+from tritonamp.readback import Readback
+from tritonamp.step.outcomes import NO_STEPS, StepOutcomes
+
+_UNDER_WAY = 16  # calls whose outcome is unknown, after which the host waits for the oldest
+
+
+class SteppedScheduler:
+    """One scheduler, and how far it has followed its optimizer.
+
+    A call asks for a step where a step of the optimizer was taken since the call before.
+
+    Args:
+        scheduler: has ``step()``.
+        outcomes: of its optimizer.
+        log: of all steps.
+        state: what ``state`` returned; None: it begins.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        outcomes: StepOutcomes,
+        log: StepLog,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._outcomes = outcomes
+        self._log = log
+        self._ahead = 0  # steps of the scheduler that no taken step is known for
+        self._unknown = 0  # calls whose outcome has not arrived
+        self._tried = 0  # steps of the optimizer at the last call
+        self._taken = 0  # of these, at the last call whose outcome has arrived
+        self._readback: Readback | None = None
+        if state is not None:
+            self._ahead = state["ahead"]
+            self._tried = outcomes.tried_before - state["open"]
+            self._taken = outcomes.known - state["open"]
+
+    def step(self, wait: bool) -> None:
+        """Step the scheduler, unless a skip is to be made up for, or no step was tried.
+
+        Args:
+            wait: for the outcomes of earlier calls.
+        """
+        outcomes = self._outcomes
+        taken = outcomes.count(None if outcomes.counts else self._log.any_taken)
+        if taken is not None and is_capturing(taken.device):
+            raise RuntimeError(
+                "amp.step_schedulers: expected a call after each replay of a CUDA graph, got one "
+                "inside of the capture: replays run no Python"
+            )
+        if outcomes.tried == self._tried and not outcomes.captured:
+            return
+        self._tried = outcomes.tried
+        self._collect(wait or self._unknown >= _UNDER_WAY)
+        self._ask(taken)
+        if self._ahead < self._unknown:
+            self.scheduler.step()
+            self._ahead += 1
+
+    def _ask(self, taken: Tensor | None) -> None:
+        """Start copying how many steps were taken until now."""
+        self._unknown += 1
+        if taken is None or self._outcomes.is_known:
+            self._learn(self._outcomes.known)
+            return
+        if self._readback is None:
+            self._readback = Readback(taken, _UNDER_WAY)
+        self._readback.start(taken, None)
+        if not taken.is_cuda:
+            self._collect(wait=False)
+
+    def _collect(self, wait: bool) -> None:
+        if self._readback is not None:
+            for reading in self._readback.ready(wait):
+                self._learn(int(reading.values[0]))
+
+    def _learn(self, taken: int) -> None:
+        """Learn how many steps had been taken at the oldest call that was unknown."""
+        self._unknown -= 1
+        if taken > self._taken:
+            self._ahead -= 1
+        self._taken = taken
+
+    def state(self, taken: int) -> dict[str, Any]:
+        """Return what is outstanding, as plain values. Waits for the device.
+
+        Args:
+            taken: how many steps of the optimizer were, until now.
+        """
+        self._collect(wait=True)
+        is_open = taken > self._taken
+        if not is_open:
+            self._tried = self._outcomes.tried  # what was tried since the last call was skipped
+        return {
+            "kind": type(self.scheduler).__name__,
+            "ahead": self._ahead,
+            "open": int(is_open),
+        }
+
+
+class SchedulerSteps:
+    """The schedulers of one ``Amp``.
+
+    Args:
+        outcomes: by optimizer.
+        log: of all steps.
+        ranks: where there are several, each has to learn of an outcome at the same call.
+    """
+
+    def __init__(
+        self, outcomes: Mapping[Optimizer, StepOutcomes], log: StepLog, ranks: Ranks
+    ) -> None:
+        self._outcomes = outcomes
+        self._log = log
+        self._ranks = ranks
+        self._of: dict[Optimizer, list[SteppedScheduler]] = {o: [] for o in outcomes}
+        self._loaded: dict[Optimizer, list[dict[str, Any]]] = {o: [] for o in outcomes}
+
+    def step(self, schedulers: Sequence[Any]) -> None:
+        """Step those whose optimizer has stepped since the call before.
+
+        Raises:
+            ValueError: not schedulers, or not of an enabled optimizer; none has been stepped then.
+        """
+        found = [self._find(number, scheduler) for number, scheduler in enumerate(schedulers)]
+        wait = self._ranks.several or torch.are_deterministic_algorithms_enabled()
+        for stepped in found:
+            stepped.step(wait)
+
+    def _find(self, number: int, scheduler: Any) -> SteppedScheduler:
+        for stepped in self._all():
+            if stepped.scheduler is scheduler:
+                return stepped
+        _check_step(number, scheduler)
+        optimizer = self._optimizer_of(number, scheduler)
+        loaded = self._take_loaded(optimizer, scheduler)
+        stepped = SteppedScheduler(scheduler, self._outcomes[optimizer], self._log, loaded)
+        self._of[optimizer].append(stepped)
+        return stepped
+
+    def _all(self) -> Iterator[SteppedScheduler]:
+        for stepped in self._of.values():
+            yield from stepped
+
+    def _optimizer_of(self, number: int, scheduler: Any) -> Optimizer:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is None and len(self._outcomes) == 1:
+            return next(iter(self._outcomes))
+        if isinstance(optimizer, Optimizer) and optimizer in self._outcomes:
+            return optimizer
+        got = "none" if optimizer is None else f"a {type(optimizer).__name__} that is not one"
+        raise ValueError(
+            f"scheduler {number}: expected a {type(scheduler).__name__} whose attribute optimizer "
+            f"is one given to tritonamp.enable, got {got}: enable the optimizer with the model, or "
+            "call the scheduler's step() yourself"
+        )
+
+    def _take_loaded(self, optimizer: Optimizer, scheduler: Any) -> dict[str, Any] | None:
+        """Return the state of the first such scheduler that was loaded, once."""
+        loaded = self._loaded[optimizer]
+        for i, state in enumerate(loaded):
+            if state["kind"] == type(scheduler).__name__:
+                return loaded.pop(i)
+        return None
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what is outstanding, by number of the optimizer. Waits for the device."""
+        states = []
+        any_taken = self._log.counts()["clean"] > 0
+        for optimizer, outcomes in self._outcomes.items():
+            steps = outcomes.state(any_taken)
+            live = [stepped.state(steps["taken"]) for stepped in self._of[optimizer]]
+            states.append({**steps, "schedulers": live + self._loaded[optimizer]})
+        return states
+
+    def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from what ``state`` returned; schedulers are known by kind and order.
+
+        Where it says nothing of an optimizer, nothing is outstanding.
+        """
+        for number, (optimizer, outcomes) in enumerate(self._outcomes.items()):
+            state = states[number] if number < len(states) else {**NO_STEPS, "schedulers": []}
+            outcomes.load_state(dict(state))
+            if outcomes.tried:
+                # private (torch 2.11 to 2.15): by which a scheduler knows that the order of calls
+                # is right; of the optimizer's steps before the state was saved
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._of[optimizer] = []
+            self._loaded[optimizer] = list(state["schedulers"])
+
+
+def _check_step(number: int, scheduler: Any) -> None:
+    """Refuse what cannot be stepped without arguments."""
+    kind, step = type(scheduler).__name__, getattr(scheduler, "step", None)
+    if isinstance(scheduler, (type, Optimizer)) or not callable(step):
+        raise ValueError(f"scheduler {number}: expected an object with step(), got {scheduler!r}")
+    try:
+        inspect.signature(step).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"scheduler {number}: expected one whose step() takes no arguments, got a {kind} "
+            f"({error}): call its step yourself, where you know what it asks for"
+        ) from None
