@@ -29,7 +29,7 @@ class EMA:
                                                            the parameter's optimizer was skipped
 
     A value is the FP32 master where there is one, else the parameter. Buffers are copied. A
-    parameter that no optimizer steps on has no average: ``copy_to`` takes it as the model has it.
+    parameter that is frozen, or that no optimizer steps on, has no average: ``copy_to`` takes it as the model has it.
 
     Args:
         decay: in [0, 1).
@@ -63,7 +63,7 @@ class EMA:
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = CopiedBuffers(models, fp32_values)
             for w in weights.values():
-                self._averages_of(w)
+                self._averages_of(self._averaged(w))
 
     @property
     def decay(self) -> float:
@@ -88,17 +88,23 @@ class EMA:
         with torch.inference_mode(False), torch.no_grad():
             for optimizer, w in self._weights.items():
                 w.refresh()
+                averaged = self._averaged(w)
                 lists = self._lists.setdefault(optimizer, TensorLists())
-                lists.set("averages", self._averages_of(w), lasting=True)
-                groups = optimizer.param_groups
-                lists.set("params", [p for g in groups for p in g["params"]], lasting=True)
+                lists.set("averages", self._averages_of(averaged), lasting=True)
+                lists.set("params", list(averaged.values()), lasting=True)
                 ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
             self._buffers.update(self._found_inf())
 
-    def _averages_of(self, w: MasterWeights) -> list[Tensor]:
-        """Return them in the optimizer's order; those of new parameters begin at their values."""
+    def _averaged(self, w: MasterWeights) -> dict[Tensor, Tensor]:
+        """Return parameter to what is stepped on, of those that train, or have once."""
+        stepped_on = (p for group in w.optimizer.param_groups for p in group["params"])
+        pairs = zip(w.parameters(), stepped_on, strict=True)
+        return {p: master for p, master in pairs if p.requires_grad or p in self._averages}
+
+    def _averages_of(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return them in this order; those of new parameters begin at their values."""
         averages = []
-        for param in w.parameters():
+        for param in params:
             average = self._averages.get(param)
             if average is None:
                 refuse_capture(param.device, "the average of a parameter")
