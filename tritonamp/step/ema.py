@@ -29,7 +29,8 @@ class EMA:
                                                            the parameter's optimizer was skipped
 
     A value is the FP32 master where there is one, else the parameter. Buffers are copied. A
-    parameter that is frozen, or that no optimizer steps on, has no average: ``copy_to`` takes it as the model has it.
+    parameter that is frozen, or that no optimizer steps on, has no average: ``copy_to`` takes it
+    as the model has it.
 
     Args:
         decay: in [0, 1).
