@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import gc
 import importlib
 from typing import Any
 
@@ -35,6 +36,17 @@ def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(state) == set(expected)
     for name, value in expected.items():
         assert torch.equal(state[name], value), name
+
+
+def storage_bytes() -> int:
+    """Return how many bytes the tensors hold that Python sees."""
+    gc.collect()
+    found = {}
+    for x in gc.get_objects():
+        if issubclass(type(x), Tensor) and x.layout is torch.strided:
+            storage = x.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def torchs_database(module: str, name: str) -> Any:

@@ -3,7 +3,6 @@ stays as it is.
 """
 
 import copy
-import gc
 import io
 import logging
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same
+from helpers import same, storage_bytes
 from torch import Tensor, nn
 
 import tritonamp
@@ -337,6 +336,18 @@ def test_the_dtype_of_the_model_is_the_default(handles: Any, device: torch.devic
     assert handles(make(device, FP16), level="O5").policy.dtype is BF16
 
 
+def test_the_dtype_of_quantised_modules_is_the_default(handles: Any, device: torch.device) -> None:
+    for said, other, dtype in [
+        (BF16, FP32, BF16),
+        (FP32, FP32, FP16),
+        (None, FP32, FP16),
+        (FP16, BF16, BF16),
+    ]:
+        model = nn.Sequential(IntegerLinear(), nn.Linear(4, 4, dtype=other)).to(device)
+        model[0].compute_dtype = said
+        assert handles(model, level="O1").policy.dtype is dtype
+
+
 def test_bfloat16_where_the_device_lacks_it(
     handles: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -501,16 +512,6 @@ def test_quantised_parameters_are_left_alone(
     assert scales.data_ptr() == pointers[1]
 
 
-def storage_bytes() -> int:
-    gc.collect()
-    found = {}
-    for x in gc.get_objects():
-        if issubclass(type(x), Tensor) and x.layout is torch.strided:
-            storage = x.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_memory_of_a_frozen_half_base(handles: Any, level: str) -> None:
     """Nothing of the size of the base is added: not by enable, by steps, nor by a state."""
@@ -577,6 +578,31 @@ def test_copies_and_pickles_know_what_is_frozen(
         assert {n: v.dtype for n, v in averaged.state_dict().items()} == expected
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_were_taken_stay(handles: Any, device: torch.device, name: str) -> None:
+    """Neither enable nor disable changes the dtypes in a state that somebody holds."""
+
+    def found(state: Any) -> Any:
+        return [
+            (key, getattr(t, "dtype", None))
+            for of in state["state"].values()
+            for key, t in of.items()
+        ]
+
+    model = make(device, FP16)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, range(2))
+    while_enabled = optimizer.state_dict()
+    before = found(while_enabled)
+    amp.disable()
+    disabled = optimizer.state_dict()
+    after = found(disabled)
+    handles(model, optimizer, level="O2")
+    assert found(while_enabled) == before and found(disabled) == after
+    assert before != after
+
+
 def test_a_state_goes_into_the_plain_half_model(handles: Any, device: torch.device) -> None:
     model = make(device, FP16)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
@@ -586,6 +612,80 @@ def test_a_state_goes_into_the_plain_half_model(handles: Any, device: torch.devi
     plain.load_state_dict(model.state_dict())
     amp.disable()
     assert same([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])
+
+
+# files
+
+
+class Pretrained(Net):
+    """It saves itself as models of transformers and diffusers do."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters())
+
+    def save_pretrained(self, *, refuse: bool = False) -> tuple[torch.dtype, dict[str, Tensor]]:
+        if refuse:
+            raise OSError("no space left")
+        return self.dtype, self.state_dict()
+
+
+def pretrained(device: torch.device, dtype: torch.dtype) -> Pretrained:
+    torch.manual_seed(0)
+    return Pretrained().to(device, dtype)
+
+
+@pytest.mark.parametrize("loaded", [FP16, BF16, FP32], ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_files_are_those_of_the_plain_model(
+    handles: Any, device: torch.device, level: str, loaded: torch.dtype
+) -> None:
+    model = pretrained(device, loaded)
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    amp = handles(model, optimizer, level=level)
+    train(model, optimizer, amp, range(2))
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(refuse=True)
+    before = model.dtype, {name: value.dtype for name, value in model.state_dict().items()}
+    copied = copy.deepcopy(model).save_pretrained()
+    dtype, saved = model.save_pretrained()
+    after = model.dtype, {name: value.dtype for name, value in model.state_dict().items()}
+    amp.disable()
+    assert before == after and before[1]["hidden.weight"] is FP32
+    assert dtype is copied[0] is model.dtype is loaded
+    assert saved["embed.weight"].data_ptr() == saved["head.weight"].data_ptr()
+    expected = model.save_pretrained()[1]
+    assert saved.keys() == copied[1].keys() == expected.keys()
+    for name, value in expected.items():
+        assert saved[name].dtype is copied[1][name].dtype is value.dtype, name
+        assert torch.equal(saved[name], value), name
+        # a copy has the half values
+        copied_exactly = level in ("O0", "O1") or loaded is not FP32
+        assert torch.equal(copied[1][name], value) or not copied_exactly, name
+
+
+@pytest.mark.compiled
+def test_a_compiled_forward_may_ask_for_the_dtype(handles: Any) -> None:
+    class Asks(Pretrained):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) + torch.ones((), dtype=self.dtype)
+
+    model, x = Asks().half(), tokens(torch.device("cpu"), 0)
+    handles(model, level="O2")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_files_of_models_with_names_in_common(handles: Any, device: torch.device) -> None:
+    """A teacher that was loaded in half does not narrow the student."""
+    for teacher_first in (True, False):
+        teacher, student = pretrained(device, FP16), pretrained(device, FP32)
+        teacher.requires_grad_(False)
+        models = [teacher, student] if teacher_first else [student, teacher]
+        amp = handles(models, OPTIMIZERS["SGD"](student.parameters()), level="O2")
+        dtype, saved = student.save_pretrained()
+        assert dtype is saved["hidden.weight"].dtype is FP32
+        amp.disable()
 
 
 # what is refused

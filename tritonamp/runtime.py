@@ -164,6 +164,7 @@ class Amp:
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
+        self._context.saved.note_loaded(models)
         self._storage = Storage(policy, self._fp32_values)
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         trained_half = [p for p in stepped if p.dtype in HALF_DTYPES and p.requires_grad]
@@ -180,7 +181,7 @@ class Amp:
             weights = MasterWeights(optimizer, self._fp32_values, policy.trains_fp32_values)
             weights.take_masters()
             self._weights[optimizer] = weights
-        self._context.note_fp32_names(models)
+        self._context.saved.note_fp32_names(models, policy, self._fp32_values)
         self._log = StepLog(
             functools.partial(_names, models),
             functools.partial(_tensors, models),

@@ -1,14 +1,13 @@
 """A loop written for Accelerate walks the steps of one written for tritonamp, bit for bit."""
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 from helpers import assert_same
 from torch import Tensor, nn
 
@@ -29,15 +28,6 @@ RUNS = [
     ("O5", "AdamW"),
 ]
 LOSS = nn.functional.mse_loss
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_state() -> Iterator[None]:
-    """Accelerate keeps one state for the process."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def net() -> nn.Module:
@@ -72,10 +62,19 @@ def batches(bad: int | None = None) -> list[tuple[Tensor, Tensor]]:
 class Run:
     """A training under Accelerate."""
 
-    def __init__(self, kind: str = "AdamW", accumulate: int = 1, **settings: Any) -> None:
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    def __init__(
+        self,
+        kind: str = "AdamW",
+        accumulate: int = 1,
+        mixed_precision: str | None = None,
+        loaded: torch.dtype = torch.float32,
+        **settings: Any,
+    ) -> None:
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=mixed_precision
+        )
         enable(self.accelerator, **settings)
-        model = net()
+        model = net().to(loaded)
         optimizer = make_optimizer(model, kind)
         scheduler = make_scheduler(optimizer)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
@@ -193,16 +192,19 @@ def test_norms_of_a_part_and_of_another_kind(level: str) -> None:
     run.accelerator.free_memory()
 
 
+@pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
-def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None:
+def test_resuming_is_not_stopping(
+    level: str, kind: str, loaded: torch.dtype, tmp_path: Path
+) -> None:
     data = batches(bad=2)
-    run = Run(kind, level=level)
+    run = Run(kind, level=level, loaded=loaded)
     run.train(data[:3])
     run.accelerator.save_state(str(tmp_path))
     whole = run.train(data[3:])
     steps = run.amp.stats()["steps"]
     run.accelerator.free_memory()
-    resumed = Run(kind, level=level)
+    resumed = Run(kind, level=level, loaded=loaded)
     resumed.accelerator.load_state(str(tmp_path))
     assert_same(resumed.train(data[3:]), whole)
     assert resumed.amp.stats()["steps"] == steps
@@ -276,9 +278,56 @@ def test_trained_again_and_pickled() -> None:
     run.accelerator.free_memory()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("mixed_precision", "said", "dtype"),
+    [
+        ("fp16", None, torch.float16),
+        ("bf16", None, torch.bfloat16),
+        ("bf16", torch.float16, torch.float16),
+    ],
+)
+def test_mixed_precision_is_the_dtype(
+    level: str, mixed_precision: str, said: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    settings = {"level": level} if said is None else {"level": level, "dtype": said}
+    run = Run(mixed_precision=mixed_precision, **settings)
+    state = run.train(batches())
+    assert run.amp.policy.dtype is dtype
+    run.accelerator.free_memory()
+    assert run.accelerator.mixed_precision == mixed_precision  # as scripts ask
+    expected, *_ = by_hand(batches(), level=level, dtype=dtype)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("loaded", [torch.float16, torch.bfloat16], ids=str)
+def test_the_dtype_of_the_model_is_the_default(loaded: torch.dtype) -> None:
+    for settings, dtype in [
+        ({}, loaded),
+        ({"level": "O2"}, loaded),
+        ({"level": "O5"}, torch.bfloat16),
+        ({"policy": tritonamp.O2}, torch.float16),
+        ({"level": "O2", "dtype": torch.bfloat16}, torch.bfloat16),
+    ]:
+        accelerator = Accelerator(cpu=True)
+        enable(accelerator, **settings)
+        model = net().to(loaded)
+        model, _ = accelerator.prepare(model, make_optimizer(model))
+        assert accelerator.amp.policy.dtype is dtype  # type: ignore[attr-defined]
+        accelerator.free_memory()
+        assert {p.dtype for p in model.parameters()} == {loaded}
+
+
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="mixed_precision='no', got 'bf16'"):
-        enable(Accelerator(cpu=True, mixed_precision="bf16"), level="O2")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.prepare(net())
+    with pytest.raises(ValueError, match=r"it has prepared .* call enable before"):
+        enable(accelerator, level="O2")
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._mixed_precision = "fp8"
+    with pytest.raises(ValueError, match="mixed_precision one of no, fp16, bf16, got 'fp8'"):
+        enable(accelerator, level="O2")
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
     enable(accelerator, level="O2")

@@ -252,6 +252,36 @@ def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None
     assert resumed.amp is not None and resumed.amp.stats()["steps"] > plugin.amp.stats()["steps"]
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_resuming_a_half_model_is_not_stopping(
+    level: str, half: torch.dtype, tmp_path: Path
+) -> None:
+    models, states = [Model().to(half) for _ in range(2)], list[dict[str, Tensor]]()
+    for model, path in zip(models, [None, tmp_path / "epoch 0.ckpt"], strict=True):
+        plugin = MixedPrecision(level=level)
+        kept = KeepStates(tmp_path, states)
+        fit(model, plugin, max_epochs=2, ckpt_path=path, callbacks=[kept])
+        assert plugin.amp is not None and plugin.amp.policy.dtype is half
+    first, second, resumed = states
+    assert {value.dtype for value in first.values()} == {torch.float32}
+    assert not torch.equal(first["net.0.weight"], second["net.0.weight"])
+    assert_same(resumed, second)
+    assert_same(*(model.state_dict() for model in models))
+    assert {p.dtype for model in models for p in model.parameters()} == {half}
+
+
+class KeepStates(Callback):
+    """Notes the state after each epoch, and saves a checkpoint then."""
+
+    def __init__(self, folder: Path, states: list[dict[str, Tensor]]) -> None:
+        self.folder, self.states = folder, states
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.states.append({name: v.clone() for name, v in module.state_dict().items()})
+        trainer.save_checkpoint(self.folder / f"epoch {trainer.current_epoch}.ckpt")
+
+
 def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
     stock = StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**7))
     fit(Model(), stock, max_steps=2).save_checkpoint(tmp_path / "run.ckpt")

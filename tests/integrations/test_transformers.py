@@ -5,7 +5,6 @@ weights.
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ if sys.version_info < (3, 11):
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported
 
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 import tritonamp
 from tritonamp.integrations.transformers import enable
@@ -26,15 +26,6 @@ from tritonamp.integrations.transformers import enable
 pytestmark = pytest.mark.clients
 
 BATCHES, SIZE = 6, 4
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_state() -> Iterator[None]:
-    """Accelerate keeps one state for the process."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def language_model(kind: type = transformers.GPT2LMHeadModel) -> Any:
@@ -215,9 +206,87 @@ def test_trainers_own_optimizer_and_a_second_training(tmp_path: Path) -> None:
     trainer.accelerator.free_memory()
 
 
-def test_a_trainer_that_casts_by_itself_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, language_model(), bf16=True)
-    with pytest.raises(
-        ValueError, match=r"mixed_precision='no', got 'bf16'.*leave fp16 and bf16 False"
-    ):
+@pytest.mark.parametrize("argument", ["fp16", "bf16"])
+def test_fp16_and_bf16_are_the_dtype(argument: str, tmp_path: Path) -> None:
+    states = []
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[argument]
+    for arguments, settings in [({argument: True}, {}), ({}, {"dtype": dtype})]:
+        trainer = make_trainer(tmp_path, language_model(), **arguments)
+        enable(trainer, level="O2", **settings)
+        trainer.train()
+        states.append(state(trainer.model))
+        assert trainer.accelerator.amp.policy.dtype is dtype
+        trainer.accelerator.free_memory()
+        AcceleratorState._reset_state(True)
+    assert_same(*states)
+
+
+def test_full_evaluation_in_half_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, language_model(), bf16_full_eval=True)
+    with pytest.raises(ValueError, match=r"bf16_full_eval False.*would round the model that train"):
         enable(trainer, level="O2")
+
+
+# models that were loaded in half
+
+
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    language_model().to(dtype).save_pretrained(folder)
+    return transformers.GPT2LMHeadModel.from_pretrained(folder, dtype="auto")
+
+
+def from_files(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """What the files hold, and the dtype that the config says."""
+    dtype = json.loads((folder / "config.json").read_text())["dtype"]
+    return load_file(folder / "model.safetensors"), dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_files_say_and_hold_the_dtype_that_was_loaded(
+    level: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, name = loaded(tmp_path / "base", dtype), str(dtype).removeprefix("torch.")
+    names = set(from_files(tmp_path / "base")[0])
+    trainer = make_trainer(tmp_path / "run", model, save_strategy="steps", save_steps=BATCHES)
+    enable(trainer, level=level)
+    trainer.train()
+    trained = state(trainer.model)
+    trainer.save_model(str(tmp_path / "by trainer"))
+    trainer.model.save_pretrained(tmp_path / "by model")
+    trainer.accelerator.free_memory()
+    trainer.save_model(str(tmp_path / "disabled"))
+    for folder in ("by trainer", "by model", "disabled"):
+        saved, said = from_files(tmp_path / folder)
+        assert said == name and set(saved) == names, folder
+        assert all(
+            v.dtype is dtype and torch.equal(v, trained[n].to(dtype)) for n, v in saved.items()
+        )
+    checkpoint = tmp_path / "run" / f"checkpoint-{BATCHES}"
+    saved, said = from_files(checkpoint)
+    assert said == name and set(saved) == names  # loads as before, and yet rounds nothing
+    assert all(v.dtype is torch.float32 and torch.equal(v, trained[n]) for n, v in saved.items())
+    for folder in (tmp_path / "by model", checkpoint):
+        again = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        assert {p.dtype for p in again.parameters()} == {dtype}
+        assert_same(state(again), state(trainer.model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_resuming_a_half_model_is_not_stopping(
+    level: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    trainers = []
+    for start in (None, str(tmp_path / "0" / "checkpoint-3")):
+        model = loaded(tmp_path / "base", dtype)
+        folder = tmp_path / str(len(trainers))
+        trainer = make_trainer(folder, model, save_strategy="steps", save_steps=3)
+        enable(trainer, level=level)
+        trainer.train(resume_from_checkpoint=start)
+        trainers.append(trainer)
+    assert_same(*(state(trainer.model) for trainer in trainers))
+    assert trainers[0].accelerator.amp.policy.dtype is dtype
+    for trainer in trainers:
+        trainer.accelerator.free_memory()
+        assert {p.dtype for p in trainer.model.parameters()} == {dtype}

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tritonamp.casts import active, dispatch
+from tritonamp.casts.saved import SavedDtypes, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
 from tritonamp.fp32_values import Fp32Values
@@ -49,8 +50,7 @@ class EnabledContext:
         policy: what runs in which precision.
         backend: "auto", "triton" or "eager".
         fp32_values: of the model's half tensors.
-        fp32_names: names of the half tensors that are FP32 in a state dict, the others are saved
-            as they are stored; None: all.
+        saved: in which dtypes the model is saved.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
         device_type: where the parameters are.
@@ -64,12 +64,12 @@ class EnabledContext:
         backend: str,
         device_type: str,
         fp32_values: Fp32Values,
-        fp32_names: frozenset[str] | None = None,
+        saved: SavedDtypes | None = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
-        self.fp32_names = fp32_names
+        self.saved = SavedDtypes() if saved is None else saved
         self.observer: ForwardObserver | None = None
         self.ranks: RanksInForward | None = None
         self._number = active.number_of(policy, backend)
@@ -86,24 +86,18 @@ class EnabledContext:
         # can be told from one of torch's own autocast, also where others than torch recompute it
         self.cache = device_type == "cuda" and not self.policy.cast_model
 
-    def note_fp32_names(self, models: Iterable[Any]) -> None:
-        """Note which half tensors of ``models`` train, or came in FP32."""
-        trains = self.policy.trains_fp32_values or self.policy.cast_model
-        self.fp32_names = frozenset(
-            name
-            for model in models
-            for name, tensor in _named_tensors(model)
-            if tensor in self.fp32_values
-            or (trains and tensor.requires_grad and tensor.dtype in HALF_DTYPES)
-        )
+    def value_of(self, tensor: Tensor) -> Tensor:
+        """Return the FP32 value behind a half tensor that has one, else the tensor."""
+        known = tensor.dtype in HALF_DTYPES and tensor in self.fp32_values
+        return self.fp32_values.get(tensor) if known else tensor
 
     def __reduce__(self) -> Any:
-        of_copy = self.policy, self.backend, self.device_type, Fp32Values(), self.fp32_names
+        of_copy = self.policy, self.backend, self.device_type, Fp32Values(), self.saved
         return EnabledContext, of_copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
         make, of_copy = self.__reduce__()
-        return make(*of_copy)  # type: ignore[no-any-return]
+        return make(*of_copy)
 
     @active.inlined_by_dynamo
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +229,10 @@ class EnabledModule(_WithForward):
     _tritonamp_fp32 = False  # healed as a whole
     _run = staticmethod(enabled_forward)
 
+    @classmethod
+    def _members(cls, base: type) -> dict[str, Any]:
+        return super()._members(base) | pretrained_members(base)
+
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
@@ -250,19 +248,16 @@ class EnabledModule(_WithForward):
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
         context = self._tritonamp
-        values, names = context.fp32_values, context.fp32_names
         if context.policy.state_dict_dtype in HALF_DTYPES:
             return result
-        for name, tensor in _named_tensors(self):
-            if prefix + name not in result or tensor.dtype not in HALF_DTYPES:
+        made: dict[Tensor, Tensor] = {}  # what is tied stays tied
+        for name, tensor in named_tensors(self):
+            dtype = context.saved.in_state(name, tensor, context.fp32_values)
+            if prefix + name not in result or dtype is tensor.dtype:
                 continue
-            if tensor in values:
-                wide = values.get(tensor).to(tensor.device)
-            elif names is None or name in names:
-                wide = tensor.float()
-            else:
-                continue
-            result[prefix + name] = wide if keep_vars else wide.detach()
+            if tensor not in made:
+                made[tensor] = context.value_of(tensor).to(tensor.device, dtype)
+            result[prefix + name] = made[tensor] if keep_vars else made[tensor].detach()
         return result
 
     # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like
@@ -288,7 +283,7 @@ class EnabledModule(_WithForward):
                 "optimizer steps on: load without assign, or before tritonamp.enable"
             )
         values = self._tritonamp.fp32_values
-        for name, tensor in _named_tensors(self):
+        for name, tensor in named_tensors(self):
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and tensor in values:
                 values.load(tensor, value)
@@ -301,10 +296,3 @@ class Fp32Module(_WithForward):
     """A module inside an enabled model that computes in FP32: half inputs are cast up."""
 
     _run = staticmethod(_fp32_forward)
-
-
-def _named_tensors(module: Any) -> list[tuple[str, Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.model import NORMS, fp32_modules
-from tritonamp.casts.storage import Stored, stored_tensors
+from tritonamp.casts.storage import Stored, is_quantised, stored_tensors
 from tritonamp.kernels.device import takes_bfloat16
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -21,13 +21,16 @@ _SHOWN = 5  # parameters in a line
 def loaded_dtype(models: Iterable[nn.Module], device: torch.device) -> torch.dtype | None:
     """Return the half dtype that models were loaded in, or None.
 
-    It is that of the parameters that train, else of the most elements; float16 where the device
-    does not compute in bfloat16.
+    It is that of the parameters that train, else of the most elements, else the one that quantised
+    modules compute in; float16 where the device does not compute in bfloat16.
     """
+    models = list(models)
     half = [s.tensor for m in models for s in half_parameters(m)]
     sizes: Counter[torch.dtype] = Counter()
     for param in [p for p in half if p.requires_grad] or half:
         sizes[param.dtype] += param.numel()
+    if not sizes:
+        sizes.update(_compute_dtypes(models))
     if not sizes:
         return None
     ((dtype, _),) = sizes.most_common(1)
@@ -35,6 +38,16 @@ def loaded_dtype(models: Iterable[nn.Module], device: torch.device) -> torch.dty
         logger.warning("loaded in bfloat16, which %s does not compute in: float16 is used", device)
         return torch.float16
     return dtype
+
+
+def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
+    """Return the half dtypes that quantised modules compute in, where they say one.
+
+    Those of bitsandbytes do; the other modules of such a model may all be in FP32.
+    """
+    quantised = [m for model in models for m in model.modules() if is_quantised(m)]
+    said = [getattr(module, "compute_dtype", None) for module in quantised]
+    return [dtype for dtype in said if dtype in HALF_DTYPES]
 
 
 def half_parameters(model: nn.Module) -> list[Stored]:

@@ -47,7 +47,7 @@ def stored_tensors(model: nn.Module) -> Iterator[Stored]:
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
-        if _is_quantised(module):
+        if is_quantised(module):
             continue
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -60,7 +60,7 @@ def stored_tensors(model: nn.Module) -> Iterator[Stored]:
                     yield Stored(tensor, full, module, tensors is module._parameters)
 
 
-def _is_quantised(module: nn.Module) -> bool:
+def is_quantised(module: nn.Module) -> bool:
     """Tell whether a module holds its weights as integers, as those of bitsandbytes and GPTQ do."""
     own = (*module._parameters.values(), *module._buffers.values())
     return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)

@@ -53,7 +53,7 @@ def _refused(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 ) -> Iterator[Finding]:
     """Yield what ``enable`` would raise about the optimizers, and about mixed half dtypes."""
-    checks = {
+    checks: dict[str, Callable[[], object]] = {
         "optimizer": functools.partial(check_optimizers, optimizers, [model]),
         "half dtypes": functools.partial(check_half_dtypes, [model], policy),
     }

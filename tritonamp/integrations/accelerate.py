@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ ENGINES = (
     DistributedType.MULTI_GPU,
     DistributedType.FSDP,
 )
+DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+WITHOUT_DTYPE = ("O0", "O1", "O2", "O3")  # the other levels, and policies, have one of their own
 
 
 def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
@@ -34,19 +37,20 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
     ``free_memory`` disables them.
 
     Args:
-        accelerator: one without mixed precision of its own, in a single process or under DDP or
-            FSDP2.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
+        accelerator: in a single process or under DDP or FSDP2. Its ``mixed_precision`` "fp16" or
+            "bf16" is the ``dtype`` where the settings do not say one; the casts are tritonamp's.
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
+            ``mixed_precision``, else the one that the model was loaded in), ``scaler``, fields of
             ``Policy``...
 
     Raises:
-        ValueError: an accelerator that casts by itself, that has prepared optimizers already, or
+        ValueError: an accelerator that computes in FP8, that has prepared optimizers already, or
             runs another engine.
     """
-    if accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision not in DTYPES:
         raise ValueError(
-            f"accelerator: expected mixed_precision='no', got {accelerator.mixed_precision!r}: "
-            "tritonamp does the casts (under Trainer: leave fp16 and bf16 False)"
+            f"accelerator: expected mixed_precision one of {', '.join(DTYPES)}, got "
+            f"{accelerator.mixed_precision!r}: tritonamp does the casts"
         )
     if accelerator.distributed_type not in ENGINES:
         raise ValueError(
@@ -54,15 +58,19 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             f"{accelerator.distributed_type}: other engines have loss scales and masters of their "
             "own"
         )
-    if accelerator._optimizers:
+    # the forward of a model that it has prepared runs under its own autocast
+    if accelerator._optimizers or (accelerator.native_amp and accelerator._models):
         raise ValueError(
-            "accelerator: it has prepared an optimizer already: call enable before "
+            "accelerator: it has prepared a model or an optimizer already: call enable before "
             "accelerator.prepare"
         )
     cls = type(accelerator)
     accelerator.__class__ = type(
         cls.__name__, (_EnabledAccelerator, cls), {"__module__": cls.__module__}
     )
+    accelerator.native_amp, accelerator.scaler = False, None
+    if settings.get("level", "O1") in WITHOUT_DTYPE and "policy" not in settings:
+        settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
     accelerator.amp, accelerator._settings = None, settings
 
 

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.integrations.graph import fed_by, params_of
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 class MixedPrecision(Precision):
     """A precision plugin that enables the model and its optimizers for as long as the Trainer runs.
@@ -28,8 +30,8 @@ class MixedPrecision(Precision):
     The Trainer's loggers get ``amp.metrics()`` every ``log_every_n_steps``, without a wait.
 
     Args:
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
-            ``Policy``...
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the one that
+            the model was loaded in), ``scaler``, fields of ``Policy``...
 
     Attributes:
         amp: the handle of the last run, for ``stats()``, ``explain()``...; None before the first.
@@ -44,6 +46,7 @@ class MixedPrecision(Precision):
         self._module: nn.Module | None = None  # while it is enabled
         self._params: dict[Optimizer, list[Tensor]] = {}  # the model's, in the order of the masters
         self._unscaled: set[Optimizer] = set()  # since the last backward
+        self._came_in_half = False
         self._logged = -1  # the last batch that loggers were told about
 
     # the run
@@ -53,6 +56,7 @@ class MixedPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Enable what the strategy has placed and wrapped."""
         self._params = {o: params_of(o) for o in optimizers}
+        self._came_in_half = any(p.dtype in HALF for p in model.parameters())
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
         self._module, self._logged = model, -1
         self.precision = "bf16-mixed" if self.amp.policy.dtype is torch.bfloat16 else "16-mixed"
@@ -87,6 +91,15 @@ class MixedPrecision(Precision):
         """Load the state of a run with this plugin, or with Lightning's own MixedPrecision."""
         if state_dict:
             self._enabled().load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the model's FP32 values again: a half model that was not enabled rounded them."""
+        if self._module is None or not self._came_in_half:
+            return
+        for module in self._module.modules():
+            if isinstance(module, LightningModule):
+                module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+                return
 
     def _enabled(self) -> tritonamp.Amp:
         if self.amp is None:

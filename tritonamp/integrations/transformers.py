@@ -15,23 +15,33 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
     the training has ``amp.metrics()`` in it.
 
     Args:
-        trainer: of any subclass, with ``fp16`` and ``bf16`` False.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype``, ``scaler``, fields of
+        trainer: of any subclass. Its ``fp16`` or ``bf16`` is the ``dtype`` where the settings do
+            not say one; the casts are tritonamp's.
+        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
+            ``fp16`` or ``bf16``, else the one that the model was loaded in), ``scaler``, fields of
             ``Policy``...
 
     Raises:
-        ValueError: as ``tritonamp.integrations.accelerate.enable``.
+        ValueError: as ``tritonamp.integrations.accelerate.enable``; ``fp16_full_eval`` or
+            ``bf16_full_eval``.
     """
+    if trainer.args.fp16_full_eval or trainer.args.bf16_full_eval:
+        raise ValueError(
+            "trainer: expected fp16_full_eval and bf16_full_eval False, got one that is True: it "
+            "would round the model that trains; evaluation is in half without"
+        )
     accelerate.enable(trainer.accelerator, **settings)
     cls = type(trainer)
     trainer.__class__ = type(cls.__name__, (_EnabledTrainer, cls), {"__module__": cls.__module__})
 
 
 class _EnabledTrainer(transformers.Trainer):
-    """A Trainer that logs its Amp's numbers, and whose saved models say the dtype that was saved.
+    """A Trainer that logs its Amp's numbers, and whose checkpoints hold FP32 values.
 
-    save_pretrained says that of the parameters.
+    What ``save_model`` writes is of the dtype that the model was loaded in.
     """
+
+    _saves_checkpoint = False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         amp = getattr(self.accelerator, "amp", None)
@@ -39,15 +49,23 @@ class _EnabledTrainer(transformers.Trainer):
             logs.update(amp.metrics())
         super().log(logs, *args, **kwargs)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
-        amp = getattr(self.accelerator, "amp", None)
-        model = self.accelerator.unwrap_model(self.model)
-        if (
-            amp is not None
-            and self.args.should_save
-            and isinstance(model, transformers.PreTrainedModel)
-        ):
-            of_parameters, model.config.dtype = model.config.dtype, amp.policy.state_dict_dtype
-            model.config.save_pretrained(output_dir or str(self.args.output_dir))
-            model.config.dtype = of_parameters
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._saves_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saves_checkpoint = False
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._saves_checkpoint and state_dict is None:
+            state_dict = self.accelerator.unwrap_model(self.model).state_dict()
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if model is not None:  # else this comes too early: a half model would round FP32 values
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and not self.is_fsdp_enabled:
+            super()._load_from_checkpoint(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)

@@ -133,10 +133,21 @@ def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None
 def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     """Make half state of these parameters FP32: they are to have FP32 values."""
     for param in params:
-        state = optimizer.state.get(param, {})
+        state = _replaced(optimizer, param)
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
                 state[name] = value.float()
+
+
+def _replaced(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """Return a copy of the state of ``param``, which has taken its place.
+
+    The old dictionary is part of what ``optimizer.state_dict()`` has returned to somebody.
+    """
+    if param not in optimizer.state:
+        return {}
+    optimizer.state[param] = dict(optimizer.state[param])
+    return optimizer.state[param]
 
 
 def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> None:
@@ -151,7 +162,7 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
-            state = optimizer.state.get(param, {})
+            state = _replaced(optimizer, param)
             step = state.get("step")
             if isinstance(step, Tensor) and not (group.get("fused") or group.get("capturable")):
                 state["step"] = step.to("cpu")

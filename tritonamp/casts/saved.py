@@ -1,0 +1,130 @@
+"""In which dtype tensors of an enabled model are saved: by state_dict, and by save_pretrained."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.policy import HALF_DTYPES, Policy
+
+_SAVING = ("save_pretrained", "save_lora_adapter")  # of transformers, diffusers and PEFT
+_CASTS_ADAPTERS = "autocast_adapter_dtype"  # an argument of PEFT's load_adapter
+
+
+class SavedDtypes:
+    """The dtypes of what is saved, by name, so that copies and pickles of a model know them, too.
+
+    A state is what training goes on from: FP32 where something trains, or came in FP32. The files
+    of ``save_pretrained`` are what a plain model would have written: as it was loaded.
+
+    Attributes:
+        fp32_names: of the half tensors that are FP32 in a state; None: all.
+        loaded: name to the dtype that a tensor came in.
+        as_loaded: whether states have these dtypes now.
+    """
+
+    def __init__(self) -> None:
+        self.fp32_names: frozenset[str] | None = None
+        self.loaded: dict[str, torch.dtype] = {}
+        self.as_loaded = False
+
+    def note_loaded(self, models: Iterable[Any]) -> None:
+        """Note the dtypes of ``models``; where two have a name in common, the wider one."""
+        for model in models:
+            for name, tensor in named_tensors(model):
+                if self.loaded.get(name) is not torch.float32:
+                    self.loaded[name] = tensor.dtype
+
+    def note_fp32_names(self, models: Iterable[Any], policy: Policy, values: Fp32Values) -> None:
+        """Note which half tensors of ``models`` train, or came in FP32."""
+        trains = policy.trains_fp32_values or policy.cast_model
+        self.fp32_names = frozenset(
+            name
+            for model in models
+            for name, tensor in named_tensors(model)
+            if tensor in values or (trains and tensor.requires_grad and tensor.dtype in HALF_DTYPES)
+        )
+
+    def in_state(self, name: str, tensor: Tensor, values: Fp32Values) -> torch.dtype:
+        """Return the dtype that a tensor of this name has in a state now."""
+        if self.as_loaded:
+            return self.loaded.get(name, tensor.dtype)
+        if tensor.dtype not in HALF_DTYPES:
+            return tensor.dtype
+        is_fp32 = tensor in values or self.fp32_names is None or name in self.fp32_names
+        return torch.float32 if is_fp32 else tensor.dtype
+
+    @contextlib.contextmanager
+    def saving_as_loaded(self) -> Iterator[None]:
+        """Have states be as the model was loaded."""
+        before, self.as_loaded = self.as_loaded, True
+        try:
+            yield
+        finally:
+            self.as_loaded = before
+
+
+def named_tensors(module: Any) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module, shared ones under each of their names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def pretrained_members(base: type) -> dict[str, Any]:
+    """Return what a generated subclass of ``base`` needs for files as the plain model writes them.
+
+    That is nothing, unless ``base`` has ``save_pretrained`` or its like.
+    """
+    members: dict[str, Any] = {
+        name: _saving(getattr(base, name)) for name in _SAVING if hasattr(base, name)
+    }
+    load = getattr(base, "load_adapter", None)
+    if load is not None and _CASTS_ADAPTERS in inspect.signature(load).parameters:
+        members["load_adapter"] = _loading_in_place(load)
+    dtype = getattr(base, "dtype", None)
+    if members and isinstance(dtype, property) and dtype.fget is not None:
+        members["dtype"] = property(_with_loaded(dtype.fget))  # goes into the config
+    return members
+
+
+def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_as_loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._tritonamp.saved.saving_as_loaded():
+            return save(self, *args, **kwargs)
+
+    return save_as_loaded
+
+
+def _loading_in_place(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Have PEFT load into the parameters that there are.
+
+    It would put FP32 ones into the place of half ones, on which the optimizer steps.
+    """
+
+    @functools.wraps(load)
+    def load_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(self, *args, **{_CASTS_ADAPTERS: False, **kwargs})
+
+    return load_in_place
+
+
+def _with_loaded(dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the getter ``dtype``, which answers as the model was loaded while it is saved."""
+
+    def loaded_or_own(self: Any) -> Any:
+        saved: SavedDtypes = self._tritonamp.saved
+        if saved.as_loaded:
+            for name, param in self.named_parameters():
+                if param.is_floating_point():
+                    return saved.loaded.get(name, param.dtype)
+        return dtype(self)
+
+    return loaded_or_own
