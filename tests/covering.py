@@ -21,7 +21,7 @@ import pytest
 
 SLOW = {
     "ranks": "starts two processes that meet through gloo",
-    "clients": "needs Lightning, Accelerate or Transformers",
+    "clients": "needs Lightning, Accelerate, transformers, PEFT, diffusers or TRL",
     "crash": "kills or interrupts a process at many points",
     "long": "takes hundreds of training steps",
     "demo": "trains the demo's models or draws its pictures",

@@ -1,0 +1,15 @@
+"""What the tests of all libraries get."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_state() -> Iterator[None]:
+    """Accelerate keeps one state for the process."""
+    yield
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state()
+    state.GradientState._reset_state()
+    state.PartialState._reset_state()

@@ -1,0 +1,144 @@
+"""TRL's SFTTrainer on a few lines of text: models that come in half, with and without adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from tiny_models import dtypes, peft, stored, transformers
+
+from tritonamp.integrations.transformers import enable
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+trl = pytest.importorskip("trl", reason="trl is not installed")
+load_file = pytest.importorskip("safetensors.torch").load_file
+
+pytestmark = [
+    pytest.mark.clients,
+    # of PEFT and TRL to transformers
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.*` is deprecated"),
+]
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+STEPS = 6
+LINES = ["the cat sat on the mat", "a dog ran in the park", "the dog sat on a mat", "a cat ran"]
+LORA = pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
+HALVES = pytest.mark.parametrize("half", [FP16, BF16], ids=str)
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+def make_tokenizer() -> Any:
+    words = ["<pad>", "<eos>", "<unk>", *sorted({word for line in LINES for word in line.split()})]
+    numbers = {word: i for i, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def loaded_llama(folder: Path, dtype: torch.dtype, as_dtype: Any, tokenizer: Any) -> Any:
+    """A Llama out of files in ``dtype``."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=as_dtype)
+
+
+def make_trainer(
+    folder: Path, dtype: torch.dtype, lora: bool, as_dtype: Any = "auto", **arguments: Any
+) -> Any:
+    tokenizer = make_tokenizer()
+    model = loaded_llama(folder / "base", dtype, as_dtype, tokenizer)
+    settings: dict[str, Any] = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=STEPS,
+        max_length=16,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        save_strategy="steps",
+        save_steps=STEPS // 2,
+    )
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    torch.manual_seed(1)
+    return trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**{**settings, **arguments}),
+        train_dataset=datasets.Dataset.from_dict({"text": LINES}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=2, target_modules=targets) if lora else None,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    names = stored(model, trains=True)
+    return {name: value.clone() for name, value in model.state_dict().items() if name in names}
+
+
+@LORA
+@HALVES
+@LEVELS
+def test_fine_tuning(level: str, half: torch.dtype, lora: bool, tmp_path: Path) -> None:
+    exact = make_trainer(tmp_path / "exact", half, lora, as_dtype=FP32, bf16=False)
+    exact.train()
+    trainer = make_trainer(tmp_path / "run", half, lora, bf16=False)
+    base = stored(trainer.model, trains=False)
+    enable(trainer, level=level)
+    trainer.train()
+    amp = trainer.accelerator.amp
+    assert amp.policy.dtype is half and amp.stats()["skipped"] == 0
+    assert stored(trainer.model, trains=False) == base and {d for d, _ in base.values()} <= {half}
+    # rounding logits moves the loss by twice their half ulp; as much again for what comes before
+    tokens = exact.processing_class(LINES, padding=True, return_tensors="pt").input_ids
+    rounding = 2 * torch.finfo(half).eps * exact.model(tokens).logits.abs().max().item()
+    pairs = zip(losses(trainer), losses(exact), strict=True)
+    assert max(abs(a - b) for a, b in pairs) < rounding
+    assert losses(exact)[0] - losses(exact)[-1] > rounding
+
+    values = trained(trainer.model)
+    assert {value.dtype for value in values.values()} == {FP32}
+    trainer.save_model(str(tmp_path / "saved"))
+    name = "adapter_model" if lora else "model"
+    saved = load_file(tmp_path / "saved" / f"{name}.safetensors")
+    trainer.accelerator.free_memory()
+    # PEFT makes adapters in FP32
+    assert {v.dtype for v in saved.values()} == dtypes(trainer.model, trains=True)
+    assert dtypes(trainer.model, trains=True) == {FP32 if lora else half}
+    expected = {n.replace(".default.", "."): v for n, v in values.items()}
+    assert_same(saved, {n: expected[n].to(v.dtype) for n, v in saved.items()})
+
+
+@LORA
+@LEVELS
+def test_resuming_is_not_stopping(level: str, lora: bool, tmp_path: Path) -> None:
+    """With TRL's default, which is bf16=True."""
+    trainers = []
+    for start in (None, str(tmp_path / "0" / f"checkpoint-{STEPS // 2}")):
+        trainer = make_trainer(tmp_path / str(len(trainers)), BF16, lora)
+        enable(trainer, level=level)
+        trainer.train(resume_from_checkpoint=start)
+        trainers.append(trainer)
+    assert_same(*(trained(trainer.model) for trainer in trainers))
+    for trainer in trainers:
+        assert trainer.args.bf16 and trainer.accelerator.amp.policy.dtype is BF16
+        trainer.accelerator.free_memory()
