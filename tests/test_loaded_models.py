@@ -653,7 +653,8 @@ def test_files_are_those_of_the_plain_model(
     amp.disable()
     assert before == after and before[1]["hidden.weight"] is FP32
     assert dtype is copied[0] is model.dtype is loaded
-    assert saved["embed.weight"].data_ptr() == saved["head.weight"].data_ptr()
+    tied = model.embed.weight is model.head.weight  # not so once on a GPU in software
+    assert (saved["embed.weight"].data_ptr() == saved["head.weight"].data_ptr()) is tied
     expected = model.save_pretrained()[1]
     assert saved.keys() == copied[1].keys() == expected.keys()
     for name, value in expected.items():
