@@ -236,6 +236,23 @@ def test_a_model_that_is_unhealed_as_a_whole_computes_in_half_again(
     assert seen == [torch.float16, torch.float32, torch.float16]
 
 
+@pytest.mark.parametrize("half", [None, torch.float16], ids=["FP32", "half"])
+@pytest.mark.parametrize(("first", "last"), [("0", ""), ("", "0")])
+def test_what_stays_healed_when_one_inside_or_around_it_is_not(
+    handles: Any, device: torch.device, first: str, last: str, half: torch.dtype | None
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device, half)
+    amp = handles(model, level="O2", dtype=torch.float16)
+    amp.heal(first)
+    amp.heal(last)
+    amp.unheal(last)
+    healed = model.get_submodule(first)
+    assert {p.dtype for p in healed.parameters()} == {torch.float32}
+    model(torch.ones(2, 4, device=device))
+    amp.unheal(first)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
 def test_schedulers_made_before_and_after(handles: Any, device: torch.device) -> None:
     model, optimizer, x = make(device)
     before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))

@@ -59,6 +59,8 @@ class Healing:
         elif is_installed(module):
             uninstall(module)
         self._set_names([other for other in self.names if other != name])
+        for other in self.names:  # it may hold this one, or be inside
+            self._storage.widen(self._find(other))
 
     def load(self, names: Sequence[str]) -> None:
         """Have these modules compute in FP32 and no others.
