@@ -93,6 +93,8 @@ MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
         False,
         False,
     ),
+    "_weight_norm": lambda: (R(3, 4), R(3, 1)),
+    "instance_norm": lambda: (R(2, 3, 4), R(3), R(3), None, None, True, 0.1, 1e-5, False),
     "_upsample_bicubic2d_aa": lambda: (R(1, 2, 4, 4), [6, 6], False),
     "_upsample_nearest_exact2d": lambda: (R(1, 2, 4, 4), [6, 6]),
     "_upsample_nearest_exact3d": lambda: (R(1, 2, 4, 4, 4), [6, 6, 6]),
@@ -109,6 +111,7 @@ MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gru_cell": lambda: (R(2, 3), R(2, 4), *_cell(3)),
     "hardtanh_": lambda: (R(3, 4),),
     "index_fill_.int_Tensor": lambda: (R(3, 4), 1, torch.tensor([2]), torch.tensor(-2.0)),
+    "lerp.Tensor": lambda: (R(3, 4), R(3, 4), R(3, 4)),
     "linalg_matrix_norm": lambda: (R(3, 4), 1),
     "lstm_cell": lambda: (R(2, 3), [R(2, 4), R(2, 4)], *_cell(4)),
     "nll_loss2d": lambda: (R(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
@@ -339,6 +342,7 @@ def test_the_last_disable_puts_the_dispatch_tables_back() -> None:
 
 COMPARED = {*CUDA_LIST, *OURS} - {*CUDA_KERNELS_ONLY, "binary_cross_entropy"}
 STORAGE_ON_CPU = sorted(op_table.overloads(op_table.STORAGE_ON_CPU))
+PROMOTED = {*op_table.overloads(op_table.PROMOTE_EVERYWHERE)}
 
 
 def test_every_op_of_the_cuda_list_has_a_sample(samples: dict[str, list[Call]]) -> None:
@@ -358,8 +362,10 @@ def expected_dtypes(
     """What CUDA autocast gives, but for our own differences from it; None where it fails."""
     given = dtypes(call)
     asked = next((value for value in tree_leaves(call) if isinstance(value, torch.dtype)), None)
-    if op in ("softmax.int", "layer_norm", "group_norm", "rms_norm"):
+    if op in ("softmax.int", *op_table.STORAGE, *op_table.RUNNING_NORMS):
         return [asked or given[0]]
+    if op in PROMOTED:
+        return [FP32 if FP32 in given else given[0]]
     if op in OURS and op not in CUDA_LIST and op not in op_table.FITTED:
         return [asked or FP32] * (2 if "_mean" in op else 1)
     if op == "grid_sampler":  # asks the driver for cuDNN
@@ -492,7 +498,8 @@ def leaves(call: Call, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
 
 
 ROUNDED_ONCE = sorted(
-    {*COMPARED, *STORAGE_ON_CPU} & {*TABLE} - {*op_table.overloads(op_table.PROMOTE)}
+    {*COMPARED, *STORAGE_ON_CPU}
+    & {*TABLE} - {*op_table.overloads(op_table.PROMOTE), *PROMOTED, *op_table.RUNNING_NORMS}
 )
 
 

@@ -69,6 +69,16 @@ in half.
 STORAGE = "layer_norm group_norm rms_norm".split()
 """FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""
 
+RUNNING_NORMS = "batch_norm instance_norm".split()
+"""As they are where their kernels take the dtypes. Else, where frozen half weights and statistics
+meet FP32 inputs, or weights that train, in FP32, the result in the input's dtype.
+"""
+
+PROMOTE_EVERYWHERE = "_weight_norm lerp linalg_cross".split()
+"""As PROMOTE, on CUDA too: they refuse half and FP32 together, as parameters that are frozen and
+such that train.
+"""
+
 STORAGE_ON_CPU = """
     adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fractional_max_pool2d fractional_max_pool3d
     grid_sampler_2d grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d
@@ -146,6 +156,30 @@ def _storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwarg
     return _cast(result, lambda t: t.to(args[0].dtype))
 
 
+def _running_norm_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    updates: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = (weight, bias, mean, var)
+    found = set(_dtypes(own))
+    if not active.policy.op_policy or found in (set(), {torch.float32}, {input.dtype}):
+        return stock(input, *own, updates, *args, **kwargs)
+    wide = _to_fp32(own)
+    result = stock(input, *wide, updates, *args, **kwargs)
+    for statistic, new in zip(own[2:], wide[2:], strict=True):
+        if updates and statistic is not None and statistic is not new:
+            statistic.copy_(new)
+    return result
+
+
 def _fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or next(_dtypes(args), None)
     if not active.policy.op_policy or dtype not in HALF_DTYPES:
@@ -206,6 +240,7 @@ def overloads(names: list[str]) -> Iterator[str]:
 def _rules(device_type: str) -> dict[str, Rule]:
     """Return the rules written here; asking torch for its ops each time is slow."""
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, _storage_rule)]
+    rows += [(RUNNING_NORMS, _running_norm_rule), (PROMOTE_EVERYWHERE, _promote_rule)]
     if device_type == "cpu":
         rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
