@@ -221,6 +221,80 @@ def test_masters_of_our_optimizer_come_along_and_go_back(
     step(3)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_numbers_in_the_state_are_not_rounded(
+    handles: Any, device: torch.device, level: str, kind: Any
+) -> None:
+    """NAdam's mu_product, ASGD's eta and mu: FP32 in torch, whatever the parameters are."""
+    model = make(device, FP16)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    nn.functional.cross_entropy(model(tokens(device, 0)).float(), tokens(device, 0)).backward()
+    optimizer.step()
+    before = copy.deepcopy([optimizer.state[p] for p in model.parameters()])
+    handles(model, optimizer, level=level, dtype=FP16).disable()
+    for old, param in zip(before, model.parameters(), strict=True):
+        new = optimizer.state[param]
+        assert {k: v.dtype for k, v in new.items()} == {k: v.dtype for k, v in old.items()}
+        assert all(torch.equal(new[key], value) for key, value in old.items())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_state_of_what_trains_again_later(
+    handles: Any, device: torch.device, level: str, name: str
+) -> None:
+    """Parameters that have trained, and are frozen during enable, go on with FP32 state."""
+    results = []
+    for wide in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(device, FP16)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer.param_groups[0]["eps"] = 1e-3
+        for i in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(device)
+            (model(x.half()).float().square().mean() * 64).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if wide:
+            for param in model.parameters():
+                state = optimizer.state[param]
+                master = state.pop("master_param", param.detach().float())
+                state |= {k: v.float() for k, v in state.items() if v is not None}
+                param.data = master.clone()
+                param.grad_dtype = FP32
+        model[0].requires_grad_(False)
+        amp = handles(model, optimizer, level=level, dtype=FP16, **scaling(level, device))
+        model[0].requires_grad_(True)
+        for i in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(device)
+            amp.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert amp.stats()["skipped"] == 0
+        numbered = [optimizer.state[m] for m in amp.master_params()]
+        found = [t for state in numbered for t in state.values() if t is not None]
+        assert {t.dtype for t in found} == {FP32}
+        assert not any("master_param" in state for state in numbered)
+        results.append([*model.state_dict().values(), *found])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_masters_of_what_stays_frozen_are_kept(
+    handles: Any, device: torch.device, level: str
+) -> None:
+    model = nn.Linear(8, 4).to(device, FP16)
+    optimizer = tritonamp.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 8, device=device, dtype=FP16)).float().sum().backward()
+    optimizer.step()
+    master = optimizer.state[model.weight]["master_param"].clone()
+    assert not torch.equal(master, model.weight.float())
+    model.weight.requires_grad_(False)
+    handles(model, optimizer, level=level).disable()
+    assert torch.equal(optimizer.state[model.weight]["master_param"], master)
+
+
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -315,6 +389,18 @@ def test_check_predicts_what_float16_makes_of_bfloat16(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_module_is_named_for_a_value_of_the_model_itself(
+    handles: Any, device: torch.device, level: str
+) -> None:
+    model = nn.Linear(2, 2).to(device, BF16)
+    with torch.no_grad():
+        model.bias[0] = 70144.0
+    with pytest.raises(ValueError, match=r"70144 in 'bias': use dtype=torch.bfloat16$"):
+        tritonamp.enable(model, level=level, dtype=FP16)
+    handles(model, level=level, dtype=BF16)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_norm_may_hold_what_float16_cannot(
     handles: Any, device: torch.device, level: str
 ) -> None:
@@ -395,6 +481,65 @@ def test_frozen_half_parameters_stay(
     amp.disable()
     assert {p.dtype for n, p in model.named_parameters() if n in frozen} == {half}
     assert {p.dtype for n, p in model.named_parameters() if n not in frozen} == {FP32}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("input", "frozen"),  # torch takes FP16 inputs where all is FP16
+    [(FP32, "weight bias"), (BF16, "weight bias"), (FP32, "weight"), (FP16, "bias")],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_frozen_half_norms_with_running_statistics(
+    handles: Any,
+    device: torch.device,
+    kind: Any,
+    input: torch.dtype,
+    training: bool,
+    frozen: str,
+) -> None:
+    """They take inputs of any dtype, and compute as in FP32; statistics are rounded once."""
+    norm = kind(4, affine=True, track_running_stats=True).to(device, FP16).train(training)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.1, 1, 4))
+        norm.running_mean.copy_(torch.linspace(-1, 1, 4))
+    for name in frozen.split():
+        norm.get_parameter(name).requires_grad_(False)
+    plain = copy.deepcopy(norm).float()
+    handles(norm, level="O1", cast_outputs=None)
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).to(device, input)
+    output, expected = norm(x), plain(x.float())
+    assert output.dtype is input and torch.equal(output, expected.to(input))
+    assert norm.running_mean.dtype is FP16
+    assert torch.equal(norm.running_mean, plain.running_mean.half())
+    assert torch.equal(norm.running_var, plain.running_var.half())
+    assert torch.equal(norm.num_batches_tracked, plain.num_batches_tracked)
+
+
+@pytest.mark.parametrize("frozen", ["original0", "original1"])
+def test_weight_norm_frozen_in_part(handles: Any, device: torch.device, frozen: str) -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)).to(device, FP16)
+    parts = layer.parametrizations.weight
+    parts.get_parameter(frozen).requires_grad_(False)
+    weight = torch._weight_norm(parts.original1.float(), parts.original0.float())
+    handles(layer, level="O1")
+    x = torch.ones(2, 8, device=device, dtype=FP16)
+    expected = nn.functional.linear(x.float(), weight.half().float(), layer.bias.half().float())
+    assert torch.equal(layer(x), expected.half().float())
+
+
+@pytest.mark.parametrize("function", [torch.lerp, torch.linalg.cross])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_ops_that_take_one_dtype_of_what_is_frozen_and_what_trains(
+    handles: Any, device: torch.device, frozen: int, function: Any
+) -> None:
+    model = nn.ParameterList([torch.arange(3.0), torch.arange(3.0) ** 2]).to(device, FP16)
+    extra = [torch.full((3,), 0.25, device=device)] if function is torch.lerp else []
+    expected = function(*(p.detach().float() for p in model), *extra)
+    model[frozen].requires_grad_(False)
+    amp = handles(model, level="O1")
+    with amp.autocast():
+        assert torch.equal(function(*model, *extra), expected)
 
 
 def test_fp32_modules_and_healing_take_frozen_half_parameters(

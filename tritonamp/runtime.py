@@ -167,7 +167,7 @@ class Amp:
         self._context.saved.note_loaded(models)
         self._storage = Storage(policy, self._fp32_values)
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        trained_half = [p for p in stepped if p.dtype in HALF_DTYPES and p.requires_grad]
+        came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
         for model in models:
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
                 self._storage.cast(model, set(stepped) if policy.master_weights else ())
@@ -177,7 +177,8 @@ class Amp:
         self._weights = {}
         for optimizer in optimizers:
             if policy.trains_fp32_values:
-                widen_state(optimizer, trained_half)
+                wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
+                widen_state(optimizer, wide)
             weights = MasterWeights(optimizer, self._fp32_values, policy.trains_fp32_values)
             weights.take_masters()
             self._weights[optimizer] = weights

@@ -138,11 +138,12 @@ def check_range(found: Sequence[InFloat16]) -> None:
     beyond = [row for row in found if row.largest > torch.finfo(torch.float16).max]
     if beyond:
         worst = max(beyond, key=lambda row: row.largest)
+        module = worst.name.rpartition(".")[0]
+        kept = f", or keep such modules in FP32, fp32_modules=[{module!r}]" if module else ""
         raise ValueError(
             "model: expected bfloat16 parameters up to 65504, where float16 ends, got "
             f"{worst.largest:g} in {worst.name!r}{_more(len(beyond) - 1)}: use "
-            "dtype=torch.bfloat16, or keep such modules in FP32, "
-            f"fp32_modules=[{worst.name.rpartition('.')[0]!r}]"
+            f"dtype=torch.bfloat16{kept}"
         )
     if small := describe_small(found):
         logger.warning("%s", small)

@@ -15,6 +15,7 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.gradients import Gradients, GradientState
+from tritonamp.step.state_loading import widen_state
 
 _grad = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -90,11 +91,14 @@ class MasterWeights:
 
     def _adopt_unfrozen(self) -> None:
         """Put masters in the place of half parameters that were frozen, and train now."""
-        if self._trains_fp32_values and any(map(_requires_grad, self._frozen)):
-            for param in filter(_requires_grad, self._frozen):
+        unfrozen = list(filter(_requires_grad, self._frozen))
+        if self._trains_fp32_values and unfrozen:
+            widen_state(self.optimizer, unfrozen)
+            for param in unfrozen:
                 self._sources.pop(param, None)
             for group in self.optimizer.param_groups:
                 self.adopt(group)
+            self.take_masters()
 
     def give_back(self) -> None:
         """Put the model's parameters, and their state, back into all groups."""
@@ -109,9 +113,12 @@ class MasterWeights:
     def take_masters(self) -> None:
         """Move ``master_param`` of a state of ``tritonamp.optim`` to where masters belong here.
 
-        Wherever the parameters are what they round to: load the model first.
+        Wherever the parameters are what they round to: load the model first. Those of frozen half
+        parameters wait until these train.
         """
         for master, param in self._sources.items():
+            if self._trains_fp32_values and master.dtype in HALF_DTYPES:
+                continue
             value = self.optimizer.state.get(master, {}).pop("master_param", None)
             if value is None:
                 continue

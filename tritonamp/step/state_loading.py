@@ -176,5 +176,7 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
 
 def _narrow(state: dict[str, Any], param: Tensor) -> None:
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.dtype is torch.float32 and name != "step":
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32 or name == "step":
+            continue
+        if value.dim() or not param.dim():  # else a number, as NAdam's mu_product: FP32 in torch
             state[name] = value.to(param.dtype)
