@@ -319,6 +319,30 @@ def test_disable_gives_back_the_dtype_that_came(
     assert {p.dtype for p in model.parameters()} == {half}
 
 
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_disable_gives_back_gradients_of_the_dtype_that_came(
+    handles: Any, device: torch.device, level: str, half: torch.dtype
+) -> None:
+    model = make(device, half)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    optimizer.param_groups[0]["eps"] = 1e-3
+    pointer = model.hidden.weight.data_ptr()
+    amp = handles(model, optimizer, level=level, **scaling(level, device))
+    x = tokens(device, 0)
+    amp.backward(nn.functional.cross_entropy(model(x), x))
+    amp.unscale_()
+    true = [m.grad.detach().clone() for m in amp.master_params()]
+    amp.disable()
+    assert {p.grad.dtype for p in model.parameters()} == {half}
+    assert same([grad.to(half) for grad in true], [p.grad for p in model.parameters()])
+    assert (model.hidden.weight.data_ptr() == pointer) == (level in ("O2", "O3"))
+    optimizer.step()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x).float(), x).backward()
+    optimizer.step()
+
+
 # bfloat16 for float16
 
 

@@ -170,8 +170,11 @@ class Storage:
         """
         self._fp32_values.push()
         values = {t: self._value(t) for t in (*self._fp32_values, *self._came)}
-        for tensor, dtype in self._came.items():
-            set_data(tensor, values[tensor].to(tensor.device, dtype))
+        for tensor, value in values.items():
+            came = self._came.get(tensor)
+            # one that stays half may have an FP32 gradient
+            data = tensor.detach() if came is None else value.to(tensor.device, came)
+            set_data(tensor, data)
         self._came.clear()
         self._widened.clear()
         return {t: value for t, value in values.items() if t.dtype in HALF_DTYPES}
