@@ -19,7 +19,7 @@ from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Mo
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.loaded import bfloat16_in_float16, check_half_dtypes, check_range, loaded_dtype
 from tritonamp.casts.model import flatten_rnns, fp32_modules
-from tritonamp.casts.storage import Storage
+from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.checks import check_models, check_optimizers, check_scaler, check_sharding
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.diagnosis.batches import Forwards
@@ -165,14 +165,14 @@ class Amp:
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
         self._context.saved.note_loaded(models)
-        self._storage = Storage(policy, self._fp32_values)
+        self._model_dtypes = ModelDtypes(policy, self._fp32_values)
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
         for model in models:
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
-                self._storage.cast(model, set(stepped) if policy.master_weights else ())
+                self._model_dtypes.cast(model, set(stepped) if policy.master_weights else ())
             _install_model(model, self._context)
-        if self._storage.has_changed:
+        if self._model_dtypes.has_changed:
             self._ranks.rebuild()
         self._weights = {}
         for optimizer in optimizers:
@@ -189,7 +189,7 @@ class Amp:
             policy.dtype,
             log_skips=policy.on_nonfinite == "skip",
         )
-        self._healing = Healing(models, policy, self._context, self._storage)
+        self._healing = Healing(models, policy, self._context, self._model_dtypes)
         self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         if optimizers:  # else no decision would ever let go of the batches
             self._context.observer = self._forwards
@@ -603,8 +603,8 @@ class Amp:
             uninstall(optimizer)
             weights.give_back()
         self._ranks.detach()
-        changed = self._storage.has_changed
-        fp32_values = self._storage.restore()
+        changed = self._model_dtypes.has_changed
+        fp32_values = self._model_dtypes.restore()
         for optimizer in self._optimizers:
             settle_state(optimizer, fp32_values)
         for model in self._models:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
-from tritonamp.casts.storage import Storage
+from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.policy import Policy
 
@@ -20,12 +20,16 @@ class Healing:
     """
 
     def __init__(
-        self, models: list[nn.Module], policy: Policy, context: EnabledContext, storage: Storage
+        self,
+        models: list[nn.Module],
+        policy: Policy,
+        context: EnabledContext,
+        model_dtypes: ModelDtypes,
     ) -> None:
         self._models = models
         self._policy = policy
         self._context = context
-        self._storage = storage
+        self._model_dtypes = model_dtypes
         self.names: list[str] = []
         self.policy = policy
 
@@ -38,7 +42,7 @@ class Healing:
         module = self._find(name)
         if name not in self.names:
             self._set_names([*self.names, name])
-        self._storage.widen(module)
+        self._model_dtypes.widen(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = True
         elif not is_installed(module):
@@ -53,14 +57,14 @@ class Healing:
         if name not in self.names:
             raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
         module = self._find(name)
-        self._storage.unwiden(module)
+        self._model_dtypes.unwiden(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = False
         elif is_installed(module):
             uninstall(module)
         self._set_names([other for other in self.names if other != name])
         for other in self.names:  # it may hold this one, or be inside
-            self._storage.widen(self._find(other))
+            self._model_dtypes.widen(self._find(other))
 
     def load(self, names: Sequence[str]) -> None:
         """Have these modules compute in FP32 and no others.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.model import NORMS, fp32_modules
-from tritonamp.casts.storage import Stored, is_quantised, stored_tensors
+from tritonamp.casts.model_dtypes import Castable, castable_tensors, is_quantised
 from tritonamp.kernels.device import takes_bfloat16
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -50,9 +50,9 @@ def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
     return [dtype for dtype in said if dtype in HALF_DTYPES]
 
 
-def half_parameters(model: nn.Module) -> list[Stored]:
+def half_parameters(model: nn.Module) -> list[Castable]:
     """Return the parameters of ``model`` that are half, without those of quantised modules."""
-    found = stored_tensors(model)
+    found = castable_tensors(model)
     return [s for s in found if s.is_parameter and s.tensor.dtype in HALF_DTYPES]
 
 
@@ -105,7 +105,7 @@ def bfloat16_in_float16(models: Iterable[nn.Module], policy: Policy) -> list[InF
     ]
 
 
-def _to_float16(model: nn.Module, policy: Policy) -> list[Stored]:
+def _to_float16(model: nn.Module, policy: Policy) -> list[Castable]:
     half_forward = policy.cast_model or policy.op_policy
     if not half_forward or policy.dtype is not torch.float16 or policy.half_parameters:
         return []

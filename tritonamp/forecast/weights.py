@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tritonamp.casts.loaded import bfloat16_in_float16, describe_small, half_parameters
 from tritonamp.casts.model import NORMS, fp32_modules
-from tritonamp.casts.storage import wanted_dtypes
+from tritonamp.casts.model_dtypes import wanted_dtypes
 from tritonamp.forecast.findings import Finding, keep, short
 from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf
 from tritonamp.policy import HALF_DTYPES, Policy

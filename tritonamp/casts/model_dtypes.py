@@ -23,7 +23,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 _QUANTISED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
-class Stored(NamedTuple):
+class Castable(NamedTuple):
     """A parameter or buffer of a module.
 
     Attributes:
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     is_parameter: bool
 
 
-def stored_tensors(model: nn.Module) -> Iterator[Stored]:
+def castable_tensors(model: nn.Module) -> Iterator[Castable]:
     """Yield the parameters and buffers that ``enable`` may cast: FP32 and half ones, each once.
 
     Those of quantised modules are left out, and tensor subclasses that hold other tensors, such as
@@ -57,7 +57,7 @@ def stored_tensors(model: nn.Module) -> Iterator[Stored]:
                 plain = not hasattr(tensor, "__tensor_flatten__")
                 if plain and tensor.dtype in (torch.float32, *HALF_DTYPES):
                     full = f"{path}.{name}" if path else name
-                    yield Stored(tensor, full, module, tensors is module._parameters)
+                    yield Castable(tensor, full, module, tensors is module._parameters)
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -66,7 +66,7 @@ def is_quantised(module: nn.Module) -> bool:
     return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)
 
 
-def is_frozen_half(stored: Stored) -> bool:
+def is_frozen_half(stored: Castable) -> bool:
     """Tell whether a tensor belongs to a half module that is used as it is, and not trained."""
     if stored.tensor.dtype not in HALF_DTYPES:
         return False
@@ -84,12 +84,12 @@ def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]
     kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
     wanted = {
         stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept)
-        for stored in stored_tensors(model)
+        for stored in castable_tensors(model)
     }
     return {tensor: dtype for tensor, dtype in wanted.items() if tensor.dtype is not dtype}
 
 
-def _wanted_dtype(stored: Stored, policy: Policy, in_fp32_module: bool) -> torch.dtype:
+def _wanted_dtype(stored: Castable, policy: Policy, in_fp32_module: bool) -> torch.dtype:
     came = stored.tensor.dtype
     is_norm = policy.keep_norms_fp32 and isinstance(stored.module, NORMS)
     if came in HALF_DTYPES and policy.half_parameters:
@@ -105,7 +105,7 @@ def _wanted_dtype(stored: Stored, policy: Policy, in_fp32_module: bool) -> torch
     return policy.dtype if casts else torch.float32
 
 
-class Storage:
+class ModelDtypes:
     """Casts the tensors of models in place, each the same object, and gives them back as they came.
 
     Args:
@@ -143,7 +143,7 @@ class Storage:
 
     def widen(self, module: nn.Module) -> None:
         """Make the half tensors of ``module`` FP32, against the policy."""
-        for tensor in (s.tensor for s in stored_tensors(module)):
+        for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor.dtype in HALF_DTYPES:
                 self._came.setdefault(tensor, tensor.dtype)
                 self._widened[tensor] = tensor.dtype
@@ -152,7 +152,7 @@ class Storage:
 
     def unwiden(self, module: nn.Module) -> None:
         """Undo ``widen``: give the tensors the dtypes of the policy again."""
-        for tensor in (s.tensor for s in stored_tensors(module)):
+        for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor in self._widened:
                 dtype = self._widened.pop(tensor)
                 set_data(tensor, self._value(tensor).to(tensor.device, dtype))
