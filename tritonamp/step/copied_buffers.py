@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import fp32_value
+from tritonamp.names import prefixes
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -75,10 +76,9 @@ class CopiedBuffers:
 
 def _places(models: Sequence[nn.Module]) -> list[_Place]:
     places = []
-    for i, model in enumerate(models):
-        prefix = f"{i}." if len(models) > 1 else ""
+    for prefix, model in zip(prefixes(models), models, strict=True):
         for path, module in model.named_modules(remove_duplicate=False):
-            # private, as old as buffers that no state holds: torch has no public way to ask
+            # private (torch 2.11 to 2.15): there is no public way to ask what no state holds
             passing = module._non_persistent_buffers_set
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in passing:

@@ -14,6 +14,7 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.kernels.ema import ema
+from tritonamp.names import prefixes
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.copied_buffers import CopiedBuffers
 from tritonamp.step.masters import MasterWeights
@@ -166,7 +167,7 @@ class EMA:
         untrained = {n: self._value(p) for n, p in self._named() if p not in self._averages}
         values = self.state_dict() | untrained
         targets = []
-        for prefix, target in zip(self._prefixes(), map(unwrapped, given), strict=True):
+        for prefix, target in zip(prefixes(self._models), map(unwrapped, given), strict=True):
             state = {
                 name.removeprefix(prefix): value
                 for name, value in values.items()
@@ -178,11 +179,8 @@ class EMA:
         for target, state in targets:
             target.load_state_dict(state, strict=False)  # not what modules save beside tensors
 
-    def _prefixes(self) -> list[str]:
-        return [f"{i}." if len(self._models) > 1 else "" for i in range(len(self._models))]
-
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, model in zip(self._prefixes(), self._models, strict=True):
+        for prefix, model in zip(prefixes(self._models), self._models, strict=True):
             for name, param in model.named_parameters(remove_duplicate=False):
                 yield prefix + name, param
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tritonamp.diagnosis.replay.calls import is_watched
 from tritonamp.diagnosis.replay.verdicts import Place
 from tritonamp.frames import Role, outwards, role_of
+from tritonamp.names import prefixes
 
 
 class Names:
@@ -25,8 +26,7 @@ class Names:
         self.roots = models
         self.modules: dict[nn.Module, str] = {}
         self._weights: dict[int, dict[str, Tensor]] = {}  # by storage, which several may share
-        for i, model in enumerate(models):
-            front = f"{i}." if len(models) > 1 else ""
+        for front, model in zip(prefixes(models), models, strict=True):
             for name, module in model.named_modules():
                 self.modules.setdefault(module, (front + name).rstrip("."))
             for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
