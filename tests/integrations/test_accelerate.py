@@ -278,7 +278,7 @@ def test_trained_again_and_pickled() -> None:
     run.accelerator.free_memory()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
 @pytest.mark.parametrize(
     ("mixed_precision", "said", "dtype"),
     [
@@ -288,7 +288,7 @@ def test_trained_again_and_pickled() -> None:
     ],
 )
 def test_mixed_precision_is_the_dtype(
-    level: str, mixed_precision: str, said: torch.dtype | None, dtype: torch.dtype
+    level: str | None, mixed_precision: str, said: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     settings = {"level": level} if said is None else {"level": level, "dtype": said}
     run = Run(mixed_precision=mixed_precision, **settings)

@@ -24,7 +24,7 @@ ENGINES = (
     DistributedType.FSDP,
 )
 DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-WITHOUT_DTYPE = ("O0", "O1", "O2", "O3")  # the other levels, and policies, have one of their own
+DTYPE_OPEN = (None, "O0", "O1", "O2", "O3")  # other levels, and policies, have a dtype of their own
 
 
 def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
@@ -58,7 +58,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             f"{accelerator.distributed_type}: other engines have loss scales and masters of their "
             "own"
         )
-    # the forward of a model that it has prepared runs under its own autocast
+    # private (accelerate 1.15): what it has prepared; a model's forward runs under its autocast
     if accelerator._optimizers or (accelerator.native_amp and accelerator._models):
         raise ValueError(
             "accelerator: it has prepared a model or an optimizer already: call enable before "
@@ -69,7 +69,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
         cls.__name__, (_EnabledAccelerator, cls), {"__module__": cls.__module__}
     )
     accelerator.native_amp, accelerator.scaler = False, None
-    if settings.get("level", "O1") in WITHOUT_DTYPE and "policy" not in settings:
+    if settings.get("level") in DTYPE_OPEN and settings.get("policy") is None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
     accelerator.amp, accelerator._settings = None, settings
 

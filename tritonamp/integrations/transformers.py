@@ -38,7 +38,8 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
 class _EnabledTrainer(transformers.Trainer):
     """A Trainer that logs its Amp's numbers, and whose checkpoints hold FP32 values.
 
-    What ``save_model`` writes is of the dtype that the model was loaded in.
+    What ``save_model`` writes is of the dtype that the model was loaded in. The methods with an
+    underscore are private to transformers (5.23).
     """
 
     _saves_checkpoint = False
@@ -50,6 +51,7 @@ class _EnabledTrainer(transformers.Trainer):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save what training resumes from; ``_save`` is called for it, too."""
         self._saves_checkpoint = True
         try:
             super()._save_checkpoint(model, trial)
@@ -57,15 +59,21 @@ class _EnabledTrainer(transformers.Trainer):
             self._saves_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model: for a checkpoint its FP32 state, else as it was loaded."""
         if self._saves_checkpoint and state_dict is None:
             state_dict = self.accelerator.unwrap_model(self.model).state_dict()
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if model is not None:  # else this comes too early: a half model would round FP32 values
+        """Load a model that is prepared, for FSDP; ``_load_optimizer_and_scheduler`` loads others.
+
+        Before it is enabled, a half model would round the FP32 values.
+        """
+        if model is not None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load model and optimizer, which are enabled by now."""
         if checkpoint is not None and not self.is_fsdp_enabled:
             super()._load_from_checkpoint(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
