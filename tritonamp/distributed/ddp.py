@@ -31,7 +31,7 @@ class EnabledDDP(Swapped):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return of a compiled module the original, of a DDP the module inside it, else the module."""
-    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper
+    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper; private (torch 2.11 to 2.15)
         return unwrapped(model._orig_mod)  # type: ignore[arg-type]
     return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 

@@ -10,17 +10,17 @@ from tritonamp.kernels.device import is_capturing, refuse_capture
 
 
 class StepOutcomes:
-    """The steps of one optimizer: how many were tried, whether the last was skipped, how many not.
+    """The steps of one optimizer: how many were tried, how many of them taken, and the last one.
 
-    Nothing is counted on the device before ``count`` asks for it.
+    Taken steps are counted on the device, from the first call of ``count`` on.
 
     Attributes:
         tried: steps, skipped ones included; replays of a CUDA graph go unseen.
         captured: whether a CUDA graph has captured one.
         found_inf: 0-d, on the device, not 0 where the last step was a skip; None: there was none.
-        tried_before: those before the last ``state`` or ``load_state``.
-        known: how many of those were taken.
-        counts: whether ``count`` has asked for it.
+        tried_before: steps tried before the last ``state`` or ``load_state``.
+        known: how many of ``tried_before`` were taken.
+        counts: whether taken steps are counted on the device.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,8 @@ class StepOutcomes:
         """Return the counts as plain values, and remember them as known. Reads the device.
 
         Args:
-            any_taken: as for ``count``.
+            any_taken: whether any optimizer has taken a step; it counts where ``count`` was never
+                called, and several steps were tried.
         """
         if self._taken is not None:
             self.known = int(self._taken)
