@@ -31,6 +31,14 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def agree(exactly: bool, found: list[Tensor], expected: list[Tensor]) -> None:
+    """Assert that two lists of tensors are equal, or, where not ``exactly``, within 4 eps."""
+    if exactly:
+        assert same(found, expected)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-7)
+
+
 def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert that two state dicts have the same keys and equal tensors."""
     assert set(state) == set(expected)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import torchs_database
+from helpers import agree, torchs_database
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -484,13 +484,6 @@ class ByHand:
         with torch.no_grad():
             for param, master in zip(self.params, self.masters, strict=True):
                 param.copy_(master)
-
-
-def agree(exactly: bool, found: list[Tensor], expected: list[Tensor]) -> None:
-    if exactly:
-        assert same_bits(found, expected)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-7)
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)

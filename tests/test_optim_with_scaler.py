@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same
+from helpers import agree, same
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -113,9 +113,15 @@ def assert_half_again(params: Sequence[Tensor]) -> None:
 @each_half
 @each_kind
 def test_the_recipe_is_that_of_masters_by_hand(
-    device: torch.device, kind: str, half: torch.dtype, clip: float | None, micro_batches: int
+    device: torch.device,
+    kind: str,
+    half: torch.dtype,
+    clip: float | None,
+    micro_batches: int,
+    compiled: bool,
 ) -> None:
     """Bit for bit, with an overflow at the third step, saved and continued after the fifth."""
+    exactly = device.type == "cpu" or not compiled
     params, make = parameters(device, half), KINDS[kind]
     hand = ByHand(params, make)
     optimizer, scaler = make(groups_of(params), lr=0.01), GradScaler(device.type, init_scale=SCALE)
@@ -140,9 +146,9 @@ def test_the_recipe_is_that_of_masters_by_hand(
         hand.step(scale, clip)
         assert_half_again(params)
         optimizer.zero_grad()
-        assert same(params, hand.params)
-        assert same(masters_of(optimizer), [m.detach() for m in hand.masters])
-        assert same(state_of(optimizer), state_of(hand.optimizer))
+        agree(exactly, [p.detach() for p in params], [p.detach() for p in hand.params])
+        agree(exactly, masters_of(optimizer), [m.detach() for m in hand.masters])
+        agree(exactly, state_of(optimizer), state_of(hand.optimizer))
         assert same(start, params) == (i == 2)
         if i == 4:
             params = [Parameter(p.detach().clone()) for p in params]
