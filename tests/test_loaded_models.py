@@ -193,6 +193,29 @@ def test_an_optimizer_that_has_stepped_on_half_parameters(
     assert all(same(a, b) for a, b in zip(results[:half], results[half:], strict=True))
 
 
+def test_a_state_that_torch_has_rounded_is_warned_of(
+    handles: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loaded before enable it is half; loaded after it is exact."""
+    model = make(device, FP16)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    amp = handles(model, optimizer, level="O2")
+    train(model, optimizer, amp, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for early in (True, False):
+        caplog.clear()
+        resumed = make(device, FP16, seed=1)
+        other = OPTIMIZERS["AdamW"](resumed.parameters())
+        if early:
+            other.load_state_dict(saved[1])
+        handles(resumed, other, level="O2")
+        warned = [text for text in caplog.messages if "load it again after" in text]
+        assert len(warned) == early
+        resumed.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        assert same(states(model, optimizer), states(resumed, other))
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_masters_of_our_optimizer_come_along_and_go_back(
     handles: Any, device: torch.device, level: str

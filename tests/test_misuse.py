@@ -135,6 +135,19 @@ def test_models_that_are_none(model: Any) -> None:
         tritonamp.enable(model)
 
 
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), "1.0", None, iter(())])
+def test_norms_to_clip_to(max_norm: Any) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tritonamp.enable(model, optimizer, level="O1") as amp:
+        amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
+        with pytest.raises(ValueError, match=r"max_norm: expected a number of 0 or more, got"):
+            amp.clip_grad_norm_(max_norm)
+        amp.clip_grad_norm_(float("inf"))  # which asks for the norm only
+        optimizer.step()
+        assert amp.stats()["skipped"] == 0
+
+
 def test_models_without_values() -> None:
     for model in (nn.LazyLinear(3), nn.Linear(2, 2, device="meta")):
         with pytest.raises(ValueError, match="parameter 'weight' has no values yet"):
@@ -160,7 +173,7 @@ def test_enabled_twice() -> None:
     with pytest.raises(RuntimeError, match="this model was disabled"):
         amp.disable()
     with pytest.raises(RuntimeError, match=r"amp.backward\(\): this model was disabled"):
-        amp.backward(model(torch.ones(1, 4)).sum())
+        amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
     other = tritonamp.enable(model, optimizer, level="O2")  # and again, at another level
     other.disable()
 
@@ -201,7 +214,7 @@ def test_closure(run: Any) -> None:
         optimizer.step(lambda: None)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         amp.scaler.step(optimizer, lambda: None)
-    amp.backward(model(torch.ones(1, 4)).sum())
+    amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
     optimizer.step(None)  # Accelerate passes one like this
 
 
@@ -225,7 +238,7 @@ def test_plain_backward_is_explained_not_trained(run: Any) -> None:
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(), strict=True))
     optimizer.zero_grad()
-    amp.backward(model(torch.ones(1, 4)).sum())
+    amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"call step\(\) once per backward"):
         optimizer.step()
@@ -248,7 +261,7 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
     model = net()
     amp = tritonamp.enable(model)
     with pytest.raises(RuntimeError, match="enabled without an optimizer"):
-        amp.backward(model(torch.ones(1, 4)).sum())
+        amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
     amp.disable()
     amp = tritonamp.enable(model, adamw(model))
     with pytest.raises(
@@ -288,7 +301,7 @@ def test_explain_on_nonfinite(caplog: pytest.LogCaptureFixture) -> None:
     amp = tritonamp.enable(model, optimizer, level="O2", on_nonfinite="explain", loss_scale=4.0)
     assert amp.explain() == "No step was skipped."
     for bad in (False, True):
-        amp.backward(model(torch.ones(1, 4)).sum())
+        amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
         if bad:
             model[0].weight.grad.fill_(float("nan"))
         optimizer.step()

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -139,6 +140,21 @@ def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
         raise ValueError(
             "expected a scaler or a fixed loss_scale, got both a scaler and "
             f"loss_scale={policy_fields['loss_scale']!r}: drop one"
+        )
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Check the norm that gradients are clipped to; a tensor is taken as it is, unread.
+
+    Raises:
+        ValueError: not a number, negative, or NaN.
+    """
+    is_number = isinstance(max_norm, (Real, torch.Tensor))
+    if not is_number or (isinstance(max_norm, Real) and not float(max_norm) >= 0):
+        got = type(max_norm).__name__ if not is_number else repr(max_norm)
+        raise ValueError(
+            f"max_norm: expected a number of 0 or more, got {got}: amp.clip_grad_norm_(1.0) clips "
+            "the gradients of all that the optimizers hold, which are not to be given"
         )
 
 

@@ -20,7 +20,13 @@ from tritonamp.casts.healing import Healing
 from tritonamp.casts.loaded import bfloat16_in_float16, check_half_dtypes, check_range, loaded_dtype
 from tritonamp.casts.model import flatten_rnns, fp32_modules
 from tritonamp.casts.model_dtypes import ModelDtypes
-from tritonamp.checks import check_models, check_optimizers, check_scaler, check_sharding
+from tritonamp.checks import (
+    check_max_norm,
+    check_models,
+    check_optimizers,
+    check_scaler,
+    check_sharding,
+)
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog, StepRecord
@@ -43,6 +49,11 @@ from tritonamp.step.state_loading import settle_state, widen_state
 from tritonamp.step.stepper import Stepper
 
 logger = logging.getLogger("tritonamp")
+
+_ROUNDED_STATE = (
+    "the state of this %s was half, and is FP32 from now on. If it was loaded from a file, torch has "
+    "rounded it, small squares to 0: load it again after tritonamp.enable"
+)
 T = TypeVar("T")
 
 
@@ -178,7 +189,8 @@ class Amp:
         for optimizer in optimizers:
             if policy.trains_fp32_values:
                 wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
-                widen_state(optimizer, wide)
+                if widen_state(optimizer, wide):
+                    logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
             weights = MasterWeights(optimizer, self._fp32_values, policy.trains_fp32_values)
             weights.take_masters()
             self._weights[optimizer] = weights
@@ -325,15 +337,17 @@ class Amp:
         Without a call of ``unscale_`` before, the step does it, at no extra pass.
 
         Args:
-            max_norm: of all gradients that the pending losses feed, unscaled.
+            max_norm: of all gradients that the pending losses feed, unscaled; 0 or more.
 
         Returns:
             their norm before clipping, 0-d float32 on the device.
 
         Raises:
+            ValueError: ``max_norm`` is not such a number.
             RuntimeError: before any backward.
         """
         self._check_enabled("clip_grad_norm_")
+        check_max_norm(max_norm)
         return self._stepper.clip_grad_norm_(self._fed_optimizers("clip_grad_norm_"), max_norm)
 
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:

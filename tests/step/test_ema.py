@@ -369,6 +369,8 @@ def test_errors() -> None:
     assert same(run.saved(), before)
     with pytest.raises(ValueError, match=r"ema.copy_to: expected the same architecture, got miss"):
         run.ema.copy_to(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match=r"got one on the meta device: call model.to_empty"):
+        run.ema.copy_to(Net().to("meta"))
     run.amp.disable()
     calls: list[Callable[[], Any]] = [run.ema.update, lambda: run.amp.ema(0.5)]
     for call in calls:

@@ -81,7 +81,8 @@ class EMA:
     def update(self) -> None:
         """Move the averages towards the values of now, unless the last step was skipped.
 
-        Call it after ``optimizer.step()``. The device decides; the host does not wait for it.
+        Call it once after each ``optimizer.step()``: each call moves them. The device decides; the
+        host does not wait for it.
 
         Raises:
             RuntimeError: the model was disabled, or has no optimizer.
@@ -175,6 +176,11 @@ class EMA:
             }
             own = target.state_dict()
             _check_like("ema.copy_to", state, own)
+            if any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
+                raise ValueError(
+                    "model: expected one with values, got one on the meta device: call "
+                    "model.to_empty(device=...) before ema.copy_to"
+                )
             targets.append((target, {name: _suited(state[name], own[name]) for name in state}))
         for target, state in targets:
             target.load_state_dict(state, strict=False)  # not what modules save beside tensors

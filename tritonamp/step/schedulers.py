@@ -168,7 +168,7 @@ class SchedulerSteps:
             return next(iter(self._outcomes))
         if isinstance(optimizer, Optimizer) and optimizer in self._outcomes:
             return optimizer
-        got = "none" if optimizer is None else f"a {type(optimizer).__name__} that is not one"
+        got = "none" if optimizer is None else f"another {type(optimizer).__name__}"
         raise ValueError(
             f"scheduler {number}: expected a {type(scheduler).__name__} whose attribute optimizer "
             f"is one given to tritonamp.enable, got {got}: enable the optimizer with the model, or "
@@ -213,7 +213,11 @@ def _check_step(number: int, scheduler: Any) -> None:
     """Refuse what cannot be stepped without arguments."""
     kind, step = type(scheduler).__name__, getattr(scheduler, "step", None)
     if isinstance(scheduler, (type, Optimizer)) or not callable(step):
-        raise ValueError(f"scheduler {number}: expected an object with step(), got {scheduler!r}")
+        raise ValueError(
+            f"scheduler {number}: expected a learning-rate scheduler, an object with step(), got "
+            f"{'the class ' + scheduler.__name__ if isinstance(scheduler, type) else f'a {kind}'}: "
+            "give schedulers one by one"
+        )
     try:
         inspect.signature(step).bind()
     except TypeError as error:

@@ -130,13 +130,19 @@ def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None
                 optimizer.state[param][name] = value.to(param.device, copy=True)
 
 
-def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Make half state of these parameters FP32: they are to have FP32 values."""
+def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Make half state of these parameters FP32: they are to have FP32 values.
+
+    Returns:
+        whether there was any.
+    """
+    found = False
     for param in params:
         state = _replaced(optimizer, param)
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                state[name] = value.float()
+                state[name], found = value.float(), True
+    return found
 
 
 def _replaced(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
