@@ -51,8 +51,8 @@ from tritonamp.step.stepper import Stepper
 logger = logging.getLogger("tritonamp")
 
 _ROUNDED_STATE = (
-    "the state of this %s was half, and is FP32 from now on. If it was loaded from a file, torch has "
-    "rounded it, small squares to 0: load it again after tritonamp.enable"
+    "the state of this %s was half, and is FP32 from now on. If it was loaded from a file, torch "
+    "has rounded it, small squares to 0: load it again after tritonamp.enable"
 )
 T = TypeVar("T")
 
