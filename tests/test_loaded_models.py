@@ -897,6 +897,30 @@ def test_mixed_half_dtypes_are_refused(handles: Any, device: torch.device) -> No
     assert handles(model, level="O1").policy.dtype is FP16
 
 
+def test_half_parameters_in_the_same_memory_are_refused(handles: Any, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device, FP16)
+    model[1].weight.data = model[0].weight.data
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    with pytest.raises(ValueError, match=r"got '0.weight' and '1.weight' in the same: tie them"):
+        tritonamp.enable(model, optimizer, level="O2")
+    model[1].weight = model[0].weight
+    handles(model, OPTIMIZERS["SGD"](model.parameters()), level="O2")
+
+
+def test_models_enabled_together_are_saved_each_as_it_came(
+    handles: Any, device: torch.device
+) -> None:
+    """Also where their tensors have the same names."""
+    frozen = nn.Linear(4, 4).to(device, FP16).requires_grad_(False)
+    trained = nn.Linear(4, 4).to(device, FP16)
+    optimizer = OPTIMIZERS["SGD"](trained.parameters())
+    handles([frozen, trained], optimizer, level="O2")
+    for model in (frozen, copy.deepcopy(frozen)):
+        assert {v.dtype for v in model.state_dict().values()} == {FP16}
+    for model in (trained, copy.deepcopy(trained)):
+        assert {v.dtype for v in model.state_dict().values()} == {FP32}
+
+
 def test_check_predicts_the_refusal_of_mixed_half_dtypes() -> None:
     model = make(torch.device("cpu"), FP16)
     model.head.bias.data = model.head.bias.data.to(BF16)

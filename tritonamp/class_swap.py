@@ -14,14 +14,14 @@ class Swapped:
     """The kinds of generated classes derive from this one, and say here what differs.
 
     Attributes:
-        _belongings: the attribute of an instance that ``install`` sets and ``uninstall`` removes.
+        _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
         _set_aside: an attribute of the instance that would hide the generated class's, and the
             name under which it waits meanwhile.
         _kept_by_copies: whether copies and pickles are of the generated class, too; else they are
             of the plain one.
     """
 
-    _belongings: ClassVar[str]
+    _belongings: ClassVar[tuple[str, ...]]
     _set_aside: ClassVar[tuple[str, str]]
     _kept_by_copies: ClassVar[bool] = True
 
@@ -65,8 +65,8 @@ def is_installed(instance: object) -> bool:
     return isinstance(instance, Swapped)
 
 
-def install(instance: Any, kind: type[Swapped], belonging: Any) -> None:
-    """Give ``instance`` the generated subclass of its class, and ``belonging``.
+def install(instance: Any, kind: type[Swapped], *belongings: Any) -> None:
+    """Give ``instance`` the generated subclass of its class, and its ``belongings``.
 
     Raises:
         ValueError: Python cannot change the class of such an object.
@@ -80,14 +80,15 @@ def install(instance: Any, kind: type[Swapped], belonging: Any) -> None:
     name, aside = kind._set_aside
     if name in own:
         own[aside] = own.pop(name)
-    own[kind._belongings] = belonging
+    own.update(zip(kind._belongings, belongings, strict=True))
 
 
 def uninstall(instance: Any) -> None:
     """Put the object's own class and attributes back."""
     name, aside = instance._set_aside
     own = vars(instance)
-    own.pop(instance._belongings, None)
+    for belonging in instance._belongings:
+        own.pop(belonging, None)
     instance.__class__ = base_class(type(instance))
     if aside in own:
         own[name] = own.pop(aside)

@@ -17,9 +17,16 @@ from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.healing import Healing
-from tritonamp.casts.loaded import bfloat16_in_float16, check_half_dtypes, check_range, loaded_dtype
+from tritonamp.casts.loaded import (
+    bfloat16_in_float16,
+    check_half_dtypes,
+    check_own_memory,
+    check_range,
+    loaded_dtype,
+)
 from tritonamp.casts.model import flatten_rnns, fp32_modules
 from tritonamp.casts.model_dtypes import ModelDtypes
+from tritonamp.casts.saved import SavedDtypes
 from tritonamp.checks import (
     check_max_norm,
     check_models,
@@ -120,6 +127,7 @@ def enable(
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
     check_half_dtypes(models, resolved)
+    check_own_memory(models, resolved)
     check_range(bfloat16_in_float16(models, resolved))
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or _scaler_for(resolved, device)
@@ -175,14 +183,14 @@ class Amp:
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
-        self._context.saved.note_loaded(models)
         self._model_dtypes = ModelDtypes(policy, self._fp32_values)
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
         for model in models:
+            saved = SavedDtypes(model, policy)
             if not self._ranks.sharded:  # FSDP2 makes half copies itself
                 self._model_dtypes.cast(model, set(stepped) if policy.master_weights else ())
-            _install_model(model, self._context)
+            _install_model(model, self._context, saved)
         if self._model_dtypes.has_changed:
             self._ranks.rebuild()
         self._weights = {}
@@ -194,7 +202,6 @@ class Amp:
             weights = MasterWeights(optimizer, self._fp32_values, policy.trains_fp32_values)
             weights.take_masters()
             self._weights[optimizer] = weights
-        self._context.saved.note_fp32_names(models, policy, self._fp32_values)
         self._log = StepLog(
             functools.partial(_names, models),
             functools.partial(_tensors, models),
@@ -710,10 +717,10 @@ def _release() -> None:
     user_functions.release()
 
 
-def _install_model(model: nn.Module, context: EnabledContext) -> None:
+def _install_model(model: nn.Module, context: EnabledContext, saved: SavedDtypes) -> None:
     for inner in fp32_modules(model, context.policy):
         install(inner, Fp32Module, context)
-    install(model, EnabledModule, context)
+    install(model, EnabledModule, context, saved)
 
 
 def _uninstall_model(model: nn.Module) -> None:

@@ -50,7 +50,6 @@ class EnabledContext:
         policy: what runs in which precision.
         backend: "auto", "triton" or "eager".
         fp32_values: of the model's half tensors.
-        saved: in which dtypes the model is saved.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
         device_type: where the parameters are.
@@ -64,12 +63,10 @@ class EnabledContext:
         backend: str,
         device_type: str,
         fp32_values: Fp32Values,
-        saved: SavedDtypes | None = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
-        self.saved = SavedDtypes() if saved is None else saved
         self.observer: ForwardObserver | None = None
         self.ranks: RanksInForward | None = None
         self._number = active.number_of(policy, backend)
@@ -92,8 +89,7 @@ class EnabledContext:
         return self.fp32_values.get(tensor) if known else tensor
 
     def __reduce__(self) -> Any:
-        of_copy = self.policy, self.backend, self.device_type, Fp32Values(), self.saved
-        return EnabledContext, of_copy
+        return EnabledContext, (self.policy, self.backend, self.device_type, Fp32Values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
         make, of_copy = self.__reduce__()
@@ -141,7 +137,7 @@ class EnabledContext:
 class _WithForward(Swapped):
     """A module whose forward is run by ``_run``; one that was set on the instance counts, too."""
 
-    _belongings = "_tritonamp"
+    _belongings: tuple[str, ...] = ("_tritonamp",)
     _set_aside = ("forward", "_tritonamp_forward")
     _tritonamp: EnabledContext
     _tritonamp_forward: Any = None
@@ -226,7 +222,9 @@ def _fp32_forward(
 class EnabledModule(_WithForward):
     """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values."""
 
+    _belongings = ("_tritonamp", "_tritonamp_saved")
     _tritonamp_fp32 = False  # healed as a whole
+    _tritonamp_saved = SavedDtypes()  # in pickles of earlier versions there is none
     _run = staticmethod(enabled_forward)
 
     @classmethod
@@ -252,7 +250,7 @@ class EnabledModule(_WithForward):
             return result
         made: dict[Tensor, Tensor] = {}  # what is tied stays tied
         for name, tensor in named_tensors(self):
-            dtype = context.saved.in_state(name, tensor, context.fp32_values)
+            dtype = self._tritonamp_saved.in_state(name, tensor, context.fp32_values)
             if prefix + name not in result or dtype is tensor.dtype:
                 continue
             if tensor not in made:

@@ -74,6 +74,26 @@ def check_half_dtypes(models: Iterable[nn.Module], policy: Policy) -> None:
         )
 
 
+def check_own_memory(models: Iterable[nn.Module], policy: Policy) -> None:
+    """Refuse half parameters in the same memory: each would get an FP32 master of its own.
+
+    Raises:
+        ValueError: names two of them.
+    """
+    found: dict[int, Castable] = {}
+    for stored in (s for m in models for s in half_parameters(m)):
+        tensor = stored.tensor
+        if not (policy.master_weights and tensor.requires_grad and tensor.numel()):
+            continue
+        other = found.setdefault(tensor.data_ptr(), stored)
+        if other.tensor is not tensor:
+            raise ValueError(
+                f"model: expected parameters with memory of their own, got {other.name!r} and "
+                f"{stored.name!r} in the same: tie them as one Parameter "
+                "(a.weight = b.weight, not a.weight.data = b.weight.data)"
+            )
+
+
 class InFloat16(NamedTuple):
     """What float16 makes of a parameter that was loaded in bfloat16.
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,32 +22,28 @@ class SavedDtypes:
     A state is what training goes on from: FP32 where something trains, or came in FP32. The files
     of ``save_pretrained`` are what a plain model would have written: as it was loaded.
 
+    Args:
+        model: before its tensors are cast; None: all half tensors are FP32 in a state.
+        policy: says what trains in FP32.
+
     Attributes:
-        fp32_names: of the half tensors that are FP32 in a state; None: all.
         loaded: name to the dtype that a tensor came in.
         as_loaded: whether states have these dtypes now.
     """
 
-    def __init__(self) -> None:
-        self.fp32_names: frozenset[str] | None = None
+    def __init__(self, model: Any = None, policy: Policy | None = None) -> None:
         self.loaded: dict[str, torch.dtype] = {}
         self.as_loaded = False
-
-    def note_loaded(self, models: Iterable[Any]) -> None:
-        """Note the dtypes of ``models``; where two have a name in common, the wider one."""
-        for model in models:
-            for name, tensor in named_tensors(model):
-                if self.loaded.get(name) is not torch.float32:
-                    self.loaded[name] = tensor.dtype
-
-    def note_fp32_names(self, models: Iterable[Any], policy: Policy, values: Fp32Values) -> None:
-        """Note which half tensors of ``models`` train, or came in FP32."""
+        self._stay_half: frozenset[str] = frozenset()
+        if model is None or policy is None:
+            return
         trains = policy.trains_fp32_values or policy.cast_model
-        self.fp32_names = frozenset(
+        named = named_tensors(model)
+        self.loaded = {name: tensor.dtype for name, tensor in named}
+        self._stay_half = frozenset(
             name
-            for model in models
-            for name, tensor in named_tensors(model)
-            if tensor in values or (trains and tensor.requires_grad and tensor.dtype in HALF_DTYPES)
+            for name, tensor in named
+            if tensor.dtype in HALF_DTYPES and not (trains and tensor.requires_grad)
         )
 
     def in_state(self, name: str, tensor: Tensor, values: Fp32Values) -> torch.dtype:
@@ -56,8 +52,8 @@ class SavedDtypes:
             return self.loaded.get(name, tensor.dtype)
         if tensor.dtype not in HALF_DTYPES:
             return tensor.dtype
-        is_fp32 = tensor in values or self.fp32_names is None or name in self.fp32_names
-        return torch.float32 if is_fp32 else tensor.dtype
+        stays_half = name in self._stay_half and tensor not in values
+        return tensor.dtype if stays_half else torch.float32
 
     @contextlib.contextmanager
     def saving_as_loaded(self) -> Iterator[None]:
@@ -97,7 +93,7 @@ def pretrained_members(base: type) -> dict[str, Any]:
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_as_loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._tritonamp.saved.saving_as_loaded():
+        with self._tritonamp_saved.saving_as_loaded():
             return save(self, *args, **kwargs)
 
     return save_as_loaded
@@ -120,7 +116,7 @@ def _with_loaded(dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the getter ``dtype``, which answers as the model was loaded while it is saved."""
 
     def loaded_or_own(self: Any) -> Any:
-        saved: SavedDtypes = self._tritonamp.saved
+        saved: SavedDtypes = self._tritonamp_saved
         if saved.as_loaded:
             for name, param in self.named_parameters():
                 if param.is_floating_point():

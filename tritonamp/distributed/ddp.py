@@ -19,7 +19,7 @@ class CatchesUp(Protocol):
 class EnabledDDP(Swapped):
     """A DDP around an enabled model: ``join`` makes FP32 values and loss scales equal, too."""
 
-    _belongings = "_tritonamp_ranks"
+    _belongings = ("_tritonamp_ranks",)
     _set_aside = ("_sync_final_model", "_tritonamp_sync")
     _tritonamp_ranks: CatchesUp
 

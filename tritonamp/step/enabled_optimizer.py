@@ -15,7 +15,7 @@ class EnabledOptimizer(Swapped):
     wrapper does. A copy is a plain optimizer.
     """
 
-    _belongings = "_stepper"
+    _belongings = ("_stepper",)
     _set_aside = ("step", "_tritonamp_step")
     _kept_by_copies = False
     _stepper: Stepper  # of the Amp that enabled it
