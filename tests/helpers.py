@@ -54,7 +54,7 @@ def storage_bytes() -> int:
     for x in gc.get_objects():
         if issubclass(type(x), Tensor) and x.layout is torch.strided:
             storage = x.untyped_storage()
-            with contextlib.suppress(RuntimeError):  # of tensors without memory, as fake ones
+            with contextlib.suppress(RuntimeError, UserWarning):  # fake ones have no memory
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
