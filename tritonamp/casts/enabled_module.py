@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class EnabledContext:
 class _WithForward(Swapped):
     """A module whose forward is run by ``_run``; one that was set on the instance counts, too."""
 
-    _belongings: tuple[str, ...] = ("_tritonamp",)
+    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp",)
     _set_aside = ("forward", "_tritonamp_forward")
     _tritonamp: EnabledContext
     _tritonamp_forward: Any = None
@@ -222,7 +222,7 @@ def _fp32_forward(
 class EnabledModule(_WithForward):
     """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values."""
 
-    _belongings = ("_tritonamp", "_tritonamp_saved")
+    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp", "_tritonamp_saved")
     _tritonamp_fp32 = False  # healed as a whole
     _tritonamp_saved = SavedDtypes()  # in pickles of earlier versions there is none
     _run = staticmethod(enabled_forward)
