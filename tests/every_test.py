@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ if not torch.cuda.is_available():
 
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
 
-from tritonamp import UnsupportedDeviceError
+import tritonamp
 from tritonamp.casts import dispatch
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
@@ -50,7 +51,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     """Skip what a GPU of compute capability 7 is refused: bfloat16."""
     try:
         return (yield)
-    except UnsupportedDeviceError as error:
+    except tritonamp.UnsupportedDeviceError as error:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0):
             raise
         pytest.skip(str(error))
@@ -67,6 +68,21 @@ def cuda(request: pytest.FixtureRequest) -> torch.device:
     if not torch.cuda.is_available():
         request.getfixturevalue("fake_cuda")
     return torch.device("cuda", 0)  # as tensors say
+
+
+@pytest.fixture
+def handles() -> Iterator[Callable[..., Any]]:
+    """``tritonamp.enable``, undone at the end."""
+    made: list[Any] = []
+
+    def enable(*args: Any, **kwargs: Any) -> Any:
+        made.append(tritonamp.enable(*args, **kwargs))
+        return made[-1]
+
+    yield enable
+    for amp in made:
+        if amp._enabled:
+            amp.disable()
 
 
 @pytest.fixture

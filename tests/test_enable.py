@@ -8,7 +8,7 @@ import gc
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,20 +32,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.norm(self.conv(x))).flatten(1)) + self.table
-
-
-@pytest.fixture
-def handles() -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
-
-    def enable(*args: Any, **kwargs: Any) -> Any:
-        made.append(tritonamp.enable(*args, **kwargs))
-        return made[-1]
-
-    yield enable
-    for amp in made:
-        if amp._enabled:
-            amp.disable()
 
 
 def make(device: torch.device) -> tuple[Net, torch.optim.Optimizer, Tensor]:

@@ -5,7 +5,7 @@ stays as it is.
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,20 +54,6 @@ class Lora(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
-
-
-@pytest.fixture
-def handles() -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
-
-    def enable(*args: Any, **kwargs: Any) -> Any:
-        made.append(tritonamp.enable(*args, **kwargs))
-        return made[-1]
-
-    yield enable
-    for amp in made:
-        if amp._enabled:
-            amp.disable()
 
 
 def make(device: torch.device, half: torch.dtype | None = None, seed: int = 0) -> Net:
