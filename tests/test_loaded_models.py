@@ -451,6 +451,9 @@ def test_the_dtype_of_the_model_is_the_default(handles: Any, device: torch.devic
         assert amp.policy.loss_scale == ("dynamic" if half is FP16 else 1.0)
     assert handles(make(device), level="O2").policy.dtype is FP16
     assert handles(lora(device, BF16), level="O2").policy.dtype is BF16
+    model = lora(device, BF16)  # what trains decides, however small
+    model[0].up.half(), model[0].down.half(), model[2].up.half(), model[2].down.half()
+    assert handles(model, level="O2").policy.dtype is FP16
     assert handles(make(device, BF16), level=tritonamp.O2).policy.dtype is FP16
     assert handles(make(device, FP16), level="O5").policy.dtype is BF16
 

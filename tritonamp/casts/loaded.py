@@ -118,7 +118,8 @@ def bfloat16_in_float16(models: Iterable[nn.Module], policy: Policy) -> list[InF
     used = [s for m in models for s in _to_float16(m, policy)]
     if not used:
         return []
-    rows = torch.stack([_look(s.tensor.detach()).to("cpu") for s in used]).tolist()
+    device = used[0].tensor.device
+    rows = torch.stack([_look(s.tensor.detach()).to(device) for s in used]).tolist()
     return [
         InFloat16(s.name, largest, int(subnormal), int(zero))
         for s, (largest, subnormal, zero) in zip(used, rows, strict=True)
