@@ -2,9 +2,28 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def prefixes(models: Sequence[nn.Module]) -> list[str]:
     """Return by model what its names begin with: nothing, or of several models its number."""
     return [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
+
+
+def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """Return parameter to full name, in the order of the models."""
+    return {
+        param: prefix + name
+        for prefix, model in zip(prefixes(models), models, strict=True)
+        for name, param in model.named_parameters()
+    }
+
+
+def tensor_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """Return parameter or buffer to full name, parameters first."""
+    buffers = {
+        buffer: prefix + name
+        for prefix, model in zip(prefixes(models), models, strict=True)
+        for name, buffer in model.named_buffers()
+    }
+    return {**parameter_names(models), **buffers}

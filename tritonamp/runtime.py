@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
-from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.enabled_models import EnabledModels
+from tritonamp.casts.enabled_module import EnabledContext
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.loaded import (
     bfloat16_in_float16,
@@ -24,9 +25,7 @@ from tritonamp.casts.loaded import (
     check_range,
     loaded_dtype,
 )
-from tritonamp.casts.model import flatten_rnns, fp32_modules
-from tritonamp.casts.model_dtypes import ModelDtypes
-from tritonamp.casts.saved import SavedDtypes
+from tritonamp.casts.model import fp32_modules
 from tritonamp.checks import (
     check_max_norm,
     check_models,
@@ -34,7 +33,7 @@ from tritonamp.checks import (
     check_scaler,
     check_sharding,
 )
-from tritonamp.class_swap import install, is_installed, uninstall
+from tritonamp.class_swap import install, uninstall
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog, StepRecord
 from tritonamp.diagnosis.metrics import metrics
@@ -45,6 +44,7 @@ from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
 from tritonamp.kernels.device import Backend, check_dtype, choose_backend, warn_of_known_fault
+from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
@@ -183,32 +183,24 @@ class Amp:
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
-        self._model_dtypes = ModelDtypes(policy, self._fp32_values)
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
-        for model in models:
-            saved = SavedDtypes(model, policy)
-            if not self._ranks.sharded:  # FSDP2 makes half copies itself
-                self._model_dtypes.cast(model, set(stepped) if policy.master_weights else ())
-            _install_model(model, self._context, saved)
-        if self._model_dtypes.has_changed:
+        self._enabled_models = EnabledModels(
+            models, self._context, set(stepped), keeps_dtypes=self._ranks.sharded
+        )
+        if self._enabled_models.dtypes.has_changed:
             self._ranks.rebuild()
-        self._weights = {}
-        for optimizer in optimizers:
-            if policy.trains_fp32_values:
-                wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
-                if widen_state(optimizer, wide):
-                    logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-            weights = MasterWeights(optimizer, self._fp32_values, policy.trains_fp32_values)
-            weights.take_masters()
-            self._weights[optimizer] = weights
+        self._weights = {
+            optimizer: _master_weights(optimizer, policy, self._fp32_values, came_half)
+            for optimizer in optimizers
+        }
         self._log = StepLog(
-            functools.partial(_names, models),
-            functools.partial(_tensors, models),
+            functools.partial(parameter_names, models),
+            functools.partial(_local_tensor_names, models),
             policy.dtype,
             log_skips=policy.on_nonfinite == "skip",
         )
-        self._healing = Healing(models, policy, self._context, self._model_dtypes)
+        self._healing = Healing(models, policy, self._context, self._enabled_models.dtypes)
         self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         if optimizers:  # else no decision would ever let go of the batches
             self._context.observer = self._forwards
@@ -452,7 +444,7 @@ class Amp:
             - overflowed_parameters: names of half parameters that became inf though their FP32
               master is finite: beyond 65504 in float16.
         """
-        names = _names(self._models)
+        names = parameter_names(self._models)
         return {
             "scale": self.scaler.get_scale(),
             **self._log.stats(),
@@ -624,13 +616,10 @@ class Amp:
             uninstall(optimizer)
             weights.give_back()
         self._ranks.detach()
-        changed = self._model_dtypes.has_changed
-        fp32_values = self._model_dtypes.restore()
+        changed = self._enabled_models.dtypes.has_changed
+        fp32_values = self._enabled_models.disable()
         for optimizer in self._optimizers:
             settle_state(optimizer, fp32_values)
-        for model in self._models:
-            flatten_rnns(model)
-            _uninstall_model(model)
         if changed:
             self._ranks.rebuild()
         self._release()
@@ -671,6 +660,19 @@ class _MovedBySteps:
             optimizer.load_state_dict(of_optimizer)
 
 
+def _master_weights(
+    optimizer: Optimizer, policy: Policy, fp32_values: Fp32Values, came_half: Sequence[Tensor]
+) -> MasterWeights:
+    """Give an optimizer FP32 values to step on, and FP32 state for what came half."""
+    if policy.trains_fp32_values:
+        wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
+        if widen_state(optimizer, wide):
+            logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
+    weights = MasterWeights(optimizer, fp32_values, policy.trains_fp32_values)
+    weights.take_masters()
+    return weights
+
+
 def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
     """Do what the policy wants about a decision; what one rank counts or heals, all do.
 
@@ -691,39 +693,11 @@ def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) 
         ranks.rebuild()
 
 
-def _names(models: list[nn.Module]) -> dict[Tensor, str]:
-    """Return parameter to full name, with the model's number in front where there are several."""
-    prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
-    return {
-        p: prefix + name
-        for prefix, m in zip(prefixes, models, strict=True)
-        for name, p in m.named_parameters()
-    }
-
-
-def _tensors(models: list[nn.Module]) -> dict[Tensor, str]:
+def _local_tensor_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     """Return parameter or buffer to full name; of sharded parameters this rank's parts."""
-    prefixes = [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
-    buffers = {
-        b: prefix + n
-        for prefix, m in zip(prefixes, models, strict=True)
-        for n, b in m.named_buffers()
-    }
-    return {to_local(t): name for t, name in {**_names(models), **buffers}.items()}
+    return {to_local(tensor): name for tensor, name in tensor_names(models).items()}
 
 
 def _release() -> None:
     dispatch.release()
     user_functions.release()
-
-
-def _install_model(model: nn.Module, context: EnabledContext, saved: SavedDtypes) -> None:
-    for inner in fp32_modules(model, context.policy):
-        install(inner, Fp32Module, context)
-    install(model, EnabledModule, context, saved)
-
-
-def _uninstall_model(model: nn.Module) -> None:
-    for module in model.modules():
-        if is_installed(module):
-            uninstall(module)

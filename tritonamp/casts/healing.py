@@ -8,6 +8,7 @@ from torch import nn
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
+from tritonamp.names import prefixes
 from tritonamp.policy import Policy
 
 
@@ -90,10 +91,9 @@ class Healing:
 
     def _find(self, name: str) -> nn.Module:
         found: dict[str, nn.Module] = {}
-        for i, model in enumerate(self._models):
-            front = f"{i}." if len(self._models) > 1 else ""
+        for prefix, model in zip(prefixes(self._models), self._models, strict=True):
             found |= {
-                (front + inner).rstrip("."): m
+                (prefix + inner).rstrip("."): m
                 for inner, m in model.named_modules(remove_duplicate=False)
             }
         if name not in found:

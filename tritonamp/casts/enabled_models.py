@@ -1,0 +1,57 @@
+"""The models of one ``enable``: the dtypes and classes that they get, and how they go back."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.model import flatten_rnns, fp32_modules
+from tritonamp.casts.model_dtypes import ModelDtypes
+from tritonamp.casts.saved import SavedDtypes
+from tritonamp.class_swap import install, is_installed, uninstall
+
+
+class EnabledModels:
+    """Models that compute as the policy of a context says, until ``disable``.
+
+    Args:
+        models: not enabled yet.
+        context: what their modules will know.
+        stepped: the parameters that optimizers step on.
+        keeps_dtypes: leave their tensors alone; FSDP2 makes the half copies itself.
+
+    Attributes:
+        dtypes: of their tensors.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        context: EnabledContext,
+        stepped: set[Tensor],
+        *,
+        keeps_dtypes: bool,
+    ) -> None:
+        self._models = models
+        self.dtypes = ModelDtypes(context.policy, context.fp32_values)
+        for model in models:
+            saved = SavedDtypes(model, context.policy)
+            if not keeps_dtypes:
+                self.dtypes.cast(model, stepped if context.policy.master_weights else ())
+            for inner in fp32_modules(model, context.policy):
+                install(inner, Fp32Module, context)
+            install(model, EnabledModule, context, saved)
+
+    def disable(self) -> dict[Tensor, Tensor]:
+        """Give tensors the dtype, and modules the class, that they came with.
+
+        Returns:
+            what is half then, and had an FP32 value, to this value.
+        """
+        fp32_values = self.dtypes.restore()
+        for model in self._models:
+            flatten_rnns(model)
+            for module in model.modules():
+                if is_installed(module):
+                    uninstall(module)
+        return fp32_values
