@@ -3,6 +3,7 @@
 pytest                                a sample, without the slow tests
 pytest tests/step                     the same of one folder
 pytest --full                         every case of every test
+pytest --rest                         what --full has and a plain pytest leaves out
 pytest tests/step/test_loop.py        every case of what is named: files, tests,
 pytest -k softmax; pytest -m ranks    and what -k, -m and --lf pick
 
@@ -84,7 +85,8 @@ def takes_all(config: pytest.Config) -> bool:
     option = config.option
     named = any("::" in arg or arg.endswith(".py") for arg in config.args)
     last_failed = getattr(option, "lf", False)  # not there with -p no:cacheprovider
-    return bool(named or option.full or option.keyword or option.markexpr or last_failed)
+    every = option.full or option.rest
+    return bool(named or every or option.keyword or option.markexpr or last_failed)
 
 
 # tests/conftest.py takes these hooks over
@@ -92,6 +94,7 @@ def takes_all(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every case of every test")
+    parser.addoption("--rest", action="store_true", help="run what is left out without options")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -123,6 +126,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     if not takes_all(config):
         return "cases: a covering sample, without slow tests (--full runs all)"
+    if config.option.rest:
+        return "cases: those that are not in the covering sample, and slow tests"
     return "cases: all" if config.option.full else "cases: all of what is named"
 
 
@@ -136,17 +141,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a covering sample of the tests without a slow mark."""
-    if takes_all(config):
+    """Keep a covering sample of the tests without a slow mark; with --rest all others."""
+    if takes_all(config) and not config.option.rest:
         return
     quick = [item for item in items if not any(map(item.get_closest_marker, SLOW))]
     kept = list(sample(quick))
+    if config.option.rest:
+        in_sample = set(kept)
+        kept = [item for item in items if item not in in_sample]
+    else:
+        files = len(config.stash[SLOW_FILES])
+        config.stash[REPORT] = (
+            f"{len(kept)} of {len(items)} cases, and none of {files} files marked as "
+            f"{', '.join(SLOW)}: --full runs all"
+        )
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    files = len(config.stash[SLOW_FILES])
-    config.stash[REPORT] = (
-        f"{len(kept)} of {len(items)} cases, and none of {files} files marked as "
-        f"{', '.join(SLOW)}: --full runs all"
-    )
     items[:] = kept
 
 
