@@ -110,6 +110,14 @@ MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "frobenius_norm.dim": lambda: (R(3, 4), [1]),
     "gru_cell": lambda: (R(2, 3), R(2, 4), *_cell(3)),
     "hardtanh_": lambda: (R(3, 4),),
+    "index_add_": lambda: (R(3, 4), 0, torch.tensor([2, 0]), R(2, 4)),
+    "index_copy_": lambda: (R(3, 4), 0, torch.tensor([2, 0]), R(2, 4)),
+    "index_put_": lambda: (R(3, 4), [torch.tensor([2, 0])], R(2, 4)),
+    "index_reduce_": lambda: (R(3, 4), 0, torch.tensor([2, 0]), R(2, 4), "mean"),
+    "masked_scatter_": lambda: (R(3, 4), torch.eye(3, 4) > 0, R(2, 4)),
+    "scatter_.src": lambda: (R(3, 4), 0, torch.tensor([[2, 0, 1, 1]]), R(1, 4)),
+    "scatter_add_": lambda: (R(3, 4), 0, torch.tensor([[2, 0, 1, 1]]), R(1, 4)),
+    "scatter_reduce_.two": lambda: (R(3, 4), 0, torch.tensor([[2, 0, 1, 1]]), R(1, 4), "amax"),
     "index_fill_.int_Tensor": lambda: (R(3, 4), 1, torch.tensor([2]), torch.tensor(-2.0)),
     "lerp.Tensor": lambda: (R(3, 4), R(3, 4), R(3, 4)),
     "linalg_matrix_norm": lambda: (R(3, 4), 1),
@@ -362,6 +370,8 @@ def expected_dtypes(
     """What CUDA autocast gives, but for our own differences from it; None where it fails."""
     given = dtypes(call)
     asked = next((value for value in tree_leaves(call) if isinstance(value, torch.dtype)), None)
+    if op in op_table.WRITTEN_INTO:
+        return [given[0]]
     if op in ("softmax.int", *op_table.STORAGE, *op_table.RUNNING_NORMS):
         return [asked or given[0]]
     if op in PROMOTED:
@@ -636,6 +646,35 @@ def test_binary_cross_entropy_is_refused_with_the_remedy(
         with tritonamp.disable_casts():
             assert fused(p.float(), y.float()).dtype is FP32
     assert fused(p.float(), y.float()).dtype is FP32
+
+
+def _assign(x: Tensor, y: Tensor) -> None:
+    x[torch.tensor([0, 2])] = y
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "x[i] = y": _assign,
+    "index_put_": lambda x, y: x.index_put_((ROWS,), y[:1], accumulate=True),
+    "index_add_": lambda x, y: x.index_add_(0, torch.tensor([2, 2]), y, alpha=3),
+    "scatter_add_": lambda x, y: x.scatter_add_(0, torch.tensor([[2, 2, 1], [0, 2, 2]]), y),
+}
+
+
+@pytest.mark.parametrize(("into", "what"), [(FP16, FP32), (FP32, FP16), (BF16, FP16)], ids=str)
+@pytest.mark.parametrize("how", WRITES)
+def test_what_is_written_takes_the_dtype_of_what_it_is_written_into(
+    how: str, into: torch.dtype, what: torch.dtype, amps: Any
+) -> None:
+    x, y = R(3, 3).to(into), R(2, 3).to(what).requires_grad_()
+    found, expected = x.clone(), x.clone()
+    with amps[FP16].autocast():
+        WRITES[how](found, y)
+    WRITES[how](expected, y.detach().to(into))
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert y.grad is not None and y.grad.dtype is what
+    with pytest.raises(RuntimeError):  # outside it is torch's
+        WRITES[how](x.clone(), y.detach())
 
 
 MASK = torch.tensor([[True, False, False], [False, True, True]])

@@ -79,6 +79,14 @@ PROMOTE_EVERYWHERE = "_weight_norm lerp linalg_cross".split()
 such that train.
 """
 
+WRITTEN_INTO = """
+    index_put_ index_copy_ index_add_ index_reduce_ scatter_.src scatter_add_ scatter_reduce_.two
+    masked_scatter_
+""".split()
+"""What they write takes the dtype of the tensor that it is written into, which stays in place: they
+refuse half and FP32 together. torch lists only the variants of some that return a new tensor.
+"""
+
 STORAGE_ON_CPU = """
     adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fractional_max_pool2d fractional_max_pool3d
     grid_sampler_2d grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d
@@ -143,6 +151,14 @@ def _promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any)
         return stock(*args, **kwargs)
     widest = functools.reduce(torch.promote_types, found)
     return stock(*_cast(args, lambda t: t.to(widest)), **kwargs)
+
+
+def _written_into_rule(
+    stock: Stock, active: ActivePolicy, into: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if not active.policy.op_policy or into.dtype not in (torch.float32, *HALF_DTYPES):
+        return stock(into, *args, **kwargs)
+    return stock(into, *_cast(args, lambda t: t.to(into.dtype)), **kwargs)
 
 
 def _storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
@@ -245,6 +261,7 @@ def _rules(device_type: str) -> dict[str, Rule]:
         rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
     table = {op: rule for names, rule in rows for op in overloads(names)}
+    table |= dict.fromkeys(WRITTEN_INTO, _written_into_rule)
     return table | dict.fromkeys(FITTED, _fitting_rule)
 
 
