@@ -743,6 +743,58 @@ def test_fp32_modules_that_match_nothing(wanted: Any) -> None:
         tritonamp.enable(nn.Linear(2, 2), fp32_modules="head")
 
 
+class Body(nn.Module):
+    """With a module inside of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def compiled_inside(model: nn.Module) -> nn.Module:
+    model.body = torch.compile(model.body)  # type: ignore[assignment]
+    return model
+
+
+# name: (a wrapping, the name of a module then)
+WRAPPINGS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "plain": (lambda m: m, "body.1"),
+    "compiled": (torch.compile, "_orig_mod.body.1"),
+    "DataParallel": (nn.DataParallel, "module.body.1"),
+    "compiled inside": (compiled_inside, "body._orig_mod.1"),
+    "both": (lambda m: nn.DataParallel(compiled_inside(m)), "module.body._orig_mod.1"),
+}
+
+
+@pytest.mark.parametrize("named", WRAPPINGS)
+@pytest.mark.parametrize("enabled", WRAPPINGS)
+def test_names_of_modules_hold_with_and_without_wrappers(named: str, enabled: str) -> None:
+    name, model = WRAPPINGS[named][1], Body()
+    assert name in dict(WRAPPINGS[named][0](Body()).named_modules())
+    kept, other = model.body[1], model.body[0]
+    amp = tritonamp.enable(WRAPPINGS[enabled][0](model), level="O2", fp32_modules=[name])
+    assert (kept.weight.dtype, other.weight.dtype) == (FP32, FP16)
+    amp.disable()
+
+
+def test_the_name_itself_comes_first() -> None:
+    class Wrapper(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Body()
+
+    model = Wrapper()
+    amp = tritonamp.enable(model, level="O2", fp32_modules=["body.1"])
+    assert model.body[1].weight.dtype is FP32
+    assert model.module.body[1].weight.dtype is FP16
+    amp.disable()
+    with pytest.raises(ValueError, match="got 'module', which matches no module"):
+        tritonamp.enable(Body(), level="O2", fp32_modules=["module"])
+
+
 # inputs and outputs
 
 

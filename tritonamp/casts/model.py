@@ -11,6 +11,8 @@ NORMS = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Attributes in which torch's wrappers hold the module that they are around."""
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
@@ -22,10 +24,12 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
         ValueError: a name or class that matches nothing in ``model``.
     """
     named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    unwrapped = {unwrapped_name(name): m for name, m in named.items()}
     found: dict[nn.Module, None] = {}
     for wanted in policy.fp32_modules:
         if isinstance(wanted, str):
-            matches = [named[wanted]] if wanted in named else []
+            match = named.get(wanted) or unwrapped.get(unwrapped_name(wanted))
+            matches = [] if match is None else [match]
         else:
             matches = [m for m in named.values() if isinstance(m, wanted)]
         if not matches:
@@ -38,6 +42,14 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in named.values() if isinstance(m, NORMS))
     return list(found)
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a module's name without what DDP, DataParallel, torch.compile and checkpointing add.
+
+    So that a name holds wherever it was read, at a model that is wrapped or is not.
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:
