@@ -26,6 +26,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "op_policy": (False, True, True, False),
     "master_weights": (False, False, True, False),
     "loss_scale": (1.0, "dynamic", "dynamic", 1.0),
+    "init_scale": (2.0**16, 2.0**16, 2.0**16, 2.0**16),
     "cast_inputs": (False, False, True, True),
     "cast_outputs": (None, FP32, FP32, FP32),
     "softmax_dtype": (None, None, None, None),
@@ -133,6 +134,34 @@ def test_cast_inputs_may_be_written_like_cast_outputs(given: Any, means: bool) -
     assert resolve("O1", cast_inputs=given).cast_inputs is means
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("x", ("x",)), (["x", 1], ("x", 1)), ((0,), (0,)), ({"x"}, ("x",)), ([], False)],
+    ids=repr,
+)
+def test_cast_inputs_may_name_arguments(given: Any, kept: Any) -> None:
+    policy = resolve("O2", cast_inputs=given)
+    assert policy.cast_inputs == kept
+    assert hash(policy) == hash(dataclasses.replace(policy))
+    assert Policy.from_json(policy.to_json()) == policy
+    assert resolve(policy, BF16).cast_inputs == kept
+
+
+def test_where_a_dynamic_loss_scale_begins() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O2", init_scale=64)
+    assert amp.scaler.get_scale() == 64.0
+    x = torch.randn(2, 2)
+    amp.backward(model(x).sum())
+    amp.backward(model(x).sum(), loss_id=1)
+    optimizer.step()
+    assert amp.scaler.get_scale() == amp._scalers[1].get_scale() == 64.0
+    amp.disable()
+    with pytest.raises(ValueError, match=r"got both a scaler and init_scale=64: drop one"):
+        tritonamp.enable(model, scaler=tritonamp.GradScaler("cpu"), init_scale=64)
+
+
 @pytest.mark.parametrize("level", ["02", "o2", "O2 ", 2, None, "O6", "", "00", "o5"])
 def test_unknown_level(level: Any) -> None:
     with pytest.raises(
@@ -175,6 +204,19 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for name in ("cast_model", "keep_norms_fp32", "op_policy", "master_weights", "cast_inputs")
     ],
     ({"cast_inputs": BF16}, "cast_inputs: expected True or False, got torch.bfloat16"),
+    *[
+        (
+            {"cast_inputs": given},
+            f"cast_inputs: expected True or False, got {tuple(given)!r}; or a list of arguments of "
+            "the model's forward that are cast, by name or position",
+        )
+        for given in (["x", True], ["x", 1.5], [None])
+    ],
+    ({"cast_inputs": ["x", -1]}, "cast_inputs: expected positions from 0, got -1"),
+    *[
+        ({"init_scale": s}, f"init_scale: expected a positive finite number, got {s!r}")
+        for s in (0.0, -1.0, float("inf"), float("nan"), "dynamic", None, True)
+    ],
     (
         {"cast_outputs": torch.float64},
         "cast_outputs: expected torch.float32, a half dtype or None, got torch.float64",

@@ -101,3 +101,10 @@ def preserve(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+def is_traced() -> bool:
+    """Tell whether what runs here is not what it seems: functorch, tracing, or a dispatch mode."""
+    # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
+    functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import fp32_modules
 from tritonamp.distributed.ddp import unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, is_sharded
@@ -136,6 +137,11 @@ def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
             "scaler: expected an enabled GradScaler, got a disabled one: for no loss scaling use "
             "loss_scale=1.0 and no scaler"
         )
+    if "init_scale" in policy_fields:
+        raise ValueError(
+            "expected a scaler or init_scale, got both a scaler and "
+            f"init_scale={policy_fields['init_scale']!r}: drop one"
+        )
     if policy_fields.get("loss_scale", "dynamic") != "dynamic":
         raise ValueError(
             "expected a scaler or a fixed loss_scale, got both a scaler and "
@@ -156,6 +162,24 @@ def check_max_norm(max_norm: Any) -> None:
             f"max_norm: expected a number of 0 or more, got {got}: amp.clip_grad_norm_(1.0) clips "
             "the gradients of all that the optimizers hold, which are not to be given"
         )
+
+
+def check_cast_inputs(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Check the arguments that are to be cast.
+
+    Raises:
+        ValueError: no model's forward takes one of them.
+    """
+    if isinstance(policy.cast_inputs, bool):
+        return
+    signatures = {type(model).__name__: signature_of(model.forward) for model in models}
+    for argument in policy.cast_inputs:
+        if not any(signature.has(argument) for signature in signatures.values()):
+            takes = ", ".join(f"{name}.forward{each}" for name, each in signatures.items())
+            raise ValueError(
+                f"cast_inputs: expected names or positions of arguments of {takes}, got "
+                f"{argument!r}"
+            )
 
 
 def check_sharding(

@@ -13,6 +13,7 @@ import torch
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 ON_NONFINITE = ("skip", "explain", "heal", "raise")
+INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Policy:
         master_weights: the optimizer steps on FP32 copies of the half parameters (only with
             ``cast_model`` or ``half_parameters``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
+        init_scale: where a dynamic loss scale begins.
         cast_inputs: FP32 tensors given to the model are cast to ``dtype`` (which may stand for
-            True, None for False).
+            True, None for False); or names of ``forward``'s arguments, or their positions from 0:
+            these are cast, and all that is in them, and the others stay as they are.
         cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave
             them alone.
         softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the
@@ -61,7 +64,8 @@ class Policy:
     op_policy: bool = False
     master_weights: bool = False
     loss_scale: str | float = 1.0
-    cast_inputs: bool = False
+    init_scale: float = INIT_SCALE
+    cast_inputs: bool | tuple[str | int, ...] = False
     cast_outputs: torch.dtype | None = None
     softmax_dtype: torch.dtype | None = None
     state_dict_dtype: torch.dtype = torch.float32
@@ -81,11 +85,10 @@ class Policy:
                 f"fp32_modules: expected module names and module classes, got {self.fp32_modules!r}"
             )
         object.__setattr__(self, "fp32_modules", modules)
-        # what one writes for cast_outputs
-        if self.cast_inputs is None or self.cast_inputs is self.dtype:
-            object.__setattr__(self, "cast_inputs", self.cast_inputs is not None)
-        if self.loss_scale != "dynamic" and _is_number(self.loss_scale):
-            object.__setattr__(self, "loss_scale", float(self.loss_scale))
+        object.__setattr__(self, "cast_inputs", _cast_inputs(self.cast_inputs, self.dtype))
+        for name in ("loss_scale", "init_scale"):
+            if _is_number(getattr(self, name)):
+                object.__setattr__(self, name, float(getattr(self, name)))
         problems = [*_bad_values(self), *_conflicts(self)]
         if problems:
             raise ValueError("Policy: " + "; ".join(problems))
@@ -144,6 +147,15 @@ class Policy:
         return self.master_weights or not (self.cast_model or self.half_parameters)
 
 
+def _cast_inputs(given: Any, dtype: torch.dtype) -> Any:
+    """Return arguments as a tuple, and what one writes for cast_outputs as True or False."""
+    if given is None or given is dtype:
+        return given is not None
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given) or False if isinstance(given, Iterable) else given
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -182,9 +194,13 @@ def _bad_values(policy: Policy) -> Iterable[str]:
     ):
         if not isinstance(getattr(policy, name), bool):
             yield f"{name}: expected True or False, got {getattr(policy, name)!r}"
+    if not isinstance(policy.cast_inputs, bool):
+        yield from _bad_arguments(policy.cast_inputs)
     scale = policy.loss_scale
     if scale != "dynamic" and (not _is_number(scale) or not 0 < float(scale) < math.inf):
         yield f"loss_scale: expected 'dynamic' or a positive finite number, got {scale!r}"
+    if not _is_number(policy.init_scale) or not 0 < policy.init_scale < math.inf:
+        yield f"init_scale: expected a positive finite number, got {policy.init_scale!r}"
     if policy.cast_outputs not in (None, torch.float32, *HALF_DTYPES):
         yield (
             "cast_outputs: expected torch.float32, a half dtype or None, got "
@@ -213,6 +229,18 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         )
 
 
+def _bad_arguments(given: Any) -> Iterable[str]:
+    named = given if isinstance(given, tuple) else (given,)
+    wrong = [a for a in named if isinstance(a, bool) or not isinstance(a, (str, int))]
+    if not isinstance(given, tuple) or wrong:
+        yield (
+            f"cast_inputs: expected True or False, got {given!r}; or a list of arguments of the "
+            "model's forward that are cast, by name or position"
+        )
+    elif negative := [a for a in named if isinstance(a, int) and a < 0]:
+        yield f"cast_inputs: expected positions from 0, got {negative[0]}"
+
+
 def _conflicts(policy: Policy) -> Iterable[str]:
     if not policy.cast_model:
         if policy.master_weights and not policy.half_parameters:
@@ -227,13 +255,18 @@ def _conflicts(policy: Policy) -> Iterable[str]:
             )
     if policy.cast_inputs and not (policy.cast_model or policy.op_policy):
         yield (
-            "cast_inputs=True needs cast_model=True or op_policy=True: FP32 layers refuse half "
-            "inputs"
+            f"cast_inputs={policy.cast_inputs!r} needs cast_model=True or op_policy=True: FP32 "
+            "layers refuse half inputs"
         )
     if policy.cast_model and not policy.op_policy and not policy.cast_inputs:
         yield (
             "cast_model=True with op_policy=False needs cast_inputs=True: half layers refuse FP32 "
             "inputs"
+        )
+    if policy.loss_scale != "dynamic" and policy.init_scale != INIT_SCALE:
+        yield (
+            f"init_scale={policy.init_scale:g} needs loss_scale='dynamic', got "
+            f"{policy.loss_scale!r}: a fixed scale does not begin anywhere"
         )
     if policy.softmax_dtype is not None and not policy.op_policy:
         yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"

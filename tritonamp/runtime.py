@@ -26,7 +26,9 @@ from tritonamp.casts.loaded import (
     loaded_dtype,
 )
 from tritonamp.casts.model import fp32_modules
+from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.checks import (
+    check_cast_inputs,
     check_max_norm,
     check_models,
     check_optimizers,
@@ -126,11 +128,12 @@ def enable(
     chosen = choose_backend(backend, device)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
+    check_cast_inputs(models, resolved)
     check_half_dtypes(models, resolved)
     check_own_memory(models, resolved)
     check_range(bfloat16_in_float16(models, resolved))
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
-    scaler = scaler or _scaler_for(resolved, device)
+    scaler = scaler or scaler_for(resolved, device)
     with torch.inference_mode(False):  # what is made here will have to train
         return Amp(models, optimizers, resolved, chosen, scaler, device, around_step, given)
 
@@ -139,9 +142,10 @@ def _as_list(value: T | Iterable[T]) -> list[T]:
     return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
 
 
-def _scaler_for(policy: Policy, device: torch.device) -> GradScaler:
+def scaler_for(policy: Policy, device: torch.device) -> GradScaler:
+    """Return a new scaler that begins where a policy says."""
     if policy.loss_scale == "dynamic":
-        return GradScaler(device.type)
+        return GradScaler(device.type, init_scale=policy.init_scale)
     fixed = float(policy.loss_scale)
     return GradScaler(device.type, init_scale=fixed, min_scale=fixed, max_scale=fixed)
 
@@ -183,6 +187,7 @@ class Amp:
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
         self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
+        self._context.look = InputLook(policy) if policy.op_policy and policy.cast_inputs else None
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
         self._enabled_models = EnabledModels(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import flatten_rnns, fp32_modules
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.casts.saved import SavedDtypes
@@ -40,7 +41,7 @@ class EnabledModels:
                 self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
                 install(inner, Fp32Module, context)
-            install(model, EnabledModule, context, saved)
+            install(model, EnabledModule, context, saved, signature_of(model.forward))
 
     def disable(self) -> dict[Tensor, Tensor]:
         """Give tensors the dtype, and modules the class, that they came with.

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tritonamp.casts import active, dispatch
+from tritonamp.casts.inputs import Signature, cast_arguments
+from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.saved import SavedDtypes, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
@@ -52,6 +54,7 @@ class EnabledContext:
         fp32_values: of the model's half tensors.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
+        look: at what inputs lose by their cast; None in copies, whose inputs are the original's.
         device_type: where the parameters are.
         autocast: whether forwards run under torch's autocast, at whose keys the op table is.
         cache: the setting of autocast's cache in forwards.
@@ -69,6 +72,7 @@ class EnabledContext:
         self.fp32_values = fp32_values
         self.observer: ForwardObserver | None = None
         self.ranks: RanksInForward | None = None
+        self.look: InputLook | None = None
         self._number = active.number_of(policy, backend)
         self.move(device_type)
 
@@ -189,9 +193,8 @@ def enabled_forward(
         if module._tritonamp_fp32:
             output = _fp32_forward(module, forward, bound, args, kwargs)
         else:
-            if policy.cast_inputs:
-                args, kwargs = cast_tree((args, kwargs), to_half(policy.dtype))
-            output = context.run(forward, *bound, *args, **kwargs)
+            look = None if compiling else context.look
+            output = _cast_forward(module, forward, bound, args, kwargs, look)
     except BaseException:
         if observer is not None and noted is not None:
             observer.failed(noted)
@@ -202,6 +205,26 @@ def enabled_forward(
         output = cast_tree(output, from_half(policy.cast_outputs))
     if observer is not None and noted is not None:
         observer.after(noted, output)
+    return output
+
+
+def _cast_forward(
+    module: Any,
+    forward: Callable[..., Any],
+    bound: Any,
+    args: Any,
+    kwargs: Any,
+    look: InputLook | None,
+) -> Any:
+    """Run the forward on cast inputs, and look at what these lose; else as ``enabled_forward``."""
+    context, signature = module._tritonamp, module._tritonamp_inputs
+    wanted, cast = context.policy.cast_inputs, to_half(context.policy.dtype)
+    around = None if look is None else look.around(module, signature, args, kwargs)
+    with around or contextlib.nullcontext() as readers:
+        args, kwargs = cast_arguments(args, kwargs, wanted, signature, cast)
+        output = context.run(forward, *bound, *args, **kwargs)
+        if readers is not None:
+            readers.returned(output)
     return output
 
 
@@ -222,9 +245,14 @@ def _fp32_forward(
 class EnabledModule(_WithForward):
     """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values."""
 
-    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp", "_tritonamp_saved")
+    _belongings: ClassVar[tuple[str, ...]] = (
+        "_tritonamp",
+        "_tritonamp_saved",
+        "_tritonamp_inputs",
+    )
     _tritonamp_fp32 = False  # healed as a whole
     _tritonamp_saved = SavedDtypes()  # in pickles of earlier versions there is none
+    _tritonamp_inputs = Signature()  # nor this
     _run = staticmethod(enabled_forward)
 
     @classmethod

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from tritonamp.ambient import is_traced
 from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
 from tritonamp.kernels.device import is_capturing
 
@@ -39,7 +40,7 @@ class Forwards:
             what ``after`` and ``failed`` take; None: the forward is of no interest, or a snapshot
             of it would be wrong.
         """
-        if not torch.is_grad_enabled() or _is_traced():
+        if not torch.is_grad_enabled() or is_traced():
             return None
         leaves = tree_leaves((args, kwargs))
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
@@ -108,10 +109,3 @@ def _floating(arguments: Any, without: frozenset[int]) -> Iterator[tuple[str, Te
 def _detached(value: Any) -> Any:
     """Return a tensor without the graph that it came from, other values as they are."""
     return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
-
-
-def _is_traced() -> bool:
-    """Return whether a snapshot would be wrong: functorch, tracing, or a dispatch mode."""
-    # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
-    functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
