@@ -30,6 +30,14 @@ FACTORIES = textwrap.dedent(
     def without_optimizer():
         return nn.Linear(16, 8), (torch.ones(4, 16),)
 
+    class Keywords(nn.Linear):
+        def forward(self, features, labels=None):
+            return {"loss": (super().forward(features) - labels).square().mean()}
+
+    def keywords():
+        labels = torch.full((4, 8), 1280.7)
+        return Keywords(16, 8), None, {"features": torch.ones(4, 16), "labels": labels}
+
     def fails():
         return nn.Linear(16, 8), (torch.ones(4, 5),)
 
@@ -75,6 +83,16 @@ def test_level_and_dtype(capsys):
     assert run(capsys, "check_factories:faulty", "--dtype", "bfloat16")[0] == 0
     status, text = run(capsys, "check_factories:faulty", "--level", "O0")
     assert (status, text) == (0, "nothing found: Sequential in FP32 throughout\n")
+
+
+def test_a_mapping_is_the_keywords(capsys, tmp_path):
+    path = tmp_path / "policy.json"
+    status, text = run(capsys, "check_factories:keywords", "--policy", path)
+    assert status == 1
+    assert "argument 'labels', rounded input: labels holds 1280.7, which is 1281 in" in text
+    policy = tritonamp.Policy.from_json(path.read_text())
+    assert policy.cast_inputs == ("features",)
+    assert f"init_scale=2.0**{policy.init_scale.hex().rpartition('p')[2].lstrip('+')}" in text
 
 
 def test_json(capsys):

@@ -2,6 +2,7 @@
 nothing moves.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.forecast.predictions import largest_scale
+from tritonamp.forecast.loss_scale import largest_scale
 from tritonamp.forecast.unrounded import Unrounded, magnitudes, rounds_to_inf, rounds_to_zero
+from tritonamp.kernels.device import UnsupportedDeviceError
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -189,7 +191,9 @@ def test_no_false_alarm(name, level, dtype):
     assert not forecast.findings
     assert str(forecast).startswith("nothing found: ")
     assert len(str(forecast).splitlines()) == 1
-    assert forecast.policy == forecast.asked == tritonamp.policy.resolve(level, dtype)
+    assert forecast.asked == tritonamp.policy.resolve(level, dtype)
+    scale = {FP16: forecast.formats["float16"].scale, BF16: forecast.asked.init_scale}[dtype]
+    assert forecast.policy == dataclasses.replace(forecast.asked, init_scale=scale)
     assert forecast.formats["float16"].fits
 
 
@@ -515,6 +519,7 @@ def test_the_policy_keeps_what_was_asked_for():
     asked = dataclasses.replace(tritonamp.O2, fp32_modules=(nn.LayerNorm, "3"), cast_outputs=None)
     model = around(Attention(), nn.LayerNorm(16))
     policy = check(model, 1e3 * torch.randn(2, 5, 16), level=asked).policy
+    asked = dataclasses.replace(asked, init_scale=policy.init_scale)
     assert policy == dataclasses.replace(asked, fp32_modules=(nn.LayerNorm, "1", "3"))
 
 
@@ -865,6 +870,212 @@ def test_an_enabled_model_is_refused():
 )
 def test_batches(batch):
     assert not tritonamp.check(around(), None, batch).findings
+
+
+class Keywords(nn.Module):
+    """As models of transformers: called by keywords, gives its loss beside the logits."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 8)
+        self.returns = returns
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.embedding(input_ids) * attention_mask[..., None])
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return self.returns(loss, logits)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+
+
+RETURNS = {
+    "dataclass": Output,
+    "dict": lambda loss, logits: {"loss": loss, "logits": logits},
+    "namedtuple": collections.namedtuple("Output", "loss logits"),
+    "a loss for each": lambda loss, logits: Output(
+        loss if loss is None else torch.stack([loss, loss]), logits
+    ),
+}
+TEXT = {
+    "input_ids": torch.arange(12).view(2, 6),
+    "attention_mask": torch.ones(2, 6),
+    "labels": torch.arange(12).view(2, 6) % 8,
+}
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.UserDict])
+@pytest.mark.parametrize("returns", RETURNS)
+def test_a_mapping_is_the_keywords_and_the_models_loss_is_the_loss(returns, kind):
+    model = Keywords(RETURNS[returns])
+    forecast = tritonamp.check(model, adamw(model), kind(TEXT))
+    output = model(**TEXT)
+    loss = output["loss"] if isinstance(output, dict) else output.loss
+    assert forecast.loss == pytest.approx(loss.mean().item(), rel=1e-6)
+    assert not forecast.findings
+    without = {name: TEXT[name] for name in ("input_ids", "attention_mask")}
+    mean = tritonamp.check(model, adamw(model), kind(without)).loss
+    output = model(**without)
+    logits = output["logits"] if isinstance(output, dict) else output.logits
+    assert mean == pytest.approx(logits.mean().item(), rel=1e-5, abs=1e-7)
+
+
+def test_a_loss_fn_comes_before_the_models_loss():
+    model = Keywords(Output)
+    assert tritonamp.check(model, None, TEXT, lambda output: 0 * output.loss + 3).loss == 3.0
+
+
+def test_a_mapping_that_does_not_fit():
+    model = Keywords(Output)
+    with pytest.raises(
+        ValueError,
+        match=r"batch: expected the keywords of Keywords.forward\(input_ids, attention_mask, "
+        r"labels\), got a Mapping of input_ids, token_type_ids \(got an unexpected keyword "
+        r"argument 'token_type_ids'\): a dict that is one input goes into a tuple, \(batch,\)",
+    ):
+        tritonamp.check(model, None, {"input_ids": codes(), "token_type_ids": codes()})
+    inside = nn.Sequential(Apply(lambda x: x))
+    inside[0].forward = lambda batch: inside[0].weight * batch["x"]
+    assert not tritonamp.check(inside, None, ({"x": torch.randn(4, 16)},)).problems
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_the_policy_of_a_wrapped_model_holds_for_the_model(wrap, wrapped_first):
+    model, x = around(Attention()), 1e3 * torch.randn(2, 5, 16)
+    one, other = (wrap(model), model) if wrapped_first else (model, wrap(model))
+    policy = tritonamp.check(one, None, (x,)).policy
+    assert len(policy.fp32_modules) == 1
+    amp = tritonamp.enable(other, policy=policy)
+    assert model[1].query.weight.dtype is torch.float32
+    assert model[0].weight.dtype is FP16
+    amp.disable()
+
+
+class Detector(nn.Module):
+    """Compares boxes with what a convolution and a layer make of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, images, targets):
+        features = self.conv(torch.stack([(image - 0.5) / 0.2 for image in images]))
+        wanted = torch.cat([target["boxes"] / 1000 for target in targets])
+        return {"loss": F.smooth_l1_loss(self.head(features.mean((2, 3))), wanted)}
+
+
+def test_targets_that_the_cast_of_inputs_rounds():
+    model = Detector()
+    images = [3000 * torch.rand(3, 8, 8) for _ in range(2)]  # which the convolution reads
+    targets = [{"boxes": torch.tensor([[3.0, 4.0, 1280.7, 2049.0]])} for _ in range(2)]
+    forecast = tritonamp.check(model, adamw(model), (images, targets))
+    (finding,) = (f for f in forecast.findings if f.kind == "rounded input")
+    assert (finding.where, finding.problem) == ("argument 'targets'", True)
+    assert finding.why == (
+        "targets[0]['boxes'] (1 more) holds 2049, which is 2048 in float16, and no matmul or "
+        "convolution reads it first"
+    )
+    assert "cast_inputs=['images'] leaves it in FP32" in finding.advice
+    assert forecast.policy.cast_inputs == ("images",)
+    assert "cast_inputs=('images',)" in str(forecast)
+    again = tritonamp.check(model, adamw(model), (images, targets), level=forecast.policy)
+    assert "rounded input" not in kinds(again)
+    assert again.policy.cast_inputs == ("images",)
+    wide = tritonamp.check(model, adamw(model), (images, targets), dtype=BF16)
+    assert "holds 2049, which is 2048 in bfloat16" in wide.findings[0].why
+    one = tritonamp.check(model, adamw(model), (images, targets), level="O1")
+    assert "rounded input" not in kinds(one)  # which casts no inputs
+
+
+def test_the_policy_begins_at_the_loss_scale_that_fits():
+    torch.manual_seed(0)
+    model, x = around(nn.ReLU()), torch.randn(4, 16)
+    forecast = check(model, x, loss_fn=lambda y: 1e3 * y.square().sum())
+    seen = forecast.formats["float16"]
+    assert forecast.policy == dataclasses.replace(tritonamp.O2, init_scale=seen.scale)
+    assert f"init_scale=2.0**{math.log2(seen.scale):.0f}" in str(forecast)
+    (finding,) = forecast.problems
+    assert (finding.kind, finding.where) == ("loss scale", "the loss")
+    largest = int(math.log2(seen.max_scale))
+    assert f"2^{largest} is the largest loss scale that fits: from 2^16 the first" in finding.why
+    assert f"{16 - largest} steps are skipped" in finding.why
+    assert f"forecast.scaler() start at 2^{largest - 2}" in finding.advice
+    lost = {}
+    for name, options in {
+        "level": {"level": "O2"},
+        "policy": {"policy": forecast.policy},
+        "scaler": {"level": "O2", "scaler": forecast.scaler()},
+        "both": {"policy": forecast.policy, "scaler": forecast.scaler()},
+    }.items():
+        twin = copy.deepcopy(model)
+        optimizer = adamw(twin)
+        amp = tritonamp.enable(twin, optimizer, **options)
+        while not amp.stats()["steps"]:
+            amp.backward(1e3 * twin(x).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        lost[name] = amp.stats()["skipped"]
+        amp.disable()
+    assert lost == {"level": 16 - largest, "policy": 0, "scaler": 0, "both": 0}
+
+
+@pytest.mark.parametrize(("factor", "problem"), [(2.0**-9, False), (1.0, True)])
+def test_a_loss_scale_below_256_is_a_problem(factor, problem):
+    model = nn.Sequential(nn.Linear(4, 1, bias=False))
+    model[0].weight.data.fill_(1.0)
+    # the largest gradient is 64 times the factor: 2^9 fits it, with a margin 2^7, or 2^9 times that
+    forecast = check(model, torch.ones(1, 4), loss_fn=lambda y: y.sum() * 64 * factor)
+    assert forecast.formats["float16"].scale == 2.0**7 / factor
+    assert [f.kind for f in forecast.problems] == ["loss scale"] * problem
+    assert str(forecast).startswith("nothing found") != problem
+    assert forecast.scaler().get_scale() == 2.0**7 / factor
+    assert not check(model, torch.ones(1, 4), loss_fn=lambda y: y.sum() * 64, dtype=BF16).findings
+
+
+def test_the_scale_is_that_of_the_cured_model():
+    """The largest gradient is inside of the module that has to stay FP32."""
+    model = around(Apply(lambda x: x * 1e-4 * 1e7 * 1e-3))
+    x = 300 * torch.randn(4, 16)
+    forecast = check(model, x)
+    assert forecast.policy.fp32_modules == ("1",)
+    again = check(model, x, level=forecast.policy)
+    assert forecast.policy.init_scale == again.formats["float16"].scale
+    assert forecast.policy.init_scale > forecast.formats["float16"].scale
+
+
+def test_a_fixed_scale_stays():
+    fixed = dataclasses.replace(tritonamp.O2, loss_scale=128.0)
+    forecast = check(around(), torch.randn(4, 16), level=fixed)
+    assert forecast.policy == fixed
+    assert forecast.scaler().get_scale() == 128.0
+
+
+def test_a_policy_without_mixed_precision_says_so(monkeypatch):
+    model, x = Own(), 10 * torch.randn(4, 16)
+    forecast = check(model, x)
+    assert forecast.policy == dataclasses.replace(tritonamp.O2, dtype=BF16, loss_scale=1.0)
+    assert "policy: dtype=torch.bfloat16, loss_scale=1.0. tritonamp.enable(" in str(forecast)
+
+    def refuse(dtype, device):
+        raise UnsupportedDeviceError("compute capability 7.5")
+
+    monkeypatch.setattr("tritonamp.forecast.cure.check_dtype", refuse)
+    forecast = check(model, x)
+    assert forecast.policy == tritonamp.O0
+    text = " ".join(str(forecast).split())
+    assert "policy: FP32: no mixed precision. tritonamp.enable(model, optimizer, policy=" in text
+    assert forecast.scaler().get_scale() == 1.0
+
+
+def test_asking_for_fp32_says_so():
+    model = around(Apply(lambda x: (x - 100).log()))
+    text = str(check(model, torch.randn(4, 16), level="O0"))
+    assert text.startswith("Sequential in FP32: 1 problem, 0 of advice")
+    assert text.endswith("policy: FP32: no mixed precision, as asked for")
 
 
 # The tensors it is built on

@@ -15,7 +15,7 @@ import tritonamp
 
 RETURNS = (
     "(model, optimizer, batch), (model, optimizer, batch, loss_fn), or (model, batch); batch is a "
-    "tuple of inputs"
+    "tuple of inputs, or a mapping of keywords"
 )
 
 

@@ -16,9 +16,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from tritonamp.ambient import preserve
+from tritonamp.casts.inputs import signature_of
+from tritonamp.casts.rounded_inputs import (
+    Readers,
+    RoundedInput,
+    inputs_to_cast,
+    remedy,
+    roundings,
+    worst_rounding,
+)
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Location, Note, Recorder, TensorRecord, record_of
+from tritonamp.forecast.twin import fp32_copy, named_tensors, widen
 from tritonamp.forecast.unrounded import Unrounded, magnitudes, values_of
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.runtime import enable
@@ -30,6 +40,18 @@ class Misuse(ValueError):
     """Raised where the arguments are wrong, not the model."""
 
 
+class Batch(NamedTuple):
+    """What a model's forward is given.
+
+    Attributes:
+        args: by position.
+        kwargs: by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class DryRun(NamedTuple):
     """What one dry run saw.
 
@@ -37,22 +59,27 @@ class DryRun(NamedTuple):
         records: inputs, parameters, every op's result, and the gradients of parameters and loss.
         notes: what is wrong whatever the sizes.
         loss: its value.
+        rounded: inputs that lose by their cast to half, and that no matmul or convolution reads
+            first.
+        cast_inputs: the policy's, without the arguments that these are in.
     """
 
     records: list[TensorRecord]
     notes: list[Note]
     loss: float
+    rounded: list[RoundedInput]
+    cast_inputs: bool | tuple[str | int, ...]
 
 
 def dry_run(
-    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, policy: Policy
+    model: nn.Module, batch: Batch, loss_fn: Callable[[Any], Tensor] | None, policy: Policy
 ) -> DryRun:
     """Run a copy; model, batch, gradients and random states stay as they are, bit for bit.
 
     Args:
         model: its half parameters, if any, are taken as FP32.
-        batch: the tuple of the model's positional inputs.
-        loss_fn: gives a scalar for the model's output; None: the mean of its floating tensors.
+        batch: of the model.
+        loss_fn: gives a scalar for the model's output; None: as ``check`` says.
         policy: that the copy is enabled with.
 
     Raises:
@@ -61,19 +88,23 @@ def dry_run(
     """
     recorder = Recorder(policy.dtype)
     with _isolated(model):
-        twin = _copy(model)
-        wide = {name: tensor.data for name, tensor in _tensors(twin)}
+        twin = fp32_copy(model)
+        wide = {name: tensor.data for name, tensor in named_tensors(twin)}
         amp = enable(twin, policy=policy, backend="eager")
         try:
-            _widen(twin, wide)
+            widen(twin, wide)
             _follow(twin, recorder)
-            batch = tree_map_only(Tensor, lambda t: _input(t, recorder), batch)
+            args, kwargs = tree_map_only(Tensor, lambda t: _input(t, recorder), tuple(batch))
+            inputs = inputs_to_cast(args, kwargs, signature_of(model.forward), policy)
+            rows = [worst_rounding(one.tensor, policy.dtype).tolist() for one in inputs]
+            rounded = roundings(inputs, [number for row in rows for number in row])
+            readers = Readers(inputs)
             params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
             for name, tensor in twin.named_parameters():
                 _mark(tensor, recorder, "parameter", name)
-            with recorder, _BceInFp32(recorder):
+            with recorder, readers, _BceInFp32(recorder):
                 own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-                loss = (_mean if own_loss is None else own_loss)(twin(*batch))
+                loss = (_loss_of if own_loss is None else own_loss)(twin(*args, **kwargs))
                 grads = _backward(loss, list(params.values()), recorder)
             for name, grad in zip(params, grads, strict=True):
                 if grad is not None:
@@ -92,7 +123,14 @@ def dry_run(
             ) from error
         finally:
             amp.disable()
-    return DryRun(recorder.records, list(recorder.notes), float(values_of(loss.detach())))
+    rounded = [one for one in rounded if one.path in readers.only_others]
+    return DryRun(
+        recorder.records,
+        list(recorder.notes),
+        float(values_of(loss.detach())),
+        rounded,
+        remedy(inputs, rounded) if rounded else policy.cast_inputs,
+    )
 
 
 def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
@@ -147,7 +185,12 @@ def _input(tensor: Tensor, recorder: Recorder) -> Tensor:
     return result.requires_grad_(tensor.requires_grad)
 
 
-def _mean(output: Any) -> Tensor:
+def _loss_of(output: Any) -> Tensor:
+    """Return the loss that a model has computed itself, else the mean of its floating tensors."""
+    mapped = isinstance(output, Mapping)
+    loss = output.get("loss") if mapped else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return loss if loss.numel() == 1 else loss.float().mean()
     means = [t.float().mean() for t in _floating(output)]
     if not means:
         raise Misuse(
@@ -186,49 +229,6 @@ def _isolated(model: nn.Module) -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
     ):
         yield
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy in FP32, whose embeddings give dense gradients."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            # deepcopy refuses results kept from a forward
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
-        if getattr(module, "sparse", False) is True:
-            module.sparse = False  # type: ignore[assignment]
-    for _, tensor in _tensors(twin):
-        if tensor.dtype in HALF_DTYPES:
-            tensor.data = tensor.data.float()
-            tensor.grad = None
-    return twin
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
-def _widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
-    """Give half parameters and buffers their FP32 values back; they still say they are half."""
-    made: dict[int, Tensor] = {}  # one for each, where several names hold it
-    for path, module in twin.named_modules(remove_duplicate=False):
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own:
-            if tensor.dtype not in HALF_DTYPES:
-                continue
-            if id(tensor) not in made:
-                values = wide[f"{path}.{name}" if path else name].clone()
-                new: Tensor = Unrounded(values, tensor.dtype)
-                if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                made[id(tensor)] = made[id(new)] = new
-            setattr(module, name, made[id(tensor)])
 
 
 def _follow(twin: nn.Module, recorder: Recorder) -> None:

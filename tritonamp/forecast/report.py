@@ -1,10 +1,11 @@
 """``tritonamp.check``: what half precision would do to a model, said before it is trained."""
 
 import dataclasses
+import inspect
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import loaded_dtype
-from tritonamp.checks import check_models
+from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import look
-from tritonamp.forecast.dry_run import dry_run
+from tritonamp.forecast.cure import cure
+from tritonamp.forecast.dry_run import Batch, dry_run
 from tritonamp.forecast.findings import Finding, short
-from tritonamp.forecast.predictions import BATCH, MIN_SCALE, Outlook, outlook, predictions
+from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, outlook, power
+from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
-from tritonamp.forecast.weights import parameters
-from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
-from tritonamp.policy import HALF_DTYPES, LEVELS, O0, Policy, resolve
+from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
+from tritonamp.runtime import scaler_for
+from tritonamp.scaler import GradScaler
 
-ROUNDS = 6  # of trying which modules have to stay FP32
 SHOWN = 12  # findings in the text
 OWN_FORWARD = "the model's own forward"
 
@@ -38,11 +41,14 @@ class Forecast:
             advice.
         formats: "float16" and "bfloat16" to what each would make of the values.
         policy: for ``enable``: the one asked for, with the modules in ``fp32_modules`` that have to
-            stay FP32. Where that does not help, bfloat16 or, on devices without it, FP32.
+            stay FP32, without the casts of inputs that do harm, and with a dynamic loss scale that
+            begins where it fits. Where no modules can be named, or FP32 does not help them, the
+            same in bfloat16; where that does not help either, or the device has none, FP32 (O0).
         asked: the policy that the findings are about.
         records: every result and gradient of the dry run, with amax, smallest magnitude and
             exponents.
         loss: of the dry run.
+        device: of the model.
     """
 
     model: str
@@ -52,11 +58,16 @@ class Forecast:
     asked: Policy
     records: tuple[TensorRecord, ...] = dataclasses.field(repr=False)
     loss: float
+    device: torch.device
 
     @property
     def problems(self) -> tuple[Finding, ...]:
         """Findings that would spoil the training."""
         return tuple(finding for finding in self.findings if finding.problem)
+
+    def scaler(self) -> GradScaler:
+        """Return a new GradScaler that begins at the loss scale of ``policy``."""
+        return scaler_for(self.policy, self.device)
 
     def __str__(self) -> str:
         return "\n".join(_report(self))
@@ -94,8 +105,9 @@ def check(
     Args:
         model: before ``enable``, on its device.
         optimizer: the one, several, or None.
-        batch: the tuple of the model's positional inputs.
-        loss_fn: gives a scalar for the model's output; None: the mean of its floating tensors.
+        batch: the tuple of the model's positional inputs, or a Mapping of its keywords.
+        loss_fn: gives a scalar for the model's output; None: ``output.loss`` or ``output["loss"]``
+            where there is one, else the mean of its floating tensors.
         level: what to predict for, a level's name or a Policy.
         dtype: torch.float16 or torch.bfloat16; None: as ``enable`` chooses.
 
@@ -121,72 +133,40 @@ def check(
                 "optimizer: expected a torch.optim.Optimizer, a list of them, or None, got "
                 f"{type(each).__name__}"
             )
-    inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    findings = [*look(model, optimizers, loss_fn, policy)]
+    check_cast_inputs([model], policy)
+    inputs = _inputs(model, batch)
     run = dry_run(model, inputs, loss_fn, policy)
-    findings += predictions(run, policy)
+    findings = [*look(model, optimizers, loss_fn, policy), *predictions(run, policy)]
     return Forecast(
         model=type(model).__name__,
         findings=_sorted(findings),
         formats={short(half): outlook(run.records, half) for half in HALF_DTYPES},
-        policy=_cure(model, inputs, loss_fn, policy, findings),
+        policy=cure(model, inputs, loss_fn, policy, run, findings),
         asked=policy,
         records=tuple(run.records),
         loss=run.loss,
+        device=device,
     )
 
 
-def _cure(
-    model: nn.Module, batch: Any, loss_fn: Any, policy: Policy, findings: Sequence[Finding]
-) -> Policy:
-    """Return the policy with as many modules in FP32 as it takes, else in bfloat16, else FP32.
+def _inputs(model: nn.Module, batch: Any) -> Batch:
+    """Return the arguments that a batch stands for.
 
-    Each is tried out.
+    Raises:
+        ValueError: a Mapping whose keys are not those of the model's forward.
     """
-    tried = policy
-    for number in range(ROUNDS):
-        # what follows from an overflow is often mended with it
-        late = number >= ROUNDS // 2
-        causes = [f for f in findings if f.problem and (f.kind != "follows" or late)]
-        wanted = {path for finding in causes for path in finding.modules}
-        in_batch = any(finding.where == BATCH for finding in findings)
-        if tried.cast_inputs and tried.op_policy and in_batch:
-            tried = dataclasses.replace(tried, cast_inputs=False)
-        elif not wanted:
-            return tried
-        elif "" in wanted or (wanted <= {*tried.fp32_modules} and late):
-            break  # the model's own forward cannot stay FP32 alone
-        else:
-            tried = dataclasses.replace(tried, fp32_modules=_with(tried.fp32_modules, wanted))
-        findings = [
-            *predictions(dry_run(model, batch, loss_fn, tried), tried),
-            *parameters(model, tried),
-        ]
-    return _wider(model, batch, loss_fn, policy)
-
-
-def _with(fp32_modules: Iterable[str | type], more: set[str]) -> tuple[str | type, ...]:
-    """Return ``fp32_modules`` and ``more``, without modules inside others that are named."""
-    classes = [kind for kind in fp32_modules if isinstance(kind, type)]
-    names = more | {name for name in fp32_modules if isinstance(name, str)}
-    return *classes, *(
-        n for n in sorted(names) if not any(n.startswith(f"{other}.") for other in names)
-    )
-
-
-def _wider(model: nn.Module, batch: Any, loss_fn: Any, policy: Policy) -> Policy:
-    """Return ``policy`` in bfloat16, where the device has it and that is enough, or O0."""
-    wider = resolve(policy, torch.bfloat16, loss_scale=1.0)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if not isinstance(batch, Mapping):
+        return Batch(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+    kwargs = dict(batch)
     try:
-        check_dtype(torch.bfloat16, device)
-    except UnsupportedDeviceError:
-        return O0
-    findings = [
-        *predictions(dry_run(model, batch, loss_fn, wider), wider),
-        *parameters(model, wider),
-    ]
-    return O0 if any(finding.modules and finding.problem for finding in findings) else wider
+        inspect.signature(model.forward).bind(**kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"batch: expected the keywords of {type(model).__name__}.forward"
+            f"{signature_of(model.forward)}, got a Mapping of {', '.join(map(str, kwargs))} "
+            f"({error}): a dict that is one input goes into a tuple, (batch,)"
+        ) from error
+    return Batch((), kwargs)
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -209,10 +189,9 @@ def _plain(record: TensorRecord) -> dict[str, Any]:
 
 
 def _report(forecast: Forecast) -> Iterator[str]:
-    half = short(forecast.asked.dtype)
+    half = _format(forecast.asked)
     if not forecast.findings:
-        mixed = forecast.asked.cast_model or forecast.asked.op_policy
-        rest = f"{half}, {_scale(forecast.formats[half])}" if mixed else "FP32 throughout"
+        rest = f"{half}, {_scale(forecast.formats[half])}" if half != "FP32" else "FP32 throughout"
         yield f"nothing found: {forecast.model} in {rest}"
         return
     origins = [finding for finding in forecast.findings if finding.kind != "follows"]
@@ -256,7 +235,7 @@ def _backward(seen: Outlook) -> str:
     )
     if seen.scale == 1 or not seen.fits:
         return text
-    return f"{text}, {seen.scaled_vanishing:.2%} at {_power(seen.scale)}"
+    return f"{text}, {seen.scaled_vanishing:.2%} at {power(seen.scale)}"
 
 
 def _scale(seen: Outlook) -> str:
@@ -264,30 +243,32 @@ def _scale(seen: Outlook) -> str:
         return f"no loss scale fits, the gradient in {seen.limited_by} overflows at every one"
     if seen.lost:
         return (
-            f"no loss scale fits, at {_power(seen.max_scale)} the gradient of {seen.lost[0]} is "
-            "zero"
+            f"no loss scale fits, at {power(seen.max_scale)} the gradient of {seen.lost[0]} is zero"
         )
     limit = ""
     if seen.limited_by:
-        limit = f" ({_power(seen.max_scale)} is the largest, for {seen.limited_by})"
-    return f"loss scale {_power(seen.scale)} fits{limit}"
+        limit = f" ({power(seen.max_scale)} is the largest, for {seen.limited_by})"
+    return f"loss scale {power(seen.scale)} fits{limit}"
 
 
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):.0f}" if scale != 1 else "1"
+def _format(policy: Policy) -> str:
+    return short(policy.dtype) if policy.cast_model or policy.op_policy else "FP32"
 
 
 def _policy_line(forecast: Forecast) -> str:
     policy, asked = forecast.policy, forecast.asked
-    fields = [field.name for field in dataclasses.fields(policy)]
+    takes_it = "tritonamp.enable(model, optimizer, policy=forecast.policy) takes it"
+    if _format(policy) == "FP32":
+        rest = ", as asked for" if policy == asked else f". {takes_it}"
+        return f"policy: FP32: no mixed precision{rest}"
     changed = [
-        f"{name}={getattr(policy, name)!r}"
-        for name in fields
-        if getattr(policy, name) != getattr(asked, name)
+        f"{field.name}={_value(policy, field.name)}"
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != getattr(asked, field.name)
     ]
-    if not changed:
-        return "policy: as asked for"
-    return (
-        f"policy: {', '.join(changed)}. tritonamp.enable(model, optimizer, "
-        "policy=forecast.policy) takes it"
-    )
+    return f"policy: {', '.join(changed)}. {takes_it}" if changed else "policy: as asked for"
+
+
+def _value(policy: Policy, name: str) -> str:
+    value = getattr(policy, name)
+    return f"2.0**{math.log2(value):.0f}" if name == "init_scale" else repr(value)

@@ -1,0 +1,163 @@
+"""What a half format makes of gradients, and which loss scale fits them."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tritonamp.forecast.findings import Finding, short
+from tritonamp.forecast.recording import TensorRecord
+from tritonamp.forecast.unrounded import pooled, rounds_to_inf
+from tritonamp.policy import Policy
+
+MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-24  # of GradScaler
+MARGIN = 4.0  # between the largest scale that fits this batch and the one recommended
+LOW_SCALE = 2.0**8  # below, it takes more than a few skipped steps to come down to it
+NOISE = 2.0**-16  # a sum this much smaller than its terms is what FP32 leaves of a zero
+# share of a tensor that becomes zero: less is how a peaked softmax, or a closed gate, looks
+GONE = 0.99
+LOSS = "the loss"  # where a finding is that no module has
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What one half format would make of the values of a dry run.
+
+    Attributes:
+        dtype: the half format.
+        stored: how many results of the forward the policy stores in half.
+        overflows: how many of them overflow.
+        vanishing: share of their values, other than zero, that become zero.
+        subnormal: share of their values that keep fewer bits.
+        grad_vanishing: share of the gradients' values, other than zero, that become zero at loss
+            scale 1.
+        max_scale: the largest power of two at which no gradient overflows, at most 2^24.
+        limited_by: the gradient that would overflow next.
+        scale: the loss scale recommended: ``max_scale`` with a margin.
+        scaled_vanishing: ``grad_vanishing`` at ``scale``.
+        lost: parameters whose gradients are zero even at ``max_scale``.
+    """
+
+    dtype: torch.dtype
+    stored: int
+    overflows: int
+    vanishing: float
+    subnormal: float
+    grad_vanishing: float
+    max_scale: float
+    limited_by: str
+    scale: float
+    scaled_vanishing: float
+    lost: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any loss scale works."""
+        return self.max_scale >= MIN_SCALE and not self.lost
+
+
+def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
+    """Read ``records`` as if ``dtype`` were the half format."""
+    stored = [r for r in records if r.half and not r.scaled]
+    grads = [r for r in records if r.half and r.scaled]
+    top = max(grads, key=lambda r: r.sizes.amax, default=None)
+    max_scale = largest_scale(0.0 if top is None else top.sizes.amax, dtype)
+    scale = max(max_scale / MARGIN, MIN_SCALE)
+    if dtype is torch.bfloat16 and max_scale >= 1:
+        scale = 1.0
+    values, slopes = pooled(r.sizes for r in stored), pooled(r.sizes for r in grads)
+    return Outlook(
+        dtype=dtype,
+        stored=len(stored),
+        overflows=sum(r.sizes.overflows(dtype) and not r.excused for r in stored),
+        vanishing=values.vanishing(dtype),
+        subnormal=values.subnormal(dtype),
+        grad_vanishing=slopes.vanishing(dtype),
+        max_scale=max_scale,
+        limited_by="" if top is None else top.parameter or top.place.module or LOSS,
+        scale=scale,
+        scaled_vanishing=slopes.vanishing(dtype, scale),
+        lost=_lost(records, dtype, max_scale),
+    )
+
+
+def largest_scale(amax: float, dtype: torch.dtype) -> float:
+    """Return the largest power of two, at most 2^24, times which ``amax`` does not overflow."""
+    if amax == 0:
+        return MAX_SCALE
+    scale = 2.0 ** math.floor(math.log2(rounds_to_inf(dtype) / amax))
+    return min(scale if amax * scale < rounds_to_inf(dtype) else scale / 2, MAX_SCALE)
+
+
+def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> tuple[str, ...]:
+    """Return the parameters whose gradients pass through half and are zero there."""
+    return tuple(
+        r.parameter
+        for r in records
+        if r.op == "gradient" and (r.half or any(s.half for s in r.sources))
+        if r.sizes.vanishing(dtype, scale) > GONE and not _is_noise(r)
+    )
+
+
+def _is_noise(gradient: TensorRecord) -> bool:
+    """Return whether rounding alone explains a gradient.
+
+    That of a key's bias in attention, for example, is zero but for rounding.
+    """
+    terms = [source.sizes.amax for made_by in gradient.sources for source in made_by.sources]
+    limit = NOISE * math.prod(min(1.0, amax) for amax in terms)
+    return bool(terms) and gradient.sizes.amax <= limit
+
+
+def _low_scale(seen: Outlook, policy: Policy) -> Finding:
+    skips = max(0, math.ceil(math.log2(policy.init_scale / seen.max_scale)))
+    first = f": from {power(policy.init_scale)} the first {skips} steps are skipped" * (skips > 0)
+    why = (
+        f"the gradient in {seen.limited_by or LOSS} is so large that {power(seen.max_scale)} is "
+        f"the largest loss scale that fits{first}"
+    )
+    advice = (
+        f"forecast.policy and forecast.scaler() start at {power(seen.scale)}; a mean in place of a "
+        "sum, and normalised inputs and targets, leave room; bfloat16 needs none"
+    )
+    return Finding("loss scale", LOSS, why, advice, True, 0.7)
+
+
+def power(scale: float) -> str:
+    """Return a loss scale as a power of two: "2^12"."""
+    return f"2^{math.log2(scale):.0f}" if scale != 1 else "1"
+
+
+def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Finding]:
+    seen, half = outlook(records, policy.dtype), short(policy.dtype)
+    if policy.loss_scale == "dynamic":
+        if seen.fits:
+            # where the forward overflows, large gradients are the least of it
+            if policy.dtype is torch.float16 and seen.scale < LOW_SCALE and not seen.overflows:
+                yield _low_scale(seen, policy)
+            return
+        why = "the gradient overflows at every loss scale"
+        if seen.max_scale >= MIN_SCALE:
+            largest = (
+                f"2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does not "
+                "overflow"
+            )
+            why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
+        limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
+        cures = tuple(
+            sorted(
+                {r.place.module for r in records if r.half and r.scaled and r.sizes.amax >= limit}
+            )
+        )
+        advice = f"keep {seen.limited_by!r} in FP32, or use bfloat16"
+        yield Finding("loss scale", seen.limited_by, why, advice, True, 1.2, cures)
+        return
+    fixed = float(policy.loss_scale)
+    lost = _lost(records, policy.dtype, fixed)
+    if fixed > seen.max_scale:
+        why = f"at loss scale {fixed:g} the gradient of {seen.limited_by} overflows {half}"
+        yield Finding("loss scale", seen.limited_by, why, 'loss_scale="dynamic"', weight=1e4)
+    if lost:
+        why = f"at loss scale {fixed:g} the gradient of {len(lost)} parameters is zero in {half}"
+        yield Finding("loss scale", lost[0], why, 'loss_scale="dynamic"', weight=1e4)

@@ -1,0 +1,53 @@
+"""The copy of a model that a dry run runs: FP32 values in tensors that say they are half."""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from tritonamp.forecast.unrounded import Unrounded
+from tritonamp.policy import HALF_DTYPES
+
+
+def fp32_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in FP32, whose embeddings give dense gradients."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            # deepcopy refuses results kept from a forward
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        if getattr(module, "sparse", False) is True:
+            module.sparse = False  # type: ignore[assignment]
+    for _, tensor in named_tensors(twin):
+        if tensor.dtype in HALF_DTYPES:
+            tensor.data = tensor.data.float()
+            tensor.grad = None
+    return twin
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers under each of their names."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
+    """Give half parameters and buffers their FP32 values back; they still say they are half."""
+    made: dict[int, Tensor] = {}  # one for each, where several names hold it
+    for path, module in twin.named_modules(remove_duplicate=False):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if tensor.dtype not in HALF_DTYPES:
+                continue
+            if id(tensor) not in made:
+                values = wide[f"{path}.{name}" if path else name].clone()
+                new: Tensor = Unrounded(values, tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = made[id(new)] = new
+            setattr(module, name, made[id(tensor)])
