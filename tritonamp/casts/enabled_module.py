@@ -76,6 +76,18 @@ class EnabledContext:
         self._number = active.number_of(policy, backend)
         self.move(device_type)
 
+    @contextlib.contextmanager
+    def under(self, policy: Policy) -> Iterator[None]:
+        """Have forwards run under another policy inside the block; dtypes of tensors stay."""
+        before = dict(vars(self))
+        self.policy = policy
+        self._number = active.number_of(policy, self.backend)
+        self.move(self.device_type)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
     def move(self, device_type: str) -> None:
         """Note that the parameters are on a device of this type now."""
         self.device_type = device_type

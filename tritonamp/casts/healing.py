@@ -40,7 +40,7 @@ class Healing:
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
         """
-        module = self._find(name)
+        module = self.find(name)
         if name not in self.names:
             self._set_names([*self.names, name])
         self._model_dtypes.widen(module)
@@ -57,7 +57,7 @@ class Healing:
         """
         if name not in self.names:
             raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
-        module = self._find(name)
+        module = self.find(name)
         self._model_dtypes.unwiden(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = False
@@ -65,7 +65,7 @@ class Healing:
             uninstall(module)
         self._set_names([other for other in self.names if other != name])
         for other in self.names:  # it may hold this one, or be inside
-            self._model_dtypes.widen(self._find(other))
+            self._model_dtypes.widen(self.find(other))
 
     def load(self, names: Sequence[str]) -> None:
         """Have these modules compute in FP32 and no others.
@@ -78,7 +78,7 @@ class Healing:
         if not (self._policy.cast_model or self._policy.op_policy):
             names = []
         for name in names:
-            self._find(name)
+            self.find(name)
         for name in [name for name in self.names if name not in names]:
             self.unheal(name)
         for name in names:
@@ -89,7 +89,12 @@ class Healing:
         self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))
         self.names = names
 
-    def _find(self, name: str) -> nn.Module:
+    def find(self, name: str) -> nn.Module:
+        """Return the module of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
         found: dict[str, nn.Module] = {}
         for prefix, model in zip(prefixes(self._models), self._models, strict=True):
             found |= {

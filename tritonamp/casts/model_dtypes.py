@@ -10,6 +10,7 @@
     anything else, quantised   as is                  as is                  as is
 """
 
+import contextlib
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -138,7 +139,8 @@ class ModelDtypes:
             set_data(tensor, original.to(dtype))
             if dtype in HALF_DTYPES:
                 at = original.device if tensor in stepped else "cpu"
-                self._fp32_values.add(tensor, original.to(at, torch.float32))
+                # ``data`` counts its writes apart from those to the half tensor
+                self._fp32_values.add(tensor, original.to(at, torch.float32).data)
         flatten_rnns(model)
 
     def widen(self, module: nn.Module) -> None:
@@ -157,6 +159,24 @@ class ModelDtypes:
                 dtype = self._widened.pop(tensor)
                 set_data(tensor, self._value(tensor).to(tensor.device, dtype))
         flatten_rnns(module)
+
+    @contextlib.contextmanager
+    def widened(self, module: nn.Module) -> Iterator[None]:
+        """Make the half tensors of ``module`` FP32 inside the block; then they have their memory.
+
+        Gradients are to be out of the way: they would have the wrong dtype.
+        """
+        halves = [s.tensor for s in castable_tensors(module) if s.tensor.dtype in HALF_DTYPES]
+        before = [(t, t.detach(), t.grad_dtype if t.is_leaf else None) for t in halves]
+        try:
+            for tensor in halves:
+                set_data(tensor, self._value(tensor).to(tensor.device, torch.float32, copy=True))
+            yield
+        finally:
+            for tensor, data, grad_dtype in before:
+                set_data(tensor, data)
+                if tensor.is_leaf:
+                    tensor.grad_dtype = grad_dtype
 
     def _value(self, tensor: Tensor) -> Tensor:
         known = tensor in self._fp32_values
