@@ -1,6 +1,7 @@
 """What ``enable`` refuses, before it changes anything."""
 
 import inspect
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -17,6 +18,9 @@ from tritonamp.distributed.ddp import unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
+from tritonamp.step.rules import zero_eps
+
+logger = logging.getLogger("tritonamp")
 
 
 def check_models(models: Sequence[Any]) -> list[nn.Module]:
@@ -115,6 +119,25 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
     if len(set(map(id, optimizers))) != len(optimizers):
         raise ValueError("optimizer: the same optimizer is in the list twice")
     return list(optimizers)
+
+
+def warn_of_zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Log which optimizers would divide by an eps that is zero in the half parameters' dtype."""
+    if not policy.cast_model or policy.trains_fp32_values:
+        return
+    for optimizer in optimizers:
+        found = (zero_eps(optimizer, group, policy.dtype) for group in optimizer.param_groups)
+        eps = next((eps for eps in found if eps is not None), None)
+        if eps is not None:
+            dtype = str(policy.dtype).removeprefix("torch.")
+            logger.warning(
+                "%s steps on %s parameters itself, and its eps=%g is 0 there: a small gradient "
+                "makes parameters inf or NaN. Give eps=1e-4 or more, or level='O2', which steps in "
+                "FP32",
+                type(optimizer).__name__,
+                dtype,
+                eps,
+            )
 
 
 def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
 from tritonamp.class_swap import new as new_swapped
 from tritonamp.diagnosis import replay
-from tritonamp.diagnosis.log import NonFiniteError, StepRecord
+from tritonamp.diagnosis.log import NonFiniteError
+from tritonamp.diagnosis.records import StepRecord
 from tritonamp.distributed.ddp import EnabledDDP
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values

@@ -10,8 +10,8 @@ from helpers import Net
 
 import tritonamp
 from tritonamp.diagnosis.causes import Cause
-from tritonamp.diagnosis.log import StepRecord
 from tritonamp.diagnosis.plot import picture
+from tritonamp.diagnosis.records import StepRecord
 
 HISTORY = [
     StepRecord(1, "scale overflow", 65536.0, None),

@@ -131,8 +131,8 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
     noted.decide(OVERFLOW, scale=8.0)
     noted.decide(rule=RULE)  # nothing new, as where nothing was decided
     one, two = noted.log.history
-    assert one == (1, None, 4.0, 3.0, (), "")
-    assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last)
+    assert one == (1, None, 4.0, 3.0, (), "", None)
+    assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last, None)
     assert noted.log.last_scale == 8.0
     assert noted.log.last_good() == (3.0, 2.0)
     assert noted.log.stats() == {

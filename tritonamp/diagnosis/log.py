@@ -1,17 +1,21 @@
 """What became of each step, and why: first on the device, later on the host."""
 
+import functools
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.diagnosis.batches import data_in
-from tritonamp.diagnosis.causes import Explanation, Skip, find_cause
+from tritonamp.diagnosis.causes import find_cause
+from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
+from tritonamp.diagnosis.records import Attached, StepRecord
 from tritonamp.diagnosis.replay import Snapshot
+from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
 from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.decide import (
     AMAX,
@@ -42,38 +46,8 @@ class NonFiniteError(RuntimeError):
     """Raised under ``on_nonfinite="raise"`` for skips that no lower scale could have avoided."""
 
 
-class StepRecord(NamedTuple):
-    """What became of one step.
-
-    Attributes:
-        step: its number, from 1, skipped ones included.
-        cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad
-            parameters", "scale exhausted"), or None: it was not.
-        scale: the loss scale that its backward used.
-        grad_norm: of the unscaled gradients; None for a skipped one.
-        parameters: names of those whose gradients (under "bad parameters" whose values) were not
-            finite.
-        detail: the cause in words, "" for a step.
-    """
-
-    step: int
-    cause: str | None
-    scale: float
-    grad_norm: float | None
-    parameters: tuple[str, ...] = ()
-    detail: str = ""
-
-
-class Attached(NamedTuple):
-    """What is known on the host about a decision.
-
-    Attributes:
-        rule: of its loss scale.
-        batches: the forwards that led to it.
-    """
-
-    rule: ScaleRule
-    batches: Sequence[Snapshot]
+InFp32 = Callable[[Sequence[Snapshot]], Fp32Run | None]
+"""Runs forwards again in FP32."""
 
 
 class StepLog:
@@ -85,6 +59,7 @@ class StepLog:
         dtype: the half format.
         log_skips: a line is logged for each skip, when its numbers have arrived: the device is not
             waited for.
+        writers: gives by name of a parameter which optimizer steps on it.
 
     Attributes:
         history: the last steps, oldest first.
@@ -92,6 +67,7 @@ class StepLog:
         last_scale: the loss scale that its backward used.
         batches: the snapshots of its forwards.
         causes: how many skips had which cause, of those that were read one by one.
+        in_fp32: runs forwards again in FP32, where causes may be looked for in that way.
     """
 
     def __init__(
@@ -100,15 +76,20 @@ class StepLog:
         tensors: Callable[[], Mapping[Tensor, str]],
         dtype: torch.dtype,
         log_skips: bool = False,
+        writers: Callable[[], Mapping[str, Writer]] = dict,
     ) -> None:
         self._ask_names = names
         self._ask_tensors = tensors
         self._limit = torch.finfo(dtype).max
         self._log_skips = log_skips
+        self._ask_writers = writers
+        self._sizes = WeightSizes(tensors)
         self._names = dict(names())
         self._ranks: Sequence[int] = ()  # whose magnitudes come before those by name
         self._loaded = [0.0] * _KEPT
         self._numbers: Tensor | None = None  # see kernels.decide.Record
+        self._copied: Tensor | None = None  # the same with the loss behind; NaN: not known
+        self._knows_loss = False
         # both by the ids of a decision's lists of parameters
         self._positions: dict[tuple[int, ...], Tensor] = {}
         self._params: dict[tuple[int, ...], Sequence[list[Tensor]]] = {}
@@ -118,12 +99,14 @@ class StepLog:
         self._run: list[int] = []  # numbers of the skips in a row, by the last readings
         # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self._since = 0
+        self._wrote = 0  # see skips.Skip
         self._rule: ScaleRule | None = None  # of the last decision
         self.history: deque[StepRecord] = deque(maxlen=HISTORY)
         self.last: Explanation | None = None
         self.last_scale = 1.0
         self.batches: Sequence[Snapshot] = ()
         self.causes: Counter[str] = Counter()
+        self.in_fp32: InFp32 | None = None
 
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
@@ -174,20 +157,41 @@ class StepLog:
         by_rank = before[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
         kept = before[:RECORD] + by_rank + before[first:]
         values = kept + [0.0] * (size - len(kept))
-        numbers = _uploaded(torch.tensor(values, dtype=torch.float64), device)
-        readback = Readback(numbers)  # takes memory: nothing is half-way if there is none
+        copied = _uploaded(torch.tensor([*values, math.nan], dtype=torch.float64), device)
+        readback = Readback(copied)  # takes memory: nothing is half-way if there is none
         self._outgrown += [(self._numbers, self._positions)]
-        self._numbers, self._readback = numbers, readback
+        self._numbers, self._copied, self._readback = copied[:-1], copied, readback
+        self._knows_loss = False
         self._ranks = ranks
         self._positions, self._params = {}, {}
 
-    def decided(self, rule: ScaleRule, batches: Sequence[Snapshot]) -> None:
-        """Process the results that have arrived, and start copying those of a new decision."""
+    def decided(
+        self,
+        rule: ScaleRule,
+        batches: Sequence[Snapshot],
+        loss: Tensor | None = None,
+        untouched: bool = False,
+    ) -> None:
+        """Process the results that have arrived, and start copying those of a new decision.
+
+        Args:
+            rule: of its loss scale.
+            batches: the forwards that led to it.
+            loss: 0-d on the device; None: not known.
+            untouched: nobody but the last step has written to the parameters since.
+        """
         self._rule = rule
-        if self._numbers is None or self._readback is None or self._is_captured():
+        if self._copied is None or self._readback is None:
+            return
+        if loss is not None or self._knows_loss:
+            behind = self._copied[-1]
+            behind.fill_(math.nan) if loss is None else behind.copy_(loss)
+            self._knows_loss = loss is not None
+        if self._is_captured():
             return
         self.collect()
-        self._readback.start(self._numbers, Attached(rule, batches))
+        self._sizes.before_step(self._copied[CLEAN])
+        self._readback.start(self._copied, Attached(rule, batches, untouched))
 
     def undo(self) -> None:
         """Forget the last decision, which was undone."""
@@ -210,7 +214,7 @@ class StepLog:
         return int(self._known[OVERFLOW] + self._known[FAULT])
 
     def _process(self, reading: Reading) -> None:
-        values, attached = reading
+        (*values, loss), attached = reading
         counts = list(values[:3])
         clean, *skips = (int(now - before) for now, before in zip(counts, self._known, strict=True))
         self._known = counts
@@ -219,19 +223,28 @@ class StepLog:
             self._run.clear()
         if sum(skips):
             self._run.append(step)
-            self._process_skip(step, not clean, values, attached)
+            self._process_skip(step, not clean, values, attached, _finite(loss))
         elif clean:
             self._since = 0
-            self.history.append(StepRecord(step, None, values[SCALE], values[NORM]))
+            known = values[SCALE], values[NORM]
+            self.history.append(StepRecord(step, None, *known, loss=_finite(loss)))
 
     def _process_skip(
-        self, step: int, exact: bool, values: Sequence[float], attached: Attached
+        self,
+        step: int,
+        exact: bool,
+        values: Sequence[float],
+        attached: Attached,
+        loss: float | None,
     ) -> None:
-        found = self.last = self._explain(step, exact, values, attached)
+        if not self._since:
+            ours = attached.untouched and self._last_taken() == step - 1
+            self._wrote = step - 1 if ours else 0
+        found = self.last = self._explain(step, exact, values, attached, loss)
         self._since = (self._since or step) if found.cause.lasting else 0
         self.batches, self.last_scale = attached.batches, values[SKIPPED_SCALE]
         record = StepRecord(
-            step, found.cause.value, values[SCALE], None, found.parameters, found.text
+            step, found.cause.value, values[SCALE], None, found.parameters, found.text, loss
         )
         self.history.append(record)
         self.causes[found.cause.value] += 1
@@ -243,8 +256,18 @@ class StepLog:
             facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
             log(found.line(*facts, *_rank()) + found.hint)
 
+    def _last_taken(self) -> int:
+        """Return the number of the last step that was seen, if it was taken; else -1."""
+        taken = self.history and self.history[-1].cause is None
+        return self.history[-1].step if taken else -1
+
     def _explain(
-        self, step: int, exact: bool, values: Sequence[float], attached: Attached
+        self,
+        step: int,
+        exact: bool,
+        values: Sequence[float],
+        attached: Attached,
+        loss: float | None = None,
     ) -> Explanation:
         rule, first = attached.rule, RECORD + len(self._ranks)
         skip = Skip(
@@ -260,8 +283,50 @@ class StepLog:
             before=values[AMAX],
             limit=self._limit,
             by_rank=dict(zip(self._ranks, values[RECORD:first], strict=True)),
+            wrote=self._wrote,
+            loss=loss,
         )
-        return find_cause(skip, data_in(attached.batches), self._ask_tensors())
+        return self._find_cause(skip, attached.batches, self.in_fp32)
+
+    def _find_cause(
+        self, skip: Skip, batches: Sequence[Snapshot], in_fp32: InFp32 | None
+    ) -> Explanation:
+        growth = functools.partial(self._growth, skip.loss)
+        again = None if in_fp32 is None else functools.partial(in_fp32, batches)
+        steps = Steps(self._ask_writers(), growth, again)
+        return find_cause(skip, data_in(batches), self._ask_tensors(), steps)
+
+    def _growth(self, loss: float | None) -> Growth:
+        good = [(r.step, r.loss, r.grad_norm) for r in self.history if r.cause is None]
+        return growth_of(good, loss, int(self._known[CLEAN]), self._sizes)
+
+    def drift(self) -> str:
+        """Return that training has diverged if it has, though steps are taken; else "".
+
+        Reads the device.
+        """
+        self.collect(wait=True)
+        if self._last_taken() < 0:
+            return ""
+        growth = self._growth(self.history[-1].loss)
+        return growth.words(None) if growth.has_run_away else ""
+
+    def reconsider(self, in_fp32: InFp32) -> None:
+        """Look for the cause of the last skip again, now that its batch may run in FP32.
+
+        Nothing is done where a step was taken since.
+        """
+        last = self.explanation()
+        if last is None or not self.history or self.history[-1].step != last.skip.step:
+            return
+        found = self._find_cause(last.skip, self.batches, in_fp32)
+        if found.cause is not last.cause:
+            self.causes[last.cause.value] -= 1
+            self.causes[found.cause.value] += 1
+        self.last = found
+        self.history[-1] = self.history[-1]._replace(
+            cause=found.cause.value, parameters=found.parameters, detail=found.text
+        )
 
     def _values(self) -> list[float]:
         if self._numbers is None:
@@ -316,6 +381,10 @@ class StepLog:
             exact = values[CLEAN] == known[CLEAN]
             return self._explain(int(sum(values[:3])), exact, values, Attached(self._rule, ()))
         return self.last
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
 
 
 def _uploaded(values: Tensor, device: torch.device) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tritonamp.diagnosis.causes import Cause
-from tritonamp.diagnosis.log import StepRecord
+from tritonamp.diagnosis.records import StepRecord
+from tritonamp.diagnosis.skips import Cause
 
 
 def save_picture(history: Sequence[StepRecord], path: str | Path) -> Path:

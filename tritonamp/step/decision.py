@@ -58,6 +58,7 @@ class Decision:
         scaler: whose scale the loss carries.
         scale: 0-d, the scale that the backward used.
         loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
+        loss: 0-d, the loss (summed over micro-batches); None: it is not known.
         waiting: the optimizers that have not stepped yet.
         moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
         phase: where it is.
@@ -80,6 +81,7 @@ class Decision:
         self.scaler = scaler
         self.scale = scale
         self.loss_nonfinite = loss_nonfinite
+        self.loss: Tensor | None = None
         self.waiting = list(waiting)
         self.moves_scale = moves_scale
         self.phase = Phase.OPEN

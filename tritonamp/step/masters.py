@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from tritonamp.step.gradients import Gradients, GradientState
 from tritonamp.step.state_loading import widen_state
 
 _grad = operator.attrgetter("grad")
+_version = operator.attrgetter("_version")  # private, but as old as autograd: counts writes
 _requires_grad = operator.attrgetter("requires_grad")
 _is_sparse = operator.attrgetter("is_sparse")
 
@@ -59,6 +60,7 @@ class MasterWeights:
         self._lists = TensorLists()
         self._all = TensorLists()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
+        self._left: list[int] = []  # versions of the parameters after the last step
         self._hidden: dict[Tensor, Tensor] = {}  # by master, while the true gradient is shown
         for group in optimizer.param_groups:
             self.adopt(group)
@@ -138,6 +140,12 @@ class MasterWeights:
     def copies(self) -> dict[Tensor, Tensor]:
         """Return master to the half parameter that receives its rounded value."""
         return {master: param for master, param in self._sources.items() if master is not param}
+
+    def with_groups(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """Yield each parameter of the model, what is stepped on for it, and that one's group."""
+        for group in self.optimizer.param_groups:
+            for master in group["params"]:
+                yield self._sources.get(master, master), master, group
 
     def refresh(self) -> None:
         """Bring the masters up to date with half parameters that somebody else wrote to.
@@ -320,6 +328,15 @@ class MasterWeights:
     def mark_rounded(self) -> None:
         """Note that the half parameters hold the rounded masters now."""
         self._fp32_values.mark_rounded(self._halves)
+
+    def note_step(self) -> None:
+        """Note that the parameters are as a step has left them."""
+        self._left = list(map(_version, self._params))
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to the parameters since a step, as far as torch counts."""
+        return self._left == list(map(_version, self._params))
 
     def overflowed(self) -> list[Tensor]:
         """Return the parameters that a finite master was too large for, in any step.

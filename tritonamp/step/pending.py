@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, scale_loss
 from tritonamp.step.decision import Decision, Phase
@@ -68,13 +69,14 @@ class PendingDecisions:
                     w.decision.unscale_early(w)
                 w.begin(decision)
         scaled, nonfinite = scale_loss(loss, decision.scale)
-        before = decision.loss_nonfinite
-        decision.loss_nonfinite = torch.maximum(before, nonfinite)
+        before = decision.loss_nonfinite, decision.loss
+        decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
+        decision.loss = _sum(decision.loss, transfer(loss.detach(), decision.scale.device))
         decision.blocks += 1
         try:
             yield scaled
         except BaseException:  # the backward failed: this loss never was
-            decision.loss_nonfinite = before
+            decision.loss_nonfinite, decision.loss = before
             if joined is None:
                 for w in weights:
                     w.take_back()
@@ -174,6 +176,14 @@ class PendingDecisions:
                 decision.waiting.remove(w)
             if not decision.waiting and decision in self._decisions:
                 self._decisions.remove(decision)
+
+
+def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:
+    """Return a loss, and those of earlier micro-batches, as one number on the device."""
+    loss = loss.detach()
+    if loss.dim():
+        loss = loss.sum()
+    return loss if earlier is None else earlier + loss
 
 
 def _no_backward(with_grad: int) -> str:

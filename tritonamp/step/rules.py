@@ -1,8 +1,10 @@
 """Which optimizers step in one pass."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import base_class
@@ -26,6 +28,21 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
         return optimizer.fused_rule  # type: ignore[attr-defined]
     plain = inspect.unwrap(_step(optimizer))  # torch puts a profiler around it
     return next((rule for rule in TORCHS if rule.torch_step is plain), None)
+
+
+def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> float | None:
+    """Return the eps of a parameter group if a step in ``dtype`` rounds it to zero; else None.
+
+    Optimizers that step in one pass compute in FP32.
+    """
+    eps = group.get("eps")
+    if not isinstance(eps, float) or eps == 0.0 or rule_of(optimizer) is not None:
+        return None
+    states = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
+    values = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    if any(v.dtype is torch.float32 and v.dim() > 0 for v in values):
+        return None  # it is added to FP32 state, as by Adagrad, which has made that before
+    return eps if torch.tensor(eps, dtype=dtype) == 0 else None
 
 
 def keeps_fp32_state(optimizer: Optimizer) -> bool:

@@ -245,6 +245,7 @@ class Stepper:
 
     def _leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """End the wait of ``w``, which has stepped or skipped; hooks of the user's may follow."""
+        w.note_step()
         self._pending.leave(w, decisions)
         self.outcomes[w.optimizer].note(_found_inf(decisions))
 
@@ -270,7 +271,9 @@ class Stepper:
         record = self._log.record(params, decision.scale.device, self._ranks.members)
         decision.decide(record, self._ranks, max_norm, **how)
         try:
-            self._log.decided(decision.scaler.rule, self._forwards.pop_all())
+            untouched = all(w.is_untouched for w in decision.waiting)
+            batches = self._forwards.pop_all()
+            self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
         except BaseException:  # the log has nothing to take back then
             decision.undo()
             raise

@@ -1,0 +1,224 @@
+"""Has training diverged? What grew: loss, gradients, weights; and what FP32 would do."""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# how many times larger than before; see Growth
+_MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
+_LOSS_GREW, _LOSS_EXPLODED, _NORM_GREW = 10.0, 100.0, 10.0
+_SMALL = 0.1  # weights that begin at zero grow from here
+
+
+class Fp32Run(NamedTuple):
+    """What a failing batch gave when it ran again in FP32, weights included.
+
+    Attributes:
+        finite: whether the result is.
+        loss: the result where it is one number; None: the loss is computed outside of what ran.
+    """
+
+    finite: bool
+    loss: float | None = None
+
+
+class Growth(NamedTuple):
+    """How much larger loss, gradients and weights are than they were.
+
+    Attributes:
+        loss: how many times as large as in good steps; 1 where it is not known.
+        norm: the same of the gradients' norm.
+        weights: the same of the weights, beyond what growth at an even pace would give.
+        usual_loss: magnitude of the loss in good steps, 0 where it is not known.
+        after: the last step whose loss was usual.
+        losses: there, and now; None: not known.
+        largest: the largest weight before it grew, and now.
+    """
+
+    loss: float = 1.0
+    norm: float = 1.0
+    weights: float = 1.0
+    usual_loss: float = 0.0
+    after: int = 0
+    losses: tuple[float | None, float | None] = (None, None)
+    largest: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be divergence, so that FP32 is worth asking."""
+        return self.weights >= _GREW or (self.loss >= _LOSS_GREW and self.norm >= _NORM_GREW)
+
+    @property
+    def is_explosion(self) -> bool:
+        """Whether no run in good health grows like that."""
+        grew_together = (
+            self.weights >= _MOVED and self.loss >= _LOSS_EXPLODED and self.norm >= _NORM_GREW
+        )
+        return self.weights >= _EXPLODED or grew_together
+
+    @property
+    def has_run_away(self) -> bool:
+        """Whether training has diverged though its steps are taken."""
+        before, now = self.largest
+        return self.loss >= _LOSS_EXPLODED and now >= _GREW * max(before, _SMALL)
+
+    def is_divergence(self, in_fp32: Fp32Run | None) -> bool:
+        """Return whether training has diverged, rather than left the range of a half format.
+
+        Args:
+            in_fp32: what FP32 makes of the failing batch; None: it was not asked.
+        """
+        if not self.is_suspect:
+            return False
+        if in_fp32 is None:
+            return self.is_explosion
+        if in_fp32.finite and in_fp32.loss is not None and self.usual_loss:
+            return abs(in_fp32.loss) > _LOSS_GREW * self.usual_loss
+        return not in_fp32.finite or self.is_explosion
+
+    def words(self, in_fp32: Fp32Run | None) -> str:
+        """Return what has grown, and that FP32 is no way out."""
+        before, now = self.losses
+        known = in_fp32 is not None and in_fp32.loss is not None and math.isfinite(in_fp32.loss)
+        if known and (now is None or not math.isfinite(now)):
+            assert in_fp32 is not None
+            now = in_fp32.loss
+        parts = []
+        if before is not None and now is not None:
+            became = f"{now:.3g}" if math.isfinite(now) else "inf or NaN"
+            parts.append(f"loss {before:.3g} -> {became} after step {self.after}")
+        then, largest = self.largest
+        after = "" if parts else f" after step {self.after}"
+        parts.append(f"largest weight {then:.3g} -> {largest:.3g}{after}")
+        return f"training has diverged: {', '.join(parts)}; {_of_fp32(in_fp32)}. "
+
+
+def _of_fp32(in_fp32: Fp32Run | None) -> str:
+    if in_fp32 is None or (in_fp32.finite and in_fp32.loss is None):
+        return "FP32 would diverge as well"
+    found = f"the loss is {in_fp32.loss:.3g}" if in_fp32.loss is not None else "it is not finite"
+    return f"FP32 diverges as well: run again in it, {found}"
+
+
+class WeightSizes:
+    """The largest magnitude in each parameter, measured before steps 1, 2, 4, 8... of a run.
+
+    It is measured on the device, which is not waited for: in the long run at no cost.
+
+    Args:
+        tensors: gives parameters, and buffers, of the model.
+    """
+
+    def __init__(self, tensors: Callable[[], Mapping[Tensor, str]]) -> None:
+        self._ask_tensors = tensors
+        self._measured: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._seen = 0  # steps
+
+    def before_step(self, taken: Tensor) -> None:
+        """Note that a step is about to be taken, or skipped.
+
+        Args:
+            taken: 0-d, how many were taken, this one included.
+        """
+        self._seen += 1
+        if self._seen & (self._seen - 1) == 0:
+            norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
+            self._measured.append((taken.clone(), self._sizes(norm)))
+
+    def _sizes(self, size: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return the ``size`` of each parameter by name, 0-d on the device."""
+        params = (
+            (p.detach(), name)
+            for p, name in self._ask_tensors().items()
+            if isinstance(p, nn.Parameter) or p.requires_grad
+        )
+        return {
+            name: size(p)
+            for p, name in params
+            if p.is_floating_point() and p.layout is torch.strided and p.numel()
+        }
+
+    def growth(self, taken: int) -> tuple[float, tuple[float, float]]:
+        """Return how many times larger the weights are than they were; the largest then, and now.
+
+        Growth at an even pace counts as none: weights of zero become larger at any rate. Waits for
+        the device.
+
+        Args:
+            taken: how many steps were taken.
+        """
+        now = _read(self._sizes(_largest_finite))
+        found: list[tuple[float, float, float]] = []
+        for count, then in ((count, _read(sizes)) for count, sizes in self._measured):
+            pairs = [(then[name], now[name]) for name in then if name in now]
+            largest = max((a for a, _ in pairs), default=0.0), max((b for _, b in pairs), default=0)
+            ratios = [b / max(a, _SMALL) for a, b in pairs] or [1.0]
+            times = max(largest[1] / max(largest[0], _SMALL), statistics.median(ratios))
+            pace = (taken + 1) / max(float(count), 1.0)
+            found.append((times / max(pace, 1.0), *largest))
+        if not found:
+            return 1.0, (0.0, 0.0)
+        most = max(times for times, _, _ in found)
+        return most, (min(then for _, then, _ in found), max(last for _, _, last in found))
+
+
+def _largest_finite(param: Tensor) -> Tensor:
+    """Return the largest magnitude beside inf and NaN; takes memory, unlike a norm."""
+    return torch.nan_to_num(param, 0.0, 0.0, 0.0).abs().max()
+
+
+def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return those that are finite, as numbers."""
+    if not sizes:
+        return {}
+    device = next(iter(sizes.values())).device
+    values = torch.stack([size.to(device, torch.float32) for size in sizes.values()]).tolist()
+    return {name: v for name, v in zip(sizes, values, strict=True) if math.isfinite(v)}
+
+
+def growth_of(
+    good: Iterable[tuple[int, float | None, float | None]],
+    loss: float | None,
+    taken: int,
+    weights: WeightSizes,
+) -> Growth:
+    """Return how much has grown since the good steps. Waits for the device.
+
+    Args:
+        good: number, loss and norm of the steps that were taken, as far as they are known.
+        loss: of the step that was skipped; None: not known.
+        taken: how many steps were taken in all.
+        weights: the sizes that the weights had.
+    """
+    steps = list(good)
+    losses = [(n, abs(x)) for n, x, _ in steps if x is not None]
+    norms = [norm for _, _, norm in steps if norm is not None]
+    usual = _usual([x for _, x in losses])
+    times, largest = weights.growth(taken)
+    latest = [*[x for _, x in losses[-2:]], *([] if loss is None else [abs(loss)])]
+    calm = [(n, x) for n, x, _ in steps if x is not None and abs(x) <= _LOSS_GREW * usual]
+    after, before = calm[-1] if calm else (steps[-1][0] if steps else 0, None)
+    return Growth(
+        _times(latest, usual),
+        _times(norms[-2:], _usual(norms)),
+        times,
+        usual,
+        after,
+        (before, math.inf if loss is None else loss),
+        largest,
+    )
+
+
+def _usual(values: Sequence[float]) -> float:
+    """Return the median, or the first where that is smaller: most of them may have grown since."""
+    return min(values[0], statistics.median(values)) if values else 0.0
+
+
+def _times(latest: Sequence[float], usual: float) -> float:
+    known = [x for x in latest if not math.isnan(x)]
+    return max(known) / usual if known and usual else 1.0

@@ -1,0 +1,232 @@
+"""A skipped step: what is known of it, the causes that there are, and the words for each."""
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from tritonamp.diagnosis.divergence import Fp32Run, Growth
+from tritonamp.diagnosis.replay.faults import listed
+from tritonamp.kernels.decide import FAULT
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_REPLAY = (
+    " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the "
+    "operation."
+)
+_ZERO_EPS = (
+    "eps={eps:g} is 0 in {dtype}, so a small gradient is divided by 0. Give an eps of {fits:g} or "
+    "more, or level='O2', which steps in FP32"
+)
+_OUR_STEP = (
+    "Lower the learning rate, or take level='O2', which steps in FP32 and skips what overflows"
+)
+
+
+class _Facts(NamedTuple):
+    words: str
+    advice: str
+    replayable: bool = False
+    scale_moves: bool = False
+    lasting: bool = False
+
+
+class Cause(enum.Enum):
+    """Why a step was skipped. The value is the name in words that users see.
+
+    Attributes:
+        advice: what to do; "{where}" in it stands for the suspects.
+        replayable: running the batch again may name the operation.
+        scale_moves: a lower loss scale is the answer; nobody has to do anything.
+        lasting: it does not go away by itself, so its text says since when it is there.
+    """
+
+    advice: str
+    replayable: bool
+    scale_moves: bool
+    lasting: bool
+
+    def __new__(
+        cls, words: str, advice: str, replayable: bool, scale_moves: bool, lasting: bool
+    ) -> "Cause":
+        cause = object.__new__(cls)
+        cause._value_ = words
+        cause.advice = advice
+        cause.replayable = replayable
+        cause.scale_moves = scale_moves
+        cause.lasting = lasting
+        return cause
+
+    DATA = _Facts("data", "Clean the data, or drop these samples.")
+    FORWARD = _Facts(
+        "forward fault",
+        "A lower scale cannot help. Look in {where} for values above 65504, constants such as -1e9 "
+        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely.",
+        replayable=True,
+    )
+    SCALE = _Facts(
+        "scale overflow",
+        "The scale was lowered; single skips of this kind are how it finds its level.",
+        scale_moves=True,
+    )
+    BACKWARD = _Facts(
+        "backward fault",
+        "A lower scale does not help: look in the backward of the last module named for sqrt and "
+        "norms at 0, division by 0 behind a mask, and logarithms.",
+        replayable=True,
+    )
+    PARAMETERS = _Facts(
+        "bad parameters",
+        "Skipped steps leave parameters alone, so something else wrote them: a loaded checkpoint, "
+        "an initialisation, an averaged copy, or a weight above 65504 that float16 cannot hold. "
+        "Load the last good checkpoint.",
+        lasting=True,
+    )
+    DIVERGENCE = _Facts(
+        "divergence",
+        "No precision helps: lower the learning rate{rates}, warm it up over the first steps, clip "
+        "gradients (amp.clip_grad_norm_(1.0)), and look for outliers in data and targets. The "
+        "weights are spoilt: begin anew, or from the last good checkpoint.",
+    )
+    EXHAUSTED = _Facts(
+        "scale exhausted",
+        "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "
+        "NaN in the backward of the last module named, or train it in FP32 with fp32_modules.",
+        replayable=True,
+    )
+
+
+class Writer(NamedTuple):
+    """The optimizer that steps on a parameter.
+
+    Attributes:
+        name: of its class.
+        lr: its learning rate for that parameter; None: it has none.
+        dtype: what it steps in.
+        zero_eps: its eps, if its step rounds that to zero; else None.
+    """
+
+    name: str
+    lr: float | None
+    dtype: torch.dtype
+    zero_eps: float | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with its steps, if they have written inf or NaN; and what to do."""
+        if self.zero_eps is None:
+            return _OUR_STEP
+        fits = 10.0 ** math.ceil(math.log10(torch.finfo(self.dtype).smallest_normal))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return _ZERO_EPS.format(eps=self.zero_eps, dtype=dtype, fits=fits)
+
+
+class Steps(NamedTuple):
+    """What is known of the steps before a skip.
+
+    Attributes:
+        writers: by name of a parameter, which optimizer steps on it.
+        growth: tells what has grown in them; None: nothing is known of it.
+        in_fp32: runs the batch again in FP32; None: nobody may.
+    """
+
+    writers: Mapping[str, Writer] = {}
+    growth: Callable[[], Growth] | None = None
+    in_fp32: Callable[[], Fp32Run | None] | None = None
+
+
+NO_STEPS = Steps()
+
+
+class Skip(NamedTuple):
+    """A skipped step as the device saw it.
+
+    Attributes:
+        outcome: FAULT or OVERFLOW.
+        step: its number, from 1.
+        exact: False: it was that step or one before, whose numbers nobody has read.
+        skipped: how many steps were skipped so far, this one included.
+        since: where bad parameters skipped the steps before, the number of the first of those;
+            else ``step``.
+        wrote: number of the step that left parameters as they are; 0: not known, or it was not a
+            step.
+        loss: None: it is inf, NaN or not known.
+        scale: the loss scale that the backward used.
+        lowest: the scale below which it does not go.
+        fixed: whether the scale never moves.
+        amax: by name, the largest scaled gradient.
+        before: the largest unscaled gradient of the last good step, 0 if there was none.
+        limit: the largest number of the policy's half format.
+        by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT,
+            whether its own loss was inf or NaN.
+    """
+
+    outcome: int
+    step: int
+    exact: bool
+    skipped: int
+    since: int
+    scale: float
+    lowest: float
+    fixed: bool
+    amax: Mapping[str, float]
+    before: float
+    limit: float
+    by_rank: Mapping[int, float] = {}
+    wrote: int = 0
+    loss: float | None = None
+
+    @property
+    def ranks(self) -> str:
+        """The ranks at fault, as "rank 3"; "" where there is only one rank."""
+        found = [str(rank) for rank, largest in self.by_rank.items() if not self.is_good(largest)]
+        if self.outcome == FAULT:
+            found = [str(rank) for rank, nonfinite in self.by_rank.items() if nonfinite]
+        return f"rank{'s' * (len(found) > 1)} {listed(found)}" if found else ""
+
+    def is_good(self, magnitude: float) -> bool:
+        """Return whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
+        return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
+
+
+class Explanation(NamedTuple):
+    """What became known about a skip.
+
+    Attributes:
+        skip: the skip it explains.
+        cause: why the step was skipped.
+        reason: why in words, and what to do.
+        parameters: the names of those that were not finite.
+    """
+
+    skip: Skip
+    cause: Cause
+    reason: str
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The skip in one line: "step 17 skipped (3 of 17): forward fault: ..."."""
+        return self.line()
+
+    def line(self, *facts: str) -> str:
+        """Return ``text`` with more facts inside its parentheses."""
+        step = self.skip.step
+        number = f"{step}" if self.skip.exact else f"<= {step}"
+        listed = ", ".join([f"{self.skip.skipped} of {step}", *facts])
+        return f"step {number} skipped ({listed}): {self.cause.value}: {self.reason}"
+
+    @property
+    def hint(self) -> str:
+        """How to find out more, to be appended to the text; "" where nothing would help."""
+        return _REPLAY if self.cause.replayable else ""
+
+    @property
+    def needs_help(self) -> bool:
+        """Whether it is more than the loss scale finding its level."""
+        return not self.cause.scale_moves

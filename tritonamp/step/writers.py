@@ -1,0 +1,30 @@
+"""Which optimizer steps on which parameter, and how: for whoever finds inf or NaN in one."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from tritonamp.class_swap import base_class
+from tritonamp.diagnosis.skips import Writer
+from tritonamp.step.masters import MasterWeights
+from tritonamp.step.rules import zero_eps
+
+
+def writers(weights: Iterable[MasterWeights], names: Mapping[Tensor, str]) -> dict[str, Writer]:
+    """Return by name of a parameter what steps on it.
+
+    Args:
+        weights: of the optimizers.
+        names: of the parameters.
+    """
+    return {
+        names[param]: Writer(
+            base_class(type(w.optimizer)).__name__,
+            float(group["lr"]) if "lr" in group else None,
+            master.dtype,
+            zero_eps(w.optimizer, group, master.dtype),
+        )
+        for w in weights
+        for param, master, group in w.with_groups()
+        if param in names
+    }
