@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from tritonamp.casts.loaded import (
 )
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.rounded_inputs import InputLook
+from tritonamp.casts.trials import Trials
 from tritonamp.checks import (
     check_cast_inputs,
     check_max_norm,
@@ -34,13 +35,16 @@ from tritonamp.checks import (
     check_optimizers,
     check_scaler,
     check_sharding,
+    warn_of_zero_eps,
 )
 from tritonamp.class_swap import install, uninstall
 from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.log import StepLog, StepRecord
+from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
+from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.response import Response
+from tritonamp.diagnosis.skips import Writer
 from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values
@@ -56,6 +60,7 @@ from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.schedulers import SchedulerSteps
 from tritonamp.step.state_loading import settle_state, widen_state
 from tritonamp.step.stepper import Stepper
+from tritonamp.step.writers import writers
 
 logger = logging.getLogger("tritonamp")
 
@@ -132,6 +137,7 @@ def enable(
     check_half_dtypes(models, resolved)
     check_own_memory(models, resolved)
     check_range(bfloat16_in_float16(models, resolved))
+    warn_of_zero_eps(optimizers, resolved)
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or scaler_for(resolved, device)
     with torch.inference_mode(False):  # what is made here will have to train
@@ -199,17 +205,27 @@ class Amp:
             optimizer: _master_weights(optimizer, policy, self._fp32_values, came_half)
             for optimizer in optimizers
         }
+        self._healing = Healing(models, policy, self._context, self._enabled_models.dtypes)
+        self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         self._log = StepLog(
             functools.partial(parameter_names, models),
             functools.partial(_local_tensor_names, models),
             policy.dtype,
             log_skips=policy.on_nonfinite == "skip",
+            writers=functools.partial(_writers, models, self._weights),
         )
-        self._healing = Healing(models, policy, self._context, self._enabled_models.dtypes)
-        self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         if optimizers:  # else no decision would ever let go of the batches
             self._context.observer = self._forwards
-        self._response = Response(models, policy, self._log, self._healing.heal)
+        self._response = Response(
+            models,
+            policy,
+            self._log,
+            self._healing.heal,
+            self._forwards,
+            Trials(models, self._context, self._enabled_models.dtypes, self._healing.find),
+        )
+        if policy.on_nonfinite != "skip":  # else nothing runs again unless it is asked for
+            self._log.in_fp32 = self._response.in_fp32
         self._pending = PendingDecisions(
             policy, backend.requested, scaler, self._weights, self._ranks
         )
@@ -513,11 +529,12 @@ class Amp:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.
 
         Args:
-            replay: also run the failing batch again and name the operation where inf or NaN began.
-                True: the forward of the model (under ``on_nonfinite`` other than "skip" its
-                backward, too; there it has run already, at the first faults); a function that
-                computes the loss: that, with its backward. Parameters, buffers, gradients and
-                random numbers stay as they are.
+            replay: also run the failing batch again, name the operation where inf or NaN began,
+                and try what cures it. True: the forward of the model (under ``on_nonfinite`` other
+                than "skip" its backward, too; there it has run already, at the first faults); a
+                function that computes the loss: that, with its backward. Where no step was skipped
+                the last batch runs, if it is still there. Parameters, buffers, gradients and random
+                numbers stay as they are.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
@@ -701,6 +718,12 @@ def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) 
 def _local_tensor_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     """Return parameter or buffer to full name; of sharded parameters this rank's parts."""
     return {to_local(tensor): name for tensor, name in tensor_names(models).items()}
+
+
+def _writers(
+    models: list[nn.Module], weights: Mapping[Optimizer, MasterWeights]
+) -> dict[str, Writer]:
+    return writers(weights.values(), parameter_names(models))
 
 
 def _release() -> None:

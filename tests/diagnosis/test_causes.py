@@ -115,6 +115,106 @@ def test_bad_parameters_since_when(start: Callable[..., Run]) -> None:
     )
 
 
+OWN_STEPS = [
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+]
+
+
+@pytest.mark.parametrize("kind", OWN_STEPS, ids=lambda kind: kind.__name__)
+def test_a_step_whose_eps_is_zero_in_half(
+    device: torch.device, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is warned of before, and named after."""
+    torch.manual_seed(0)
+    model = Net().to(device)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    eps = optimizer.defaults["eps"]
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        amp = tritonamp.enable(model, optimizer, level="O3")
+    assert caplog.messages == [
+        f"{kind.__name__} steps on float16 parameters itself, and its eps={eps:g} is 0 there: a "
+        "small gradient makes parameters inf or NaN. Give eps=1e-4 or more, or level='O2', which "
+        "steps in FP32"
+    ]
+    x = torch.randn(6, 8, device=device)
+    for _ in range(12):
+        amp.backward(model(x).square().mean() * 1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    causes = [record.cause for record in amp.history]
+    wrote = causes.index("bad parameters")
+    assert set(causes[wrote:]) == {"bad parameters"}
+    assert (
+        f"Step {wrote} wrote them ({kind.__name__}, lr=0.001): eps={eps:g} is 0 in float16, so a "
+        "small gradient is divided by 0. Give an eps of 0.0001 or more, or level='O2', which "
+        "steps in FP32. Load the last good checkpoint."
+    ) in amp.history[-1].detail
+    amp.disable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (torch.optim.AdamW, {"level": "O3"}),  # in one pass, which is in FP32
+        (torch.optim.SGD, {"level": "O3"}),
+        (torch.optim.Adagrad, {"level": "O3"}),  # whose state was made in FP32
+        (torch.optim.Adadelta, {"level": "O3"}),  # 1e-6 is not 0
+        (torch.optim.RMSprop, {"level": "O2"}),
+        (torch.optim.RMSprop, {"level": "O3", "dtype": torch.bfloat16}),
+        (lambda params: torch.optim.RMSprop(params, eps=1e-4), {"level": "O3"}),
+    ],
+)
+def test_no_warning_of_an_eps_that_is_held(
+    device: torch.device, kind: Any, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net().to(device)
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        tritonamp.enable(model, kind(model.parameters()), **fields).disable()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_step_is_not_blamed_for_what_somebody_else_wrote(
+    device: torch.device, level: str, kind: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    options = {} if kind is torch.optim.SGD else {"eps": 1e-3}
+    optimizer = kind(model.parameters(), lr=1e-3, **options)
+    amp = tritonamp.enable(model, optimizer, level=level, loss_scale=1.0)
+    for i in range(5):
+        if i == 3:
+            with torch.no_grad():
+                model.head.bias[1] = NAN
+        amp.backward(model(torch.randn(6, 8, device=device)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [r.cause for r in amp.history][2:] == [None, "bad parameters", "bad parameters"]
+    assert "something else wrote them: a loaded checkpoint" in amp.explain()
+    amp.disable()
+
+
+def test_a_step_of_ours_that_wrote_them_is_named(device: torch.device) -> None:
+    """Without an eps to blame: half a parameter has left the format, one step at a time."""
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**14)
+    amp = tritonamp.enable(model, optimizer, level="O3")
+    x = torch.ones(1, 4, device=device)
+    with torch.no_grad():
+        model.weight.fill_(6e4)
+        model.weight[1:] = 0.0
+    for _ in range(3):
+        amp.backward(model(x * 1e-3)[0, 0] * -1e3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "Step 1 wrote them (SGD, lr=16384): Lower the learning rate" in amp.explain()
+    amp.disable()
+
+
 def test_scale_overflow_and_what_it_leaves(start: Callable[..., Run]) -> None:
     run = start()
     run.step(spoil=fill(INF))
@@ -184,6 +284,7 @@ def test_all_causes_are_reached_above() -> None:
         "scale overflow",
         "backward fault",
         "scale exhausted",
+        "divergence",  # in test_divergence.py
     }
     assert {cause.value for cause in Cause} == reached
 

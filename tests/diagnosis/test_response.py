@@ -368,3 +368,223 @@ def test_bad_batches_do_not_use_up_the_replays(start: Callable[..., Run]) -> Non
     for i in range(2):
         run.step(i)
     assert run.amp.stats()["healed"] == ["attention"]
+
+
+# What is advised has been tried
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+class Chain(nn.Module):
+    """Each link multiplies by some hundreds; where all do, nothing but bfloat16 holds it."""
+
+    def __init__(self, links: int) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(links))
+        for link in self.links:
+            link.weight.data.copy_(500 * torch.eye(8))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x)
+        return self.norm(x)
+
+
+class Logarithm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (-1 - self.inner(x).square()).log()
+
+
+def advice(device: torch.device, model: nn.Module, **fields: Any) -> str:
+    """Return what is to be done about a first step that is skipped."""
+    torch.manual_seed(0)
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    amp = tritonamp.enable(model, optimizer, **{"level": "O2", **fields})
+    pointers = [p.data_ptr() for p in model.parameters()]
+    x = 4 + torch.rand(4, 8, device=device)
+    amp.backward(model(x).float().square().mean())
+    optimizer.step()
+    classes, grads = [type(m) for m in model.modules()], [p.grad for p in model.parameters()]
+    text = amp.explain(replay=True)
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert [type(m) for m in model.modules()] == classes
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    amp.disable()
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
+    return text.rpartition("to do:")[2].strip()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_module_that_cures_it_is_named(device: torch.device, level: str) -> None:
+    assert advice(device, Chain(2), level=level).endswith(
+        "or keep it in FP32: fp32_modules=['links.1'] (tried: the batch passes)."
+    )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_chain_that_cures_it_is_named(device: torch.device, level: str) -> None:
+    assert advice(device, Chain(4), level=level).endswith(
+        "or keep them in FP32: fp32_modules=['links.1', 'links.2', 'links.3'] (tried: the batch "
+        "passes; links.1 alone only moves the fault)."
+    )
+
+
+@pytest.mark.parametrize(("level", "links"), [("O2", 6), ("O3", 2)])
+def test_bfloat16_is_named_where_no_few_modules_cure_it(
+    device: torch.device, level: str, links: int
+) -> None:
+    """At O3 an FP32 module gives half to the next."""
+    assert advice(device, Chain(links), level=level).endswith(
+        "or train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping single "
+        "modules in FP32 does not help)."
+    )
+
+
+def test_no_precision_is_advised_where_none_helps(device: torch.device) -> None:
+    assert advice(device, Logarithm()) == (
+        "Clamp the argument into range. FP32 does not help, nor does bfloat16: both were tried on "
+        "this batch."
+    )
+
+
+def test_a_remedy_is_tried_once_for_each_module(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    find = tritonamp.diagnosis.response.find_remedy
+    monkeypatch.setattr(
+        tritonamp.diagnosis.response, "find_remedy", lambda *args: tried.append(1) or find(*args)
+    )
+    run = start(level="O2", on_nonfinite="explain")
+    for i in range(3):
+        run.step(i)
+    assert len(tried) == 1 and "(tried: the batch passes)" in run.amp.explain()
+
+
+def test_a_trial_that_fails_promises_nothing(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(level="O2")
+    run.step(0)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(run.amp._enabled_models.dtypes, "widened", fail)
+    assert "or keep it in FP32: fp32_modules=['attention']." in run.amp.explain(replay=True)
+
+
+# Scale overflows
+
+
+def test_a_scale_overflow_needs_no_operation(start: Callable[..., Run]) -> None:
+    run = start(level="O2", scaler=tritonamp.GradScaler(init_scale=2.0**24))
+    run.step(0, size=1.0)
+    text = run.amp.explain(replay=True)
+    assert "scale overflow" in text and "not reproduced" not in text
+    assert "Its forward is finite: gradients overflowed at loss scale 1.67772e+07, and the" in text
+    again = run.amp.explain(replay=lambda: run.loss(0, size=1.0))
+    assert "scale too high, backward: head, op linear" in again
+    assert "at loss scale 2^24" in again and "all gradients fit at 2^" in again
+    assert "or begins there, with scaler=tritonamp.GradScaler(init_scale=2.0**" in again
+
+
+def test_a_scale_overflow_runs_again_at_the_scale_it_had(start: Callable[..., Run]) -> None:
+    scaler = tritonamp.GradScaler(init_scale=2.0**24)
+    run = start(level="O2", scaler=scaler, on_nonfinite="explain")
+    run.step(0, size=1.0)
+    text = run.amp.explain(replay=True)
+    assert "scale too high, backward: head, op linear" in text and "at loss scale 2^24" in text
+
+
+# Overflow that vanished again
+
+
+class HalfNorm(nn.Module):
+    """An RMSNorm as people write it; above 256 its squares are inf in half, and the rest zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+
+class Lorentzian(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1 / (1 + x * x)
+
+
+def saturating(device: torch.device, inner: nn.Module, size: float, **fields: Any) -> Run:
+    torch.manual_seed(0)
+    run = Run.__new__(Run)
+    run.device = device
+    run.model = nn.Sequential(nn.Linear(16, 16), inner, nn.Linear(16, 4)).to(device)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+    run.amp = tritonamp.enable(run.model, run.optimizer, level="O3", **fields)
+    run.x = size * torch.randn(8, 16, device=device)
+    return run
+
+
+def one_step(run: Run) -> None:
+    run.amp.backward(run.model(run.x).float().square().mean())
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("inner", [HalfNorm, Lorentzian])
+def test_overflow_that_vanished_is_found_when_asked(
+    device: torch.device, inner: type[nn.Module]
+) -> None:
+    run = saturating(device, inner(), 2000.0)
+    one_step(run)
+    assert run.amp.explain() == "No step was skipped."
+    for replay in (True, lambda: run.model(run.x).float().square().mean()):
+        text = run.amp.explain(replay=replay)
+        assert text.startswith("No step was skipped.\nsilent square overflow, forward: 1, op mul")
+        assert "inf became a wrong finite number in 1, op " in text
+        assert "fp32_modules=['1'] (tried: the batch passes)" in text
+    run.amp.disable()
+
+
+def test_a_good_batch_is_said_to_be_good(device: torch.device) -> None:
+    run = saturating(device, HalfNorm(), 1.0)
+    one_step(run)
+    assert "Run again, nothing overflows, nor does any overflow vanish" in run.amp.explain(True)
+    run.x = None  # the batch is not kept for it
+    assert "Not replayed: the batch of this forward is gone" in run.amp.explain(replay=True)
+    run.amp.disable()
+
+
+@pytest.mark.parametrize(("mode", "looks"), [("skip", 0), ("explain", 1), ("heal", 1)])
+def test_one_look_in_the_first_steps_and_none_later(
+    device: torch.device, caplog: Any, monkeypatch: pytest.MonkeyPatch, mode: str, looks: int
+) -> None:
+    ran = []
+    find = tritonamp.diagnosis.response.find_fault
+    monkeypatch.setattr(
+        tritonamp.diagnosis.response,
+        "find_fault",
+        lambda *args, **kwargs: ran.append(1) or find(*args, **kwargs),
+    )
+    run = saturating(device, Lorentzian(), 1.0, on_nonfinite=mode)
+    for _ in range(4):
+        one_step(run)
+    assert len(ran) == looks
+    assert run.amp._forwards.holds_recent is False
+    run.amp.disable()
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        run = saturating(device, Lorentzian(), 2000.0, on_nonfinite=mode)
+        for _ in range(4):
+            one_step(run)
+    said = [text for text in caplog.messages if "silent square overflow, forward: 1" in text]
+    assert len(said) == looks
+    assert ("silent square overflow" in run.amp.explain()) is (looks > 0)
+    run.amp.disable()

@@ -24,9 +24,15 @@ class Forwards:
 
     Args:
         gradients: also keep the gradients that arrive at the outputs, to run the backward again.
+
+    Attributes:
+        recent: those of the last decision, their batches held only while somebody else does.
+        holds_recent: hold these batches until the next decision.
     """
 
     def __init__(self, gradients: bool) -> None:
+        self.recent: list[Snapshot] = []
+        self.holds_recent = False
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._outputs: deque[StorageWeakRef] = deque(maxlen=4 * MOST)
@@ -80,6 +86,7 @@ class Forwards:
     def pop_all(self) -> list[Snapshot]:
         """Hand over the forwards of the decision that is being made, and begin anew."""
         taken = list(self._snapshots)
+        self.recent = taken if self.holds_recent else [s.weakened() for s in taken]
         self._snapshots.clear()
         return taken
 

@@ -1,5 +1,7 @@
 """What is done about a skip beyond skipping: replay the batch; name, heal or raise the fault."""
 
+import dataclasses
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,26 +11,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonamp.diagnosis.causes import Explanation
+from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
+from tritonamp.diagnosis.remedies import CURED_BY_FP32, Trials, find_remedy
 from tritonamp.diagnosis.replay import (
     NOT_REPRODUCED,
+    BatchGoneError,
     FaultReport,
+    Remedy,
     Snapshot,
     find_fault,
+    result_of,
     write_bundle,
 )
+from tritonamp.diagnosis.replay.calls import is_finite
+from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
 
 HEAL_AFTER = 2  # faults in one module
 FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
-HEALED_BY_FP32 = frozenset(
-    """matmul_overflow square_overflow reduction_overflow exp_overflow overflow constant_overflow
-    cast_overflow weight_overflow vanished_eps zero_by_zero division_by_zero
-    gradient_overflow""".split()
-)
+
+
+Run = tuple[Callable[[], Any], dict[str, Any]]
+"""A function, and what ``find_fault`` can know of its run."""
 
 
 class Response:
@@ -39,11 +47,23 @@ class Response:
         policy: of the Amp.
         log: knows the cause of the last skip, and the forwards that led to it.
         heal: makes the module of that name compute in FP32.
+        forwards: knows the last ones.
+        trials: what a fault may be cured by.
     """
 
     def __init__(
-        self, models: list[nn.Module], policy: Policy, log: StepLog, heal: Callable[[str], None]
+        self,
+        models: list[nn.Module],
+        policy: Policy,
+        log: StepLog,
+        heal: Callable[[str], None],
+        forwards: Forwards,
+        trials: Trials,
     ) -> None:
+        self._forwards = forwards
+        self._trials = trials
+        forwards.holds_recent = policy.on_nonfinite in ("explain", "heal")
+        self._remedies: dict[tuple[str, str | None], Remedy | None] = {}
         self._models = models
         self._policy = policy
         self._log = log
@@ -53,6 +73,7 @@ class Response:
         self._healed: list[str] = []
         self._faults: Counter[str] = Counter()  # by module
         self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
+        self._vanished = ""  # what was found in a good batch
 
     def __call__(self, skipped: bool) -> None:
         """Do what the policy says about a decision.
@@ -65,8 +86,19 @@ class Response:
         """
         if skipped:
             self._answer()
-        else:
-            self._in_a_row = 0
+            return
+        self._in_a_row = 0
+        if self._forwards.holds_recent:
+            self._look_for_vanished()
+
+    def _look_for_vanished(self) -> None:
+        """Run one good batch again: an overflow may have become a wrong finite number in it."""
+        self._forwards.holds_recent = False
+        batches, self._forwards.recent = self._forwards.recent, []
+        report, fault = self._search([(b.run, {"backward": False}) for b in batches])
+        if fault is not None:
+            self._vanished = report
+            logger.warning("no step was skipped, but %s", report)
 
     def state(self) -> dict[str, Any]:
         """Return what the answers to later faults depend on, as plain values."""
@@ -121,28 +153,63 @@ class Response:
         Args:
             replay: run the batch again now; a function: run that.
         """
-        explanation = self._log.explanation()
-        if explanation is None:
-            return "No step was skipped."
         if replay is not False:
-            return f"{explanation.text}\n{self.replay(None if replay is True else replay)[0]}"
+            self._log.reconsider(functools.partial(self._in_fp32, replay))
+        explanation = self._log.explanation()
+        drift = self._log.drift()
+        if explanation is None:
+            found = [drift] if drift else []
+            runs_again = callable(replay) or (replay and self._forwards.recent)
+            found += [self.replay(replay)[0]] if runs_again else [self._vanished]
+            return "\n".join(["No step was skipped.", *filter(None, found)])
+        return self._told(explanation, replay) + (f"\nThen {drift}" if drift else "")
+
+    def _told(self, explanation: Explanation, replay: bool | Callable[[], Any]) -> str:
+        if explanation.cause is Cause.DIVERGENCE:  # no operation is to blame
+            return explanation.text
+        if replay is not False:
+            return f"{explanation.text}\n{self.replay(replay)[0]}"
         of, report = self._reported
         if of is None or of.cause != explanation.cause:
             return explanation.text + explanation.hint
         earlier = "" if of is explanation else "Of an earlier one, when it ran again: "
         return f"{explanation.text}\n{earlier}{report}"
 
-    def replay(self, run: Callable[[], Any] | None = None) -> tuple[str, FaultReport | None]:
-        """Run the forwards of the last skip again, or ``run``.
+    def in_fp32(self, batches: Sequence[Snapshot]) -> Fp32Run | None:
+        """Return what forwards give in FP32; None: they cannot run again."""
+        return self._in_fp32(True, batches)
+
+    def _in_fp32(
+        self, replay: bool | Callable[[], Any], batches: Sequence[Snapshot]
+    ) -> Fp32Run | None:
+        runs = [replay] if callable(replay) else [b.run for b in batches]
+        if not runs:
+            return None
+        try:
+            results = [
+                t for run in runs for t in result_of(self._models, run, self._trials.in_fp32())
+            ]
+            loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
+            return Fp32Run(all(map(is_finite, results)), loss)
+        except Exception:  # the user's code raised: growth alone has to tell
+            return None
+
+    def replay(self, replay: bool | Callable[[], Any] = True) -> tuple[str, FaultReport | None]:
+        """Run the forwards of the last skip again, where none was skipped the last ones.
+
+        Args:
+            replay: a function to run instead; else True.
 
         Returns:
             the report in words, and the fault if one was found.
         """
-        runs: list[tuple[Callable[[], Any], dict[str, Any]]] = [
-            (b.run, _known(b)) for b in self._log.batches
-        ]
-        if run is not None:
-            runs = [(run, {})]
+        if callable(replay):
+            return self._search([(replay, {})])
+        if self._log.last is None:
+            return self._search([(b.run, {"backward": False}) for b in self._forwards.recent])
+        return self._search([(b.run, _known(b)) for b in self._log.batches])
+
+    def _search(self, runs: Sequence[Run]) -> tuple[str, FaultReport | None]:
         if not runs:
             return (
                 "Not replayed: no forward led to it that could be run again (a compiled one "
@@ -150,25 +217,52 @@ class Response:
                 None,
             )
         for function, known in runs:
+            again = functools.partial(
+                find_fault,
+                self._models,
+                function,
+                dtype=self._policy.dtype,
+                scale=self._log.last_scale,
+                **known,
+            )
             try:
-                fault = find_fault(
-                    self._models,
-                    function,
-                    dtype=self._policy.dtype,
-                    scale=self._log.last_scale,
-                    **known,
-                )
+                fault = again()
+            except BatchGoneError as error:
+                return f"Not replayed: {error}, or give a function: {_BY_FUNCTION}.", None
             except Exception as error:  # the user's code raised: training goes on without a report
                 return f"The replay failed: {type(error).__name__}: {error}", None
             if fault is not None:
+                fault = dataclasses.replace(fault, remedy=self._remedy(fault, again))
                 return str(fault), fault
+        return self._nothing_found(runs), None
+
+    def _remedy(self, fault: FaultReport, again: Callable[..., Any]) -> Remedy | None:
+        """Return what cures a fault, tried once for each kind and module."""
+        key = fault.kind, fault.module
+        if key not in self._remedies:
+            try:
+                self._remedies[key] = find_remedy(
+                    fault, lambda around: again(around=around), self._trials
+                )
+            except Exception:  # the user's code raised, or there is no memory: nothing is promised
+                return None
+        return self._remedies[key]
+
+    def _nothing_found(self, runs: Sequence[Run]) -> str:
+        last = self._log.last
+        if last is None:
+            return (
+                "Run again, nothing overflows, nor does any overflow vanish on the way "
+                f"(the backward runs only for a function that computes the loss: {_BY_FUNCTION})."
+            )
+        ran_forward_only = all(known.get("grad_outputs", ()) is None for _, known in runs)
+        if last.cause.scale_moves and ran_forward_only:
+            return _SCALE.format(scale=last.skip.scale, call=_BY_FUNCTION)
         if any(known.get("backward") is False for _, known in runs):
-            return _IN_THE_LOSS, None
+            return _IN_THE_LOSS
         healed = f" Healed since: {', '.join(map(repr, self._healed))}." if self._healed else ""
-        return (
-            f"{NOT_REPRODUCED}.{healed} If the loss is computed outside of the model, look there.",
-            None,
-        )
+        elsewhere = "If the loss is computed outside of the model, look there."
+        return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write what it takes to run the failing batch of the last skip again elsewhere.
@@ -188,7 +282,7 @@ class Response:
 
     def _count(self, fault: FaultReport) -> str:
         module = fault.module
-        if module is None or fault.kind not in HEALED_BY_FP32:
+        if module is None or fault.kind not in CURED_BY_FP32:
             return ""
         self._faults[module] += 1
         if self._faults[module] != HEAL_AFTER:
@@ -206,6 +300,12 @@ def _is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
+_BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
+_SCALE = (
+    "Its forward is finite: gradients overflowed at loss scale {scale:g}, and the next lower scale "
+    "is tried at the next step. That needs no explanation unless it comes often; {call}, or "
+    "on_nonfinite='explain', names the operation and the scale at which it fits."
+)
 _IN_THE_LOSS = (
     "Run again, the model's output is finite, but the gradient that came back to it was not: look "
     "in the loss, which is computed from it outside of the model."

@@ -2,13 +2,52 @@
 
 import linecache
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event, short
+
+
+class Remedy(NamedTuple):
+    """What cured a fault when its batch ran again.
+
+    Attributes:
+        modules: that computed in FP32.
+        bfloat16: instead, the model computed in bfloat16.
+    """
+
+    modules: tuple[str, ...] = ()
+    bfloat16: bool = False
+
+    @property
+    def helps(self) -> bool:
+        """Whether anything did."""
+        return bool(self.modules) or self.bfloat16
+
+    def words(self, by_hand: str) -> str:
+        """Return what to do, and that it was tried.
+
+        Args:
+            by_hand: in the place of the model itself, which is no module inside.
+        """
+        if self.bfloat16:
+            return (
+                "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "
+                "single modules in FP32 does not help)"
+            )
+        if "" in self.modules:
+            return f"keep it in FP32: {by_hand} (tried: the batch passes)"
+        more = len(self.modules) > 1
+        alone = f"; {self.modules[0]} alone only moves the fault" if more else ""
+        which = "them" if more else "it"
+        return (
+            f"keep {which} in FP32: fp32_modules={list(self.modules)} (tried: the batch passes"
+            f"{alone})"
+        )
 
 
 @dataclass(frozen=True)
@@ -24,6 +63,7 @@ class FaultReport:
         fits: the largest loss scale (for vanished gradients the smallest) that serves.
         names: the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
+        remedy: what came of trying to cure it; None: it was not tried.
     """
 
     kind: str
@@ -34,6 +74,7 @@ class FaultReport:
     fits: float | None = None
     names: tuple[str, ...] = ()
     replayed: str = "not checked"
+    remedy: Remedy | None = None
 
     @property
     def module(self) -> str | None:
@@ -72,10 +113,13 @@ class FaultReport:
     @property
     def advice(self) -> str:
         """What to do, in one sentence."""
-        return VERDICTS[self.kind].advice.format(**self._words())
+        advice = VERDICTS[self.kind].advice
+        if self.remedy is not None and not self.remedy.helps:
+            advice = _KEEP.sub(".", advice) + f" {NO_PRECISION_HELPS}"
+        return advice.format(**self._words())
 
     def _words(self) -> dict[str, str]:
-        event, module = self.event, self.module
+        event = self.event
         constants = [s for s in event.scalars if abs(s) > torch.finfo(event.dtype).max]
         return {
             "value": number(event.exact),
@@ -94,8 +138,16 @@ class FaultReport:
             "samples": f", samples {listed(event.samples)} of dim 0" if event.samples else "",
             "scale": number(self.scale),
             "fits": number(self.fits),
-            "keep": f"fp32_modules=[{module!r}]" if module else _BY_HAND,
+            "init_scale": number(self.fits).replace("2^", "2.0**"),
+            "keep": self._keep(),
         }
+
+    def _keep(self) -> str:
+        """Return what to keep in FP32, or what else helps where that was tried in vain."""
+        if self.remedy is not None:
+            return self.remedy.words(_BY_HAND)
+        module = self.module
+        return f"keep it in FP32: {f'fp32_modules=[{module!r}]' if module else _BY_HAND}"
 
     def _reason(self) -> str:
         if self.event.discarded:
@@ -173,6 +225,8 @@ class FaultReport:
         }
 
 
+NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
+_KEEP = re.compile(r"(, or|; if .*,| If this .*,) \{keep\}\.")
 _BY_HAND = "x.float() under tritonamp.disable_casts()"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def find_fault(
     silent: bool = True,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
+    around: AbstractContextManager[None] | None = None,
 ) -> FaultReport | None:
     """Find the first op that makes inf or NaN out of finite numbers and matters to the result.
 
@@ -54,6 +56,7 @@ def find_fault(
         grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a
             model without a loss.
         expected: the tensors that ``run`` returned the first time, to compare bits with.
+        around: what else the run is inside of.
 
     Raises:
         ValueError: ``backward=True``, and there is neither a scalar that requires a gradient nor
@@ -61,7 +64,7 @@ def find_fault(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     replay = _Replay(models, dtype, scale)
-    with _untouched(models, replay.watch), torch.compiler.set_stance("force_eager"):
+    with _untouched(models, replay.watch), around or contextlib.nullcontext():
         output = replay.forward(run, expected)
         fault = replay.fault_of_forward(output, silent)
         if fault is None and replay.wants_backward(output, backward, grad_outputs):
@@ -69,9 +72,17 @@ def find_fault(
     return fault
 
 
+def result_of(
+    models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
+) -> list[Tensor]:
+    """Return the floating tensors that ``run`` gives inside of ``around``; leaves no trace."""
+    with _untouched(models), around:
+        return [t.detach() for t in floats(run())]
+
+
 @contextlib.contextmanager
-def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
-    """Put everything back that a forward and a backward change."""
+def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[None]:
+    """Run what is inside in eager torch; put everything back that a forward and backward change."""
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
@@ -88,6 +99,7 @@ def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
         with (
             preserve({d for m in models for d in devices(m)}),
             preserve_versions((*params, *(b for b, _ in values))),
+            torch.compiler.set_stance("force_eager"),
         ):
             try:
                 yield
@@ -95,7 +107,8 @@ def _untouched(models: list[nn.Module], watch: Watch) -> Iterator[None]:
                 for module, own in buffers:
                     module._buffers.update(own)
                 with torch.no_grad():
-                    for tensor, value in [*values, *watch.writes.values()]:
+                    writes = [] if watch is None else watch.writes.values()
+                    for tensor, value in [*values, *writes]:
                         if not _same_bits(tensor, value):
                             tensor.copy_(value)
     finally:

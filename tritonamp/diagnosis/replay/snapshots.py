@@ -1,5 +1,6 @@
 """What a forward depends on beside the weights, recorded so that it can run again."""
 
+import copy
 import functools
 import weakref
 from collections.abc import Iterable
@@ -64,6 +65,13 @@ class Snapshot:
         self._given = tree_map(_weak, given) if weak else given
         self._outputs: list[weakref.ref[Tensor]] = []
         self._grads: dict[int, Tensor] = {}
+
+    def weakened(self) -> "Snapshot":
+        """Return the same forward, with its batch held only as long as somebody else does."""
+        weak = copy.copy(self)
+        weak._given = tree_map(_weak, self._given)
+        weak._outputs, weak._grads = [], {}
+        return weak
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return ``args`` and ``kwargs``.

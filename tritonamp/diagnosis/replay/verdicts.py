@@ -133,7 +133,7 @@ class Verdict:
     advice: str
 
 
-_KEEP = "keep it in FP32: {keep}"
+_KEEP = "{keep}"
 
 VERDICTS = {
     "matmul_overflow": Verdict(
@@ -214,7 +214,8 @@ VERDICTS = {
     "scale_too_high": Verdict(
         "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
         "{format} ends at; all gradients fit at {fits}",
-        "Nothing, if it is rare: the scale comes down by itself. If this layer alone holds the "
+        "Nothing, if it is rare: the scale comes down by itself, or begins there, with "
+        "scaler=tritonamp.GradScaler(init_scale={init_scale}). If this layer alone holds the "
         "scale down, {keep}.",
     ),
     "gradient_overflow": Verdict(
