@@ -263,7 +263,7 @@ class GradScaler(torch.amp.GradScaler):
         # an enabled optimizer, which has masters
         if self._enabled and hasattr(optimizer, "_amp_unscale_"):
             optimizer._amp_unscale_(self)
-        else:
+        elif not (self._enabled and self._scale is None and self._is_without_gradients(optimizer)):
             super().unscale_(optimizer)
 
     def _unscale_grads_(
@@ -284,6 +284,9 @@ class GradScaler(torch.amp.GradScaler):
                 "unscales into those; tritonamp.optim.AdamW (Adam, SGD, Lion) in the place of this "
                 "optimizer keeps them without enable"
             )
+        groups = self._groups(grads)
+        if not (grads or groups):
+            return {}
         assert self._scale is not None
         lists = self._lists.get(optimizer)
         if lists is None:
@@ -293,7 +296,7 @@ class GradScaler(torch.amp.GradScaler):
         lists.release("grads")
         assert self._loss_nonfinite is not None
         flag = self._loss_nonfinite
-        if groups := self._groups(grads):
+        if groups:
             amax, flag = _of_all_ranks(amax, flag, groups)
         elif _several_processes():  # no rank may act on what the others do not know
             flag = torch.zeros_like(flag)
@@ -324,6 +327,8 @@ class GradScaler(torch.amp.GradScaler):
             *args: passed on.
             **kwargs: passed on.
 
+        Where there are no gradients nothing is decided, and ``update`` has nothing to count.
+
         Raises:
             RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
         """
@@ -339,6 +344,11 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         kwargs.pop("closure", None)
         args = args[1:]
+        if self._is_without_gradients(optimizer):
+            return optimizer.step(*args, **kwargs)  # nothing to decide, nothing for ``update``
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED and not state["found_inf_per_device"]:
+            self._check_inf_per_device(optimizer)  # of gradients that came after ``unscale_``
         ours = _steps_on_device(optimizer)
         by_itself = ours or getattr(optimizer, "_step_supports_amp_scaling", False)
         watched = by_itself and is_watched(optimizer)
@@ -350,6 +360,11 @@ class GradScaler(torch.amp.GradScaler):
             if ours:
                 return self._step_on_device(optimizer, found_inf, *args, **kwargs)
         return super().step(optimizer, *args, **kwargs)
+
+    def _is_without_gradients(self, optimizer: Optimizer) -> bool:
+        """Tell whether there is nothing to step on; ranks that agree by a group step together."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return self._process_group is None and all(param.grad is None for param in params)
 
     def _found_inf(self, optimizer: Optimizer) -> Tensor:
         """Return whether to skip, 0-d; look at the gradients unless ``unscale_`` has.
@@ -396,6 +411,8 @@ class GradScaler(torch.amp.GradScaler):
             self._largest = None
             self._reset_losses()
             return
+        if self._scale is None and not self._per_optimizer_states:
+            return  # nothing was scaled, nothing has stepped
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
         flags = [

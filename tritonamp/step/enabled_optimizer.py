@@ -25,10 +25,10 @@ class EnabledOptimizer(Swapped):
     _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None) -> None:
-        """Step or skip: unscale, check, clip, update, half copies.
+        """Step or skip: unscale, check, clip, update, half copies. Nothing without any gradients.
 
         Raises:
-            RuntimeError: a closure was passed, or there was no ``amp.backward(loss)``.
+            RuntimeError: a closure was passed, or gradients are not of ``amp.backward(loss)``.
         """
         if self._stepped:
             return

@@ -182,7 +182,7 @@ class MasterWeights:
 
     def has_gradients(self) -> bool:
         """Tell whether any backward since the last step, or the last clearing, left something."""
-        return bool(self._set_aside) or self.with_gradient() > 0
+        return bool(self._set_aside) or any(grad is not None for grad in map(_grad, self._params))
 
     def with_gradient(self) -> int:
         """Return how many parameters of the model have a gradient."""

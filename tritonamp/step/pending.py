@@ -40,7 +40,6 @@ class PendingDecisions:
         self._weights = weights
         self._ranks = ranks
         self._decisions: list[Decision] = []
-        self._had_backward = False
 
     @contextlib.contextmanager
     def open(
@@ -51,7 +50,6 @@ class PendingDecisions:
         A loss joins the decision of an earlier one with the same scaler that feeds one of the same
         optimizers and is still open (micro-batches); otherwise it begins its own.
         """
-        self._had_backward = True
         weights = [self._weights[o] for o in feeds]
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
@@ -127,19 +125,22 @@ class PendingDecisions:
             optimizer: an enabled one.
             moves_scale: nobody will call ``scaler.update``.
 
+        Returns:
+            none where there are no gradients: as in torch, there is nothing to do then.
+
         Raises:
             RuntimeError: there is a scale, and no backward of a scaled loss.
         """
         w = self._weights[optimizer]
         found = [d for d in self._decisions if w in d.waiting]
+        if self._is_without_gradients(w, found):
+            self.leave(w, found)
+            return []
         if found or w.has_true_gradients:
             return found
-        with_grad = w.with_gradient()
         by_hand = self._scaler.loss_nonfinite
-        if by_hand is None and self._policy.scales_loss and (with_grad or not self._had_backward):
-            raise RuntimeError(_no_backward(with_grad))
-        if by_hand is None and not with_grad:
-            return []  # no loss fed this optimizer: as in torch, there is nothing to do
+        if by_hand is None and self._policy.scales_loss:
+            raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         scale = self._scaler.scale_tensor(device)
         waiting = [w]
@@ -159,6 +160,15 @@ class PendingDecisions:
         for waits in waiting:
             waits.begin(decision)
         return [decision]
+
+    def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
+        """Tell whether ``w``, which waits for ``found``, has nothing to step on.
+
+        Ranks that train together decide about every loss: others may have gradients.
+        """
+        if w.has_gradients() or w.all_gradients():
+            return False
+        return not self._ranks.several or not (found or self._scaler.loss_nonfinite is not None)
 
     def _others_with_gradients(self, w: MasterWeights) -> list[MasterWeights]:
         taken = {w, *(waits for d in self._decisions for waits in d.waiting)}
@@ -187,8 +197,6 @@ def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:
 
 
 def _no_backward(with_grad: int) -> str:
-    if with_grad == 0:
-        return "optimizer.step() before any backward: call amp.backward(loss) first"
     return (
         f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed "
         "this optimizer since its last step. This level scales the loss, so gradients of a plain "

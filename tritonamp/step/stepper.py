@@ -162,10 +162,10 @@ class Stepper:
             by_scaler: called by ``GradScaler.step``, so that an ``update`` will follow.
 
         Returns:
-            0-d, not 0 where it was a skip; None where there was nothing to decide.
+            0-d, not 0 where it was a skip; None where there was nothing to do: no gradients.
 
         Raises:
-            RuntimeError: there was no backward of a scaled loss.
+            RuntimeError: there are gradients that no backward of a scaled loss has left.
             NonFiniteError: a skip, under ``on_nonfinite="raise"``.
         """
         w = self._weights[optimizer]

@@ -135,10 +135,15 @@ class FP16_Optimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on the masters and round them into the half parameters, or skip.
 
+        Without any gradients nothing happens.
+
         Args:
             closure: calls ``zero_grad`` and ``backward`` of this object, returns the loss; called
                 again with a lower scale where its gradients overflow.
         """
+        params = (param for group in self.param_groups for param in group["params"])
+        if closure is None and all(param.grad is None for param in params):
+            return None
         if closure is None and self.overflow:
             self._skip()
             return None

@@ -1,0 +1,274 @@
+"""A step without any gradients does nothing and counts for nothing: enable, GradScaler, apex."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import Net, same
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.apex import amp as apex_amp
+from tritonamp.apex.amp import _amp_state
+from tritonamp.apex.fp16_utils import FP16_Optimizer
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-4, eps=1e-3),  # steps by itself
+}
+FOREIGN = "no amp.backward\\(loss\\) fed this optimizer"  # gradients of a plain loss.backward()
+
+
+def loss_of(model: nn.Module, device: torch.device, factor: float = 1.0) -> Tensor:
+    return model(torch.ones(4, 6, device=device)).square().mean() * factor
+
+
+def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every bit that a step may change."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [v for p in params for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+    return [t.detach().clone() for t in (*params, *state)]
+
+
+class Run:
+    """An enabled model, and what no-ops must not move."""
+
+    def __init__(self, device: torch.device, level: str, optimizer: str) -> None:
+        torch.manual_seed(0)
+        self.device, self.model = device, Net().to(device)
+        self.optimizer = MAKERS[optimizer](self.model.parameters())
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level)
+
+    def step(self, factor: float = 1.0) -> None:
+        self.amp.backward(loss_of(self.model, self.device, factor))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def all(self) -> tuple[list[Tensor], dict[str, Any], int]:
+        return bits(self.optimizer), self.amp.stats(), len(self.amp.history)
+
+
+@pytest.fixture
+def make(device: torch.device) -> Iterator[Callable[..., Run]]:
+    runs = []
+
+    def one(level: str = "O2", optimizer: str = "AdamW") -> Run:
+        runs.append(Run(device, level, optimizer))
+        return runs[-1]
+
+    yield one
+    for run in runs:
+        run.amp.disable()
+
+
+def assert_nothing(run: Run, call: Callable[[], Any]) -> None:
+    before, stats, steps = run.all()
+    call()
+    after, stats_after, steps_after = run.all()
+    assert same(before, after) and (stats, steps) == (stats_after, steps_after)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("by_scaler", [False, True], ids=["step", "scaler.step"])
+def test_enabled(make: Callable[..., Run], level: str, optimizer: str, by_scaler: bool) -> None:
+    """Before the first backward and after, after a step, a skip, and a model that was cleared."""
+    run = make(level, optimizer)
+    scaler = run.amp.scaler
+
+    def no_op() -> None:
+        if by_scaler:
+            scaler.unscale_(run.optimizer)
+            scaler.step(run.optimizer)
+            scaler.update()
+        else:
+            run.optimizer.step()
+
+    assert_nothing(run, no_op)
+    run.step()
+    assert_nothing(run, no_op)
+    run.step(float("nan"))
+    assert_nothing(run, no_op)
+    loss_of(run.model, run.device)  # a forward alone
+    assert_nothing(run, no_op)
+    run.step()
+    assert run.amp.stats() == {**run.amp.stats(), "steps": 2, "skipped": 1}
+
+
+@pytest.mark.parametrize("between", ["", "clip_grad_norm_", "unscale_"])
+@pytest.mark.parametrize("clear", ["model", "optimizer"])
+def test_cleared_gradients(make: Callable[..., Run], between: str, clear: str) -> None:
+    """A loss whose gradients are gone decides nothing, unless it was decided on before."""
+    run = make()
+    run.step()
+    run.amp.backward(loss_of(run.model, run.device))
+    getattr(run, clear).zero_grad()
+    if between == "clip_grad_norm_":
+        assert float(run.amp.clip_grad_norm_(1.0)) == 0.0
+    elif between:
+        assert run.amp.unscale_() == []
+    assert_nothing(run, run.optimizer.step)
+    assert run.amp.stats()["steps"] == 1
+    run.step()
+    assert run.amp.stats()["steps"] == 2
+
+
+def test_a_loss_that_reaches_one_of_two_optimizers(device: torch.device) -> None:
+    """One decision, one step: the schedule of the other one stays, too."""
+    models = [Net().to(device), Net().to(device)]
+    optimizers = [MAKERS["AdamW"](m.parameters()) for m in models]
+    with tritonamp.enable(models, optimizers, level="O2") as amp:
+        schedulers = [torch.optim.lr_scheduler.StepLR(o, 1) for o in optimizers]
+        still = bits(optimizers[1])
+        for _ in range(3):
+            amp.backward(loss_of(models[0], device))  # feeds both, for all that amp knows
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
+            amp.step_schedulers(*schedulers)
+        assert same(still, bits(optimizers[1]))
+        assert amp.stats()["steps"] == 3
+        assert [s.last_epoch for s in schedulers] == [3, 0]
+
+
+def test_schedulers_do_not_warn(make: Callable[..., Run]) -> None:
+    """torch's scheduler sees that ``step`` was called; ``step_schedulers`` that none was taken."""
+    run = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.optimizer.step()
+        run.amp.step_schedulers(scheduler)
+        assert scheduler.last_epoch == 0
+        scheduler.step()
+        assert scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_plain_gradients_stay_an_error(make: Callable[..., Run], level: str) -> None:
+    run = make(level)
+    run.optimizer.step()
+    loss_of(run.model, run.device).backward()
+    with pytest.raises(RuntimeError, match=FOREIGN):
+        run.optimizer.step()
+    with pytest.raises(RuntimeError, match=FOREIGN):
+        run.amp.scaler.step(run.optimizer)
+
+
+SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **MAKERS,
+    "fused AdamW": lambda params: torch.optim.AdamW(params, fused=True),
+    "our AdamW": lambda params: tritonamp.optim.AdamW(params),
+}
+
+
+@pytest.mark.parametrize("optimizer", SCALED)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_scaler_alone(device: torch.device, optimizer: str, unscale: bool) -> None:
+    model = nn.Linear(6, 3).to(device)
+    opt = SCALED[optimizer](model.parameters())
+    scaler = tritonamp.GradScaler(device.type, growth_interval=2)
+
+    def loop(with_gradients: bool) -> None:
+        if with_gradients:
+            scaler.scale(loss_of(model, device)).backward()
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+    start = bits(opt)
+    loop(False)
+    assert same(start, bits(opt)) and scaler.get_scale() == 2.0**16
+    loop(True)
+    before = bits(opt)
+    for _ in range(3):
+        loop(False)
+    assert same(before, bits(opt)) and not same(start, before)
+    assert scaler.state_dict()["_growth_tracker"] == 1 and scaler.get_scale() == 2.0**16
+    loop(True)
+    assert scaler.get_scale() == 2.0**17
+
+
+def test_what_unscaling_has_found_counts_though_gradients_are_cleared(
+    device: torch.device,
+) -> None:
+    """As in torch: whoever drops a bad batch wants a lower scale for the next one."""
+    model = nn.Linear(6, 3).to(device)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = tritonamp.GradScaler(device.type)
+    scaler.scale(loss_of(model, device)).backward()
+    model.weight.grad[0, 0] = float("inf")
+    scaler.unscale_(opt)
+    opt.zero_grad()
+    scaler.step(opt)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "our AdamW", "fused AdamW"])
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_gradients_that_come_after_unscaling(
+    device: torch.device, optimizer: str, value: float
+) -> None:
+    """They are taken for true ones, and looked at."""
+    model = nn.Linear(6, 3).to(device)
+    opt = SCALED[optimizer](model.parameters())
+    scaler = tritonamp.GradScaler(device.type)
+    scaler.scale(torch.ones((), device=device, requires_grad=True)).backward()
+    scaler.unscale_(opt)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+    before = bits(opt)[:2]
+    scaler.step(opt)
+    scaler.update()
+    assert same(before, bits(opt)[:2]) is (value != 1.0)
+    assert scaler.get_scale() == (2.0**16 if value == 1.0 else 2.0**15)
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+def test_apex(device: torch.device, opt_level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net().to(device)
+    optimizer = MAKERS["SGD"](model.parameters())
+    try:
+        model, optimizer = apex_amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+
+        def no_op() -> None:
+            before, scale = bits(optimizer), apex_amp.state_dict()
+            optimizer.step()
+            assert same(before, bits(optimizer)) and apex_amp.state_dict() == scale
+
+        no_op()
+        with apex_amp.scale_loss(loss_of(model, device), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        no_op()
+        if opt_level == "O2":
+            loss_of(model, device).backward()
+            with pytest.raises(RuntimeError, match=FOREIGN):
+                optimizer.step()
+    finally:
+        _amp_state.handle._deactivate()
+
+
+def test_fp16_optimizer(device: torch.device) -> None:
+    """The overflow of an earlier step is not of this one."""
+    model = nn.Linear(6, 3).to(device).half()
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True, verbose=False
+    )
+    optimizer.step()
+    for value in (1.0, float("inf")):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.update_master_grads()
+        optimizer.step()
+    optimizer.zero_grad(set_grads_to_None=True)
+    before, scale = bits(optimizer.optimizer), dict(vars(optimizer.loss_scaler))
+    optimizer.step()
+    assert same(before, bits(optimizer.optimizer)) and vars(optimizer.loss_scaler) == scale
