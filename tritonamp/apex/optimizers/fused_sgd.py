@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.apex.amp_C._lists import store, wide
+from tritonamp.apex.amp_C.sgd import sgd_step
 from tritonamp.apex.optimizers._wide import Group, WideOptimizer, grads_of
 
 
@@ -57,42 +59,38 @@ class FusedSGD(WideOptimizer):
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
         for group, params in groups:
-            values = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in params]
-            grads = [
-                grad.to(value.dtype) for grad, value in zip(grads_of(params), values, strict=True)
-            ]
-            decay, late = group["weight_decay"], group["wd_after_momentum"]
-            if decay != 0 and not late:
-                grads = list(torch._foreach_add(grads, values, alpha=decay))
-            if group["momentum"] != 0:
-                momenta = self._momenta(group, params, grads)
-                if group["nesterov"]:
-                    grads = list(torch._foreach_add(grads, momenta, alpha=group["momentum"]))
-                else:
-                    grads = momenta
-            if decay != 0 and late:
-                grads = list(torch._foreach_add(grads, values, alpha=decay))
-            torch._foreach_add_(values, grads, alpha=-group["lr"])
-            for param, value in zip(params, values, strict=True):
-                if param.dtype != value.dtype:
-                    param.copy_(value)
+            is_new = [self.state[p].get("momentum_buffer") is None for p in params]
+            for first_run in (True, False):  # as in torch, the first gradient is not dampened
+                part = [p for p, new in zip(params, is_new, strict=True) if new is first_run]
+                if part:
+                    self._step(group, part, first_run)
 
-    def _momenta(
-        self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return the momenta after this step, as they are stored.
+    def _step(self, group: Group, params: list[Tensor], first_run: bool) -> None:
+        """Do the step on those parameters whose momentum has begun, or on those where it begins.
 
-        Those of half parameters are half, and step as rounded.
+        The momenta of half parameters are half, and step as rounded.
         """
-        for param, grad in zip(params, grads, strict=True):
-            state = self.state[param]
-            if "momentum_buffer" in state:
-                momentum = state["momentum_buffer"].to(grad.dtype)
-                momentum = momentum.mul_(group["momentum"]).add_(grad, alpha=1 - group["dampening"])
-            else:
-                momentum = grad.clone()  # as in torch, the first gradient is not dampened
-            state["momentum_buffer"] = momentum.to(param.dtype)
-        return [
-            self.state[param]["momentum_buffer"].to(grad.dtype)
-            for param, grad in zip(params, grads, strict=True)
-        ]
+        decay, late = group["weight_decay"], group["wd_after_momentum"]
+        states = [self._momentum(p) for p in params] if group["momentum"] != 0 else []
+        values, momenta = wide(params), wide(states)
+        sgd_step(
+            [grad.to(v.dtype) for grad, v in zip(grads_of(params), values, strict=True)],
+            values,
+            momenta,
+            (0.0, decay) if late else (decay, 0.0),
+            group["momentum"],
+            group["dampening"],
+            group["lr"],
+            group["nesterov"],
+            first_run,
+            rounded_to=[p.dtype for p in params],
+        )
+        store([params, states], [values, momenta])
+
+    def _momentum(self, param: Tensor) -> Tensor:
+        """Return the momentum in the parameter's dtype, zeros at first."""
+        state = self.state[param]
+        before = state.get("momentum_buffer")
+        momentum = torch.zeros_like(param) if before is None else before.to(param.dtype)
+        state["momentum_buffer"] = momentum
+        return momentum

@@ -1,0 +1,171 @@
+"""LAMB, in one call and in two."""
+
+import torch
+from torch import Tensor
+
+from tritonamp.apex.amp_C._lists import (
+    GRADS,
+    MOMENTS,
+    PARAMS,
+    SQUARES,
+    Lists,
+    as_list,
+    checked,
+    store,
+    wide,
+)
+from tritonamp.apex.amp_C._moments import adam_updates, corrections, decayed
+
+UPDATES = "updates"
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """Do a step of LAMB.
+
+    Args:
+        chunk_size: accepted and not needed.
+        noop_flag: accepted and not needed: a step is not skipped here.
+        tensor_lists: gradients, parameters, first moments, second moments.
+        lr: the learning rate.
+        beta1: the decay of the first moments.
+        beta2: the decay of the second moments.
+        eps: is added to the root of the second moments.
+        step: counted from 1.
+        bias_correction: not 0: corrects the moments for their start at 0.
+        weight_decay: the factor of the parameters that is added.
+        grad_averaging: not 0: gradients enter the first moments times ``1 - beta1``.
+        mode: 0 adds weight decay to the gradients, 1 decouples it.
+        global_grad_norm: one element; where it exceeds ``max_grad_norm``, gradients are scaled down
+            by as much.
+        max_grad_norm: the largest norm that gradients keep.
+        use_nvlamb: the trust ratio also where ``weight_decay`` is 0.
+    """
+    lists = checked("multi_tensor_lamb", tensor_lists, GRADS, PARAMS, MOMENTS, SQUARES)
+    if not len(lists[0]):
+        return
+    grads, params, moments, squares = map(wide, lists)
+    grads = _clipped(grads, global_grad_norm, max_grad_norm)
+    if mode == 0:
+        grads = decayed(grads, params, weight_decay)
+    weight1 = 1 - beta1 if grad_averaging else 1.0
+    corrected = corrections(beta1, beta2, step, bias_correction)
+    updates = adam_updates(grads, moments, squares, (beta1, beta2), weight1, corrected, eps)
+    if mode == 1:
+        updates = decayed(updates, params, weight_decay)
+    norms, update_norms = (
+        torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates)
+    )
+    _step(params, updates, norms, update_norms, lr, weight_decay, use_nvlamb)
+    store(lists[1:], [params, moments, squares])
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """Move the moments of LAMB and write the updates, without the trust ratio.
+
+    Args:
+        chunk_size: accepted and not needed.
+        noop_flag: accepted and not needed: a step is not skipped here.
+        tensor_lists: gradients, parameters, first moments, second moments, updates; the last three
+            are written.
+        per_tensor_decay: shape (n,): the factor of each parameter that is added to its update.
+        step: counted from 0.
+        beta1: the decay of the first moments.
+        beta2: the decay of the second moments.
+        eps: is added to the root of the second moments.
+        global_grad_norm: one element; where it exceeds ``max_global_grad_norm``, gradients are
+            scaled down by as much.
+        max_global_grad_norm: the largest norm that gradients keep.
+    """
+    names = GRADS, PARAMS, MOMENTS, SQUARES, UPDATES
+    lists = checked("multi_tensor_lamb_stage1_cuda", tensor_lists, *names)
+    if not len(lists[0]):
+        return
+    grads, params, moments, squares = map(wide, lists[:4])
+    grads = _clipped(grads, global_grad_norm, max_global_grad_norm)
+    corrected = corrections(beta1, beta2, step + 1, True)
+    updates = adam_updates(grads, moments, squares, (beta1, beta2), 1 - beta1, corrected, eps)
+    decays = as_list(torch._foreach_mul(params, per_tensor_decay.unbind()))
+    torch._foreach_add_(updates, decays)
+    store(lists[2:], [moments, squares, updates])
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """Step by the updates that ``multi_tensor_lamb_stage1_cuda`` has written.
+
+    Args:
+        chunk_size: accepted and not needed.
+        noop_flag: accepted and not needed: a step is not skipped here.
+        tensor_lists: parameters, updates.
+        per_tensor_param_norm: shape (n,): the norm of each parameter.
+        per_tensor_update_norm: shape (n,): the norm of each update.
+        lr: the learning rate; times the ratio of both norms, where neither is 0.
+        weight_decay: 0: without that ratio.
+        use_nvlamb: the ratio also where ``weight_decay`` is 0.
+    """
+    lists = checked("multi_tensor_lamb_stage2_cuda", tensor_lists, PARAMS, UPDATES)
+    if not len(lists[0]):
+        return
+    params, updates = map(wide, lists)
+    norms = per_tensor_param_norm, per_tensor_update_norm
+    _step(params, updates, *norms, lr, weight_decay, use_nvlamb)
+    store(lists[:1], [params])
+
+
+def _clipped(grads: list[Tensor], norm: Tensor, max_norm: float) -> list[Tensor]:
+    return as_list(torch._foreach_div(grads, (norm / max_norm).clamp(min=1).reshape(())))
+
+
+def _step(
+    params: list[Tensor],
+    updates: list[Tensor],
+    norms: Tensor,
+    update_norms: Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool | None,
+) -> None:
+    """Step by ``updates``, times the trust ratio where there is one."""
+    if use_nvlamb or weight_decay != 0:
+        both = (norms != 0) & (update_norms != 0)
+        trust = torch.where(both, norms / update_norms, 1.0)
+        updates = as_list(torch._foreach_mul(updates, trust.unbind()))
+    torch._foreach_add_(params, updates, alpha=-lr)
