@@ -11,12 +11,12 @@ def prefixes(models: Sequence[nn.Module]) -> list[str]:
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """Return parameter to full name, in the order of the models."""
-    return {
-        param: prefix + name
-        for prefix, model in zip(prefixes(models), models, strict=True)
-        for name, param in model.named_parameters()
-    }
+    """Return parameter to full name, the first that it has, in the order of the models."""
+    names: dict[Tensor, str] = {}
+    for prefix, model in zip(prefixes(models), models, strict=True):
+        for name, param in model.named_parameters():
+            names.setdefault(param, prefix + name)
+    return names
 
 
 def tensor_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:

@@ -438,6 +438,22 @@ class Amp:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
+    def named_master_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and FP32 master of each parameter, in the order of ``named_parameters()``.
+
+        A parameter without a master (FP32 itself, frozen, in no optimizer, or of a policy without
+        masters) stands for itself. Names are the model's own, also where it was given in DDP, and
+        tied weights come once; of several models each begins with the model's number, as in
+        ``nn.ModuleList(models)``.
+        """
+        self._check_enabled("named_master_params")
+        masters = {}
+        for weights in self._weights.values():
+            weights.refresh()
+            masters |= {param: master for master, param in weights.copies().items()}
+        for param, name in parameter_names(self._models).items():
+            yield name, masters.get(param, param)
+
     def stats(self) -> dict[str, Any]:
         """Return numbers of the run so far, as plain values.
 

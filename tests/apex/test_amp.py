@@ -5,6 +5,7 @@ staying away.
 import copy
 import gc
 import io
+import logging
 import math
 import pickle
 import subprocess
@@ -389,6 +390,49 @@ def test_an_inf_written_inside_the_block_skips_the_step(
     line, cause = capsys.readouterr().out.splitlines()
     assert line == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
     assert f"{where} (inf)" in cause
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_a_static_scale_is_not_said_to_be_reduced(
+    loss_scale: float, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = start(device, "O2", verbosity=1, loss_scale=loss_scale)
+    for _ in range(2):
+        step(model, optimizer, batch(device), inf_in=model.head.weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    step(model, optimizer, batch(device))
+    out = capsys.readouterr().out
+    line = f"Gradient overflow.  Skipping step, loss scaler 0 loss scale stays {loss_scale}"
+    assert out.count(line) == 2 and "reducing" not in out
+
+
+def test_each_cause_is_said_once(
+    device: torch.device, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Printed where it is new; what the log has warned of is not printed as well."""
+    model, optimizer = start(device, "O2", verbosity=1)
+    capsys.readouterr()
+    faults = ["inf", "inf", "nan loss", "inf", "nan loss", ""]
+    for fault in faults:
+        data = batch(device)
+        if fault == "nan loss":
+            with amp.scale_loss(model(data[0]).float().mean() * math.nan, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            where = model.head.weight if fault else None
+            step(model, optimizer, data, inf_in=where)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    out = capsys.readouterr().out
+    assert out.count("Gradient overflow.  Skipping step") == 5
+    assert out.count("scale overflow: ") == 1
+    warned = [r for r in caplog.records if "forward fault: " in r.getMessage()]
+    assert (
+        len([r for r in warned if r.levelno >= logging.WARNING]) + out.count("forward fault: ") == 1
+    )
 
 
 def test_verbosity_0_prints_nothing(

@@ -1,6 +1,8 @@
 """What one ``amp.initialize`` sets up: a ``tritonamp.Amp`` over some models and optimizers."""
 
 import contextlib
+import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -149,15 +151,34 @@ class _Question(NamedTuple):
     arrived: torch.cuda.Event | None = None
 
 
-class Skips:
-    """Print a line for each skipped step.
+class _Warned(logging.Filter):
+    """Remembers what a log has warned of last; lets everything pass."""
 
-    It comes as soon as the flag has arrived on the host: the device is not waited for.
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: deque[str] = deque(maxlen=8)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Note the text of a warning."""
+        if record.levelno >= logging.WARNING:
+            self.texts.append(record.getMessage())
+        return True
+
+
+_warned = _Warned()
+logging.getLogger("tritonamp").addFilter(_warned)
+
+
+class Skips:
+    """Print a line for each skipped step, and once for each cause what it is.
+
+    They come as soon as the flag has arrived on the host: the device is not waited for.
     """
 
     def __init__(self, amp: tritonamp.Amp) -> None:
         self._amp = amp
         self._under_way: list[_Question] = []
+        self._said = set[str | None]()  # causes
 
     def look(self, question: _Question) -> None:
         """Start copying the flag of a loss that was just judged."""
@@ -180,9 +201,11 @@ class Skips:
     def _answered(self, question: _Question) -> None:
         if question.found_inf == 0:
             return
-        scale = question.scaler.loss_scale()
-        maybe_print(
-            f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} reducing loss "
-            f"scale to {scale}"
-        )
-        maybe_print(f"    {self._amp.explain()}")
+        scaler, scale = question.scaler, question.scaler.loss_scale()
+        moves = f"reducing loss scale to {scale}" if scaler.dynamic else f"loss scale stays {scale}"
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} {moves}")
+        last = next(record for record in reversed(self._amp.history) if record.cause is not None)
+        reason = last.detail.partition("): ")[2]  # behind the numbers of steps
+        if last.cause not in self._said and not any(reason in text for text in _warned.texts):
+            maybe_print(f"    {last.detail}")
+        self._said.add(last.cause)

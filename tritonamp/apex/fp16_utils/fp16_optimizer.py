@@ -174,7 +174,8 @@ class FP16_Optimizer:
     def _skip(self) -> None:
         self.loss_scaler.update_scale(True)
         if self.verbose:
-            print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
+            moves = "reducing loss scale to" if self.dynamic_loss_scale else "loss scale stays"
+            print(f"Gradient overflow.  Skipping step, {moves} {self.loss_scale}")
 
     def _master_params_to_model_params(self) -> None:
         master_params_to_model_params(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups))
