@@ -6,11 +6,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._blocks import overflows
 from tritonamp.kernels._launch import launch, prepare
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._transfer import transfer, upload
+from tritonamp.kernels._transfer import in_main_memory, transfer, upload
 from tritonamp.kernels.device import is_capturing
+
+_MOST_WAITING = 1 << 20
 
 
 class Hyperparameters(Protocol):
@@ -89,31 +92,52 @@ class UpdateLists:
 class EagerUpdate:
     """The results of an eager update, written together at its end: all of them, or none.
 
+    In main memory, which does not run out for a block, they are written whenever they are 1 MiB:
+    results that wait leave the cache, and are as much memory as the state.
+
     Args:
         found_inf: 0-d; not 0: every target keeps its bits. None: as 0.
+
+    Attributes:
+        skips: True where the host knows that there is nothing to do.
     """
 
     def __init__(self, found_inf: Tensor | None) -> None:
-        self._skip = None if found_inf is None else found_inf != 0
+        known = in_main_memory(found_inf)
+        self.skips = bool(known)
+        self._skip = None if found_inf is None or known is not None else found_inf != 0
         self._results: list[tuple[Tensor, Tensor]] = []
+        self._waiting = 0  # bytes of those in main memory
+        self._overflows: list[tuple[Tensor, Tensor]] = []
 
     def store(self, target: Tensor, value: Tensor) -> None:
         """Have ``target`` receive ``value``, rounded to its dtype."""
-        value = value.to(target.dtype)
         if self._skip is not None:
-            value = torch.where(self._skip.to(target.device), target, value)
+            value = torch.where(self._skip.to(target.device), target, value.to(target.dtype))
         self._results.append((target, value))
+        if target.device.type == "cpu":
+            self._waiting += value.nbytes
+            if self._waiting > _MOST_WAITING:
+                self._write()
 
     def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
         """Have ``copy`` receive ``value``; set the flag where that is finite and became inf."""
-        rounded = value.to(copy.dtype)
-        self.store(copy, rounded)
-        self.store(overflow, overflow | (rounded.isinf() & value.isfinite()).any())
+        self.store(copy, value)
+        found = overflows(value, copy.dtype)
+        if found is not None:
+            self._overflows.append((overflow, found if self._skip is None else found & ~self._skip))
 
     def carry_out(self) -> None:
         """Write the results; nothing here takes memory, so nothing can fail half-way."""
+        self._write()
+        for overflow, found in self._overflows:
+            overflow.logical_or_(found)
+
+    def _write(self) -> None:
         for target, result in self._results:
             target.copy_(result)
+        self._results.clear()
+        self._waiting = 0
 
 
 def update_samples(

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
+from tritonamp.kernels._blocks import blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
@@ -198,48 +200,57 @@ def _rates(lists: UpdateLists, device: torch.device) -> Tensor:
 
 def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     updates = EagerUpdate(found_inf)
-    rows = zip(lists.rows(_LISTS), lists.steps["steps"], strict=True)
-    for (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, number), steps in rows:
+    if updates.skips:
+        return
+    if in_main_memory(grad_scale) == 1.0:
+        grad_scale = None
+    for (*row, number), steps in zip(lists.rows(_LISTS), lists.steps["steps"], strict=True):
         rule = lists.rules[lists.groups[number]]
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
-        compute = torch.promote_types(param.dtype, torch.float32)
-        p, grad, m, v = param.to(compute), grad.to(compute), exp_avg, exp_avg_sq
-        # unscale and clip
-        if grad_scale is not None:
-            grad = grad * grad_scale.to(grad.device)
-        if maximize:
-            grad = -grad
-        # weight decay
-        if weight_decay != 0:
-            if decoupled_weight_decay:
-                p = p * (1 - lr * weight_decay)
-            else:
-                grad = grad + weight_decay * p
-        # moments
-        m = m.lerp(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
-        v = v * beta2 + (1 - beta2) * grad * grad
-        v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
+        device, compute = row[0].device, torch.promote_types(row[0].dtype, torch.float32)
+        lost = []
         # bias corrections, in FP64 from the step count on the device
         step = steps + 1
         bias_correction1 = 1 - beta1 ** step.double()
         bias_correction2 = 1 - beta2 ** step.double()
-        # update
-        denom = (v_max.sqrt() / bias_correction2.sqrt().to(compute)).add(eps)
-        update = (-(lr / bias_correction1)).to(compute) * m / denom
-        moves = (update != 0) | (p != param)
-        p = p + update
-
-        updates.store(exp_avg, m)
-        updates.store(exp_avg_sq, v)
-        if amsgrad:
-            updates.store(max_exp_avg_sq, v_max)
+        root2 = bias_correction2.sqrt().to(compute)
+        rate = (-(lr / bias_correction1)).to(compute)
         updates.store(steps, step)
-        if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
-            lost = (moves & (p.to(copy.dtype) == copy)).sum()
-            updates.store(_lost(lists, param.device)[number], torch.stack([lost, moves.sum()]))
-        updates.store(param, p)
-        if copy is not param:
-            updates.store_copy(copy, p, lists.overflow(param.device)[number])
+        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in blocks(*row):
+            p, grad, m, v = param.to(compute), grad.to(compute), exp_avg, exp_avg_sq
+            # unscale and clip
+            if grad_scale is not None:
+                grad = grad * grad_scale.to(device)
+            if maximize:
+                grad = -grad
+            # weight decay
+            if weight_decay != 0:
+                if decoupled_weight_decay:
+                    p = p * (1 - lr * weight_decay)
+                else:
+                    grad = grad + weight_decay * p
+            # moments
+            m = m.lerp(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
+            v = (v * beta2).add_(((1 - beta2) * grad).mul_(grad))
+            v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
+            # update
+            denom = v_max.sqrt().div_(root2).add_(eps)
+            update = (rate * m).div_(denom)
+            before, p = p, p + update
+
+            updates.store(exp_avg, m)
+            updates.store(exp_avg_sq, v)
+            if amsgrad:
+                updates.store(max_exp_avg_sq, v_max)
+            if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
+                moves = (update != 0) | (before != param)
+                same = (moves & (p.to(copy.dtype) == copy)).sum()
+                lost.append(torch.stack([same, moves.sum()]))
+            updates.store(param, p)
+            if copy is not param:
+                updates.store_copy(copy, p, lists.overflow(device)[number])
+        if lost:
+            updates.store(_lost(lists, device)[number], torch.stack(lost).sum(0))
     updates.carry_out()
 
 

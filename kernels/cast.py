@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._blocks import blocks, overflows
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
@@ -65,7 +66,10 @@ def cast_torch(lists: TensorLists) -> None:
         torch._foreach_copy_([copy for _, _, copy in pairs], [param for _, param, _ in pairs])
     for i, param, copy in pairs:
         overflow = lists.kept("overflow", (lists.size,), torch.int32, param.device)
-        overflow[lists.numbers[i]] |= (copy.isinf() & param.isfinite()).any()
+        for (block,) in blocks(param.detach()):
+            found = overflows(block, copy.dtype)
+            if found is not None:
+                overflow[lists.numbers[i]].logical_or_(found)
 
 
 def cast(lists: TensorLists, backend: str = "auto") -> None:

@@ -111,15 +111,29 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
     amax, squares = torch.zeros(lists.size, device=device), []
+    widen = _Widen()
     for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
-        g = (
-            grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
-            if grad.numel()
-            else grad.new_zeros(1)
-        )
-        amax[i] = g.abs().max()
-        squares.append(torch.linalg.vector_norm(g).square().to(device, torch.float32))
+        g = grad.detach() if grad.numel() else grad.new_zeros(1)
+        extremes = torch.aminmax(g.abs() if g.is_complex() else g)
+        amax[i] = torch.stack(extremes).abs().amax()
+        squares.append(torch.linalg.vector_norm(widen(g)).square().to(device, torch.float32))
     return amax, torch.stack(squares) if squares else torch.zeros(0, device=device)
+
+
+class _Widen:
+    """Half tensors as FP32, one after the other in the same memory."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def __call__(self, g: Tensor) -> Tensor:
+        """Return ``g`` in FP32 at least, until the next call."""
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        if dtype == g.dtype or type(g) is not Tensor or not g.is_contiguous():
+            return g.to(dtype)
+        if self._memory.numel() < g.numel() or self._memory.device != g.device:
+            self._memory = torch.empty(g.numel(), dtype=dtype, device=g.device)
+        return self._memory[: g.numel()].view_as(g).copy_(g)
 
 
 def grad_stats(

@@ -1,0 +1,158 @@
+"""Eager updates go over large tensors block by block: the bits are those of whole tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonamp.kernels import _blocks, _update_lists
+from tritonamp.kernels._blocks import blocks, overflows
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.kernels.adamw import AdamRule, adamw_torch
+from tritonamp.kernels.cast import cast_torch
+from tritonamp.kernels.grad_stats import grad_stats_torch
+from tritonamp.kernels.lion import LionRule, lion_torch
+from tritonamp.kernels.sgd import SGDRule, sgd_torch
+
+HALVES = [torch.float16, torch.bfloat16]
+CPU = torch.device("cpu")
+INF, NAN = float("inf"), float("nan")
+
+UPDATES: dict[str, tuple[Callable[..., None], Any, tuple[str, ...]]] = {
+    "adamw": (
+        adamw_torch,
+        AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, True, True),
+        ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
+    ),
+    "sgd": (sgd_torch, SGDRule(0.01, 0.9, 0.1, 0.01, True, False), ("momentum_buffers",)),
+    "lion": (lion_torch, LionRule(0.01, 0.9, 0.99, 0.01, False), ("exp_avgs",)),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 elements, a whole number of vectors, and results that are written at once."""
+    monkeypatch.setattr(_blocks, "BLOCK", 64)
+    monkeypatch.setattr(_update_lists, "_MOST_WAITING", 256)
+
+
+def tensors() -> list[Tensor]:
+    """Sizes around blocks; one lies transposed, one with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(63,), (64,), (65,), (7, 41), (), (0,), (3, 5, 8, 8)]
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    made.append(torch.randn(21, 13, generator=generator).t())
+    made.append(torch.randn(30, 20, generator=generator)[:, ::2])
+    made.append(torch.randn(2, 4, 6, 6, generator=generator).to(memory_format=torch.channels_last))
+    return made
+
+
+def updated(name: str, half: torch.dtype, track_lost: bool, skip: float) -> list[Tensor]:
+    op, rule, states = UPDATES[name]
+    lists = UpdateLists(track_lost, ("max_exp_avg_sqs", "momentum_buffers"))
+    params = tensors()
+    lists.tensors.set("params", params)
+    lists.tensors.set("grads", [(100 * p).to(half) for p in params])
+    for state in states:
+        lists.tensors.set(state, [p.square() for p in params])
+    copies = [p.to(half) for p in params]
+    lists.tensors.set("copies", copies)
+    steps = [torch.full((), 2.0) for _ in params]
+    lists.steps.set("steps", steps)
+    lists.rules, lists.groups = [rule], [0] * len(params)
+    params[3][0, 0] = params[0][0] = 1e5  # inf in float16
+    op(lists, torch.tensor(0.125), torch.tensor(skip))
+    kept = [t for n in ("lost", "overflow") for t in lists.tensors.all_kept(n) if t.any()]
+    return [*params, *copies, *steps, *kept, *(t for s in states for t in lists.tensors[s])]
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("skip", [0.0, 1.0, NAN])
+def test_bits(name: str, half: torch.dtype, skip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    track_lost = name == "adamw"
+    whole = updated(name, half, track_lost, skip)
+    monkeypatch.setattr(_blocks, "BLOCK", 64)
+    monkeypatch.setattr(_update_lists, "_MOST_WAITING", 256)
+    cut = updated(name, half, track_lost, skip)
+    assert len(whole) == len(cut)
+    for a, b in zip(whole, cut, strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.setattr(_update_lists, "in_main_memory", lambda flag: None)
+    for a, b in zip(whole, updated(name, half, track_lost, skip), strict=True):
+        assert torch.equal(a, b)  # as on a GPU, where the host knows nothing
+
+
+def test_blocks_are_views_of_all_elements(small_blocks: None) -> None:
+    for tensor in tensors():
+        other, seen = torch.zeros_like(tensor), 0
+        for a, b, again in blocks(tensor, other, tensor):
+            assert again is a
+            b.copy_(a)
+            seen += 1
+        assert torch.equal(tensor, other)
+        dense = tensor.numel() > 64 and tensor.stride() != (20, 2)
+        assert seen == (-(-tensor.numel() // 64) if dense else 1)
+
+
+def test_tensors_that_lie_differently_come_whole(small_blocks: None) -> None:
+    a = torch.randn(21, 13)
+    ((x, y),) = blocks(a, a.t().contiguous().t())
+    assert x is a and y.shape == a.shape
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("extra", [1.0, INF, -INF, NAN, 65519.0, 65520.0, -1e6, 3.4e38, -3.4e38])
+def test_overflow_is_of_finite_values(half: torch.dtype, extra: float) -> None:
+    """Whatever inf and NaN stand beside them."""
+    for beside in (0.0, INF, NAN):
+        value = torch.tensor([1.0, beside, extra])
+        expected = (value.to(half).isinf() & value.isfinite()).any()
+        found = overflows(value, half)
+        assert bool(False if found is None else found) == bool(expected)
+        lists = TensorLists(params=[value], copies=[torch.zeros(3, dtype=half)])
+        cast_torch(lists)
+        assert [bool(t.any()) for t in lists.all_kept("overflow")] in ([bool(expected)], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [0.0, INF, -INF, NAN])
+def test_statistics_are_those_of_each_tensor_alone(dtype: torch.dtype, value: float) -> None:
+    """Half gradients pass through one piece of memory."""
+    grads = [t.to(dtype) for t in tensors()]
+    grads[2][1] = value or grads[2][1]
+    amax, squares = grad_stats_torch(TensorLists(grads=grads), CPU)
+    for grad, largest, square in zip(grads, amax, squares, strict=True):
+        wide = grad.to(torch.promote_types(dtype, torch.float32))
+        wide = wide if wide.numel() else torch.zeros(1)
+        torch.testing.assert_close(
+            largest, wide.abs().max().float(), rtol=0, atol=0, equal_nan=True
+        )
+        norm = torch.linalg.vector_norm(wide).square().float()
+        torch.testing.assert_close(square, norm, rtol=0, atol=0, equal_nan=True)
+
+
+def test_memory_of_an_update_does_not_grow_with_the_parameters() -> None:
+    """Results that wait are 1 MiB; of whole tensors they were 14 bytes a parameter and more."""
+    largest = 0
+    store = _update_lists.EagerUpdate.store
+
+    def noting(self: Any, target: Tensor, value: Tensor) -> None:
+        nonlocal largest
+        store(self, target, value)
+        largest = max(largest, sum(v.nbytes for _, v in self._results))
+
+    lists = UpdateLists()
+    params = [torch.randn(1 << 20)]
+    for name, values in (("params", params), ("grads", [p.half() for p in params])):
+        lists.tensors.set(name, values)
+    lists.tensors.set("exp_avgs", [p.clone() for p in params])
+    lists.tensors.set("copies", [p.half() for p in params])
+    lists.rules, lists.groups = [UPDATES["lion"][1]], [0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_update_lists.EagerUpdate, "store", noting)
+        lion_torch(lists, None, torch.zeros(()))
+    assert 0 < largest <= 2 << 20
