@@ -447,7 +447,7 @@ class Amp:
         ``nn.ModuleList(models)``.
         """
         self._check_enabled("named_master_params")
-        masters = {}
+        masters: dict[Tensor, Tensor] = {}
         for weights in self._weights.values():
             weights.refresh()
             masters |= {param: master for master, param in weights.copies().items()}
