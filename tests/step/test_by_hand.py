@@ -147,3 +147,44 @@ def test_gradients_that_nobody_steps_with_are_let_go(device: torch.device) -> No
     optimizer.zero_grad()
     assert grad() is None
     amp.disable()
+
+
+REPLACEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "none": lambda grad: None,  # DINO keeps its last layer still in the first epochs
+    "another": lambda grad: -2 * grad,
+    "in place": lambda grad: grad.mul_(3),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("then", ["step", "clip", "another backward"])
+@pytest.mark.parametrize("act", REPLACEMENTS)
+def test_true_gradients_may_be_replaced(
+    device: torch.device, backend: str, act: str, then: str
+) -> None:
+    """Those of the model's parameters, between ``unscale_`` and the step, at O2 as at O1."""
+    trained = []
+    for level in ("O1", "O2"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(device)
+        x = torch.randn(8, 4, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = {"level": level, "backend": backend, "loss_scale": 256.0}
+        with tritonamp.enable(model, optimizer, **how) as amp:
+            for _ in range(2):
+                amp.backward(model(x).square().mean())
+                amp.unscale_()
+                weight = model[0].weight
+                weight.grad = REPLACEMENTS[act](weight.grad)
+                if then == "clip":
+                    amp.clip_grad_norm_(0.1)
+                if then == "another backward":
+                    amp.backward(model[1].weight.float().square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert amp.stats()["skipped"] == 0
+            trained.append(model.state_dict())
+    for name, value in trained[0].items():
+        # weights are half in the forwards of O2 and in those of O1, gradients too: what parts them
+        # is when sums of gradients are rounded
+        torch.testing.assert_close(trained[1][name], value, rtol=2e-2, atol=2e-3)

@@ -61,7 +61,10 @@ class MasterWeights:
         self._all = TensorLists()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         self._left: list[int] = []  # versions of the parameters after the last step
-        self._hidden: dict[Tensor, Tensor] = {}  # by master, while the true gradient is shown
+        self._shown: dict[
+            Tensor, Tensor | None
+        ] = {}  # by master, true gradient of a half parameter
+        self._hidden: dict[Tensor, Tensor] = {}  # by master, the half one meanwhile
         for group in optimizer.param_groups:
             self.adopt(group)
 
@@ -178,6 +181,7 @@ class MasterWeights:
 
     def _of_state(self) -> Sequence[Tensor]:
         """Return the tensors whose ``.grad`` the step will use."""
+        self._follow_shown()
         return self._masters if self.has_true_gradients else self._params
 
     def has_gradients(self) -> bool:
@@ -236,11 +240,13 @@ class MasterWeights:
         """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
         self._adopt_unfrozen()
         if self.has_true_gradients:
+            self._follow_shown()
             for master, param in self._sources.items():
                 if master.grad is not None:
                     self._set_aside[master] = master.grad
                 master.grad = None
                 _show_gradient(param, None)
+            self._shown.clear()
             self._hidden.clear()
         self.state = GradientState.SCALED
         self.decision = decision
@@ -269,6 +275,16 @@ class MasterWeights:
             if param.grad is not None:
                 self._hidden[master] = param.grad
             _show_gradient(param, master.grad)
+            self._shown[master] = master.grad
+
+    def _follow_shown(self) -> None:
+        """Take over what the user has put in the place of a true gradient that was shown."""
+        for master, shown in self._shown.items():
+            param = self._sources[master]
+            if param.grad is not shown and master.grad is shown:
+                master.grad = None if param.grad is None else param.grad.to(master.dtype)
+                self._shown[master] = master.grad
+                _show_gradient(param, master.grad)
 
     def take_back(self) -> None:
         """Undo ``begin``, whose backward has failed: true gradients that were set aside count."""
@@ -298,6 +314,7 @@ class MasterWeights:
             param = self._sources[master]
             if param.grad is not None and param.grad is master.grad:  # else somebody has cleared it
                 _show_gradient(param, grad)
+        self._shown.clear()
         self._hidden.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
