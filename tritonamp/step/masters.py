@@ -283,8 +283,10 @@ class MasterWeights:
             param = self._sources[master]
             if param.grad is not shown and master.grad is shown:
                 master.grad = None if param.grad is None else param.grad.to(master.dtype)
+                if param.grad is not master.grad:
+                    _show_gradient(param, master.grad)
                 self._shown[master] = master.grad
-                _show_gradient(param, master.grad)
+                self._hidden.pop(master, None)  # the user's stays after the step, as in torch
 
     def take_back(self) -> None:
         """Undo ``begin``, whose backward has failed: true gradients that were set aside count."""
