@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonamp.casts.model import NORMS, fp32_modules
+from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import Castable, castable_tensors, is_quantised
+from tritonamp.casts.norm_layers import is_norm
 from tritonamp.kernels.device import takes_bfloat16
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -136,7 +137,7 @@ def _to_float16(model: nn.Module, policy: Policy) -> list[Castable]:
         for s in half_parameters(model)
         if s.tensor.dtype is torch.bfloat16
         and id(s.tensor) not in kept
-        and not (policy.op_policy and isinstance(s.module, NORMS))
+        and not (policy.op_policy and is_norm(s.module))
     ]
 
 

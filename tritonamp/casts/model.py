@@ -2,15 +2,9 @@
 
 from torch import Tensor, nn
 
+from tritonamp.casts.norm_layers import is_norm, is_written_norm, kept_modules
 from tritonamp.policy import Policy
 
-NORMS = (
-    # private (torch 2.11 to 2.15): the base of BatchNorm, InstanceNorm and SyncBatchNorm
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 """Attributes in which torch's wrappers hold the module that they are around."""
 
@@ -18,7 +12,8 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules inside ``model`` that stay FP32.
 
-    Those that ``policy.fp32_modules`` names and, without an op policy, the norms that it keeps.
+    Those that ``policy.fp32_modules`` names, those that the model asks to keep and, without an op
+    policy, the norms that are kept.
 
     Raises:
         ValueError: a name or class that matches nothing in ``model``.
@@ -39,8 +34,9 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
                 f"which matches no module; its modules are {names}"
             )
         found |= dict.fromkeys(m for match in matches for m in _with_forward(match))
+    found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in _with_forward(kept))
     if policy.keep_norms_fp32 and not policy.op_policy:
-        found |= dict.fromkeys(m for m in named.values() if isinstance(m, NORMS))
+        found |= dict.fromkeys(m for m in named.values() if is_norm(m))
     return list(found)
 
 
@@ -50,6 +46,13 @@ def unwrapped_name(name: str) -> str:
     So that a name holds wherever it was read, at a model that is wrapped or is not.
     """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def written_norms(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Return the norms inside ``model`` that are not torch's, where ``policy`` keeps norms."""
+    if not policy.keep_norms_fp32:
+        return []
+    return [m for m in model.modules() if m is not model and is_written_norm(m)]
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:

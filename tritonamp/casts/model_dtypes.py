@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonamp.casts.model import NORMS, flatten_rnns, fp32_modules, set_data
+from tritonamp.casts.model import flatten_rnns, fp32_modules, set_data
+from tritonamp.casts.norm_layers import is_norm, kept_tensors
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -83,6 +84,7 @@ def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]
     """
     outer = fp32_modules(model, policy)
     kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
+    kept |= {id(t) for t in kept_tensors(model, policy)}
     wanted = {
         stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept)
         for stored in castable_tensors(model)
@@ -92,17 +94,17 @@ def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]
 
 def _wanted_dtype(stored: Castable, policy: Policy, in_fp32_module: bool) -> torch.dtype:
     came = stored.tensor.dtype
-    is_norm = policy.keep_norms_fp32 and isinstance(stored.module, NORMS)
+    in_norm = policy.keep_norms_fp32 and is_norm(stored.module)
     if came in HALF_DTYPES and policy.half_parameters:
         return came
     if in_fp32_module or not (policy.cast_model or policy.op_policy):
         return torch.float32
     if not policy.op_policy:  # nothing would reconcile dtypes
-        return torch.float32 if is_norm else policy.dtype
+        return torch.float32 if in_norm else policy.dtype
     if is_frozen_half(stored):
         return came
     # angles, running statistics and small constants lose too much in half
-    casts = policy.cast_model and stored.is_parameter and not is_norm
+    casts = policy.cast_model and stored.is_parameter and not in_norm
     return policy.dtype if casts else torch.float32
 
 

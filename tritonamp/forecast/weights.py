@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.loaded import bfloat16_in_float16, describe_small, half_parameters
-from tritonamp.casts.model import NORMS, fp32_modules
+from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import wanted_dtypes
+from tritonamp.casts.norm_layers import is_norm
 from tritonamp.forecast.findings import Finding, keep, short
 from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -48,7 +49,7 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
 def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
     """Yield the parameters that stay FP32, or are used in FP32, under a policy."""
     kept = fp32_modules(model, policy)
-    norms = [m for m in model.modules() if isinstance(m, NORMS)] if policy.op_policy else []
+    norms = [m for m in model.modules() if is_norm(m)] if policy.op_policy else []
     for module in (*kept, *norms):
         yield from module.parameters()
 
@@ -68,7 +69,7 @@ def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     norms = [
         s.name
         for s in half_parameters(model)
-        if isinstance(s.module, NORMS) and not policy.op_policy and s.tensor not in wanted
+        if is_norm(s.module) and not policy.op_policy and s.tensor not in wanted
     ]
     if norms:
         why = f"{len(norms)} parameters of normalisation layers are half ({_some(norms)})"
@@ -123,7 +124,7 @@ def buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
     top = rounds_to_inf(policy.dtype)
     for path, module in modules.items():
         for name, buffer in module.named_buffers(recurse=False):
-            if isinstance(module, NORMS) or not buffer.is_floating_point() or not buffer.numel():
+            if is_norm(module) or not buffer.is_floating_point() or not buffer.numel():
                 continue
             sizes = magnitudes(buffer.detach().float())
             if sizes.amax >= top:

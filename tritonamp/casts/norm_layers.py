@@ -1,0 +1,80 @@
+"""Which modules are norm layers: torch's, those that people write, and what models ask to keep."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.policy import Policy
+
+NORMS = (
+    # private (torch 2.11 to 2.15): the base of BatchNorm, InstanceNorm and SyncBatchNorm
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+FUSED = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
+"""The operations of torch's norms, which the op table computes in FP32 inside."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a norm layer."""
+    return isinstance(module, NORMS) or is_written_norm(module)
+
+
+def is_written_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a norm layer that is not torch's.
+
+    Its class is named like one, and its parameters are vectors of one length.
+    """
+    if isinstance(module, NORMS) or "norm" not in type(module).__name__.lower():
+        return False
+    params = list(module.parameters())
+    return bool(params) and all(p.dim() == 1 and p.shape == params[0].shape for p in params)
+
+
+def kept_names(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, re.Pattern[str]]]:
+    """Yield the modules that name parts of theirs to be kept in FP32, and what matches the names.
+
+    Models of transformers do: in ``_keep_in_fp32_modules`` for float16, in
+    ``_keep_in_fp32_modules_strict`` for both half formats.
+    """
+    attributes = ["_keep_in_fp32_modules_strict"]
+    if dtype is torch.float16:
+        attributes.append("_keep_in_fp32_modules")
+    for module in model.modules():
+        named = (getattr(module, attribute, None) for attribute in attributes)
+        names = [
+            n for found in named if isinstance(found, (list, tuple, set, frozenset)) for n in found
+        ]
+        if names:
+            parts = "|".join(str(name).replace("*", ".*") for name in names)
+            yield module, re.compile(rf"(^|\.)({parts})($|\.)")
+
+
+def kept_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Return the modules inside ``model`` that it asks to keep in FP32 under ``policy``."""
+    if not policy.keep_norms_fp32:
+        return []
+    found: dict[nn.Module, None] = {}
+    for owner, pattern in kept_names(model, policy.dtype):
+        for name, module in owner.named_modules(remove_duplicate=False):
+            match = pattern.search(name)
+            if match is not None and match.end() == len(name):
+                found[module] = None
+    return list(found)
+
+
+def kept_tensors(model: nn.Module, policy: Policy) -> set[Tensor]:
+    """Return the parameters of ``model`` that it asks to keep in FP32 under ``policy``."""
+    if not policy.keep_norms_fp32:
+        return set()
+    return {
+        param
+        for owner, pattern in kept_names(model, policy.dtype)
+        for name, param in owner.named_parameters(remove_duplicate=False)
+        if pattern.search(name)
+    }
