@@ -149,7 +149,7 @@ def test_around_step_surrounds_decision_and_step(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copies_and_pickles_behave_like_the_original(
+def test_copies_behave_like_the_original_and_pickles_like_the_plain_model(
     handles: Any, device: torch.device, level: str
 ) -> None:
     model, optimizer, x = make(device)
@@ -160,14 +160,19 @@ def test_copies_and_pickles_behave_like_the_original(
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
+    plain_model = Net().to(device).eval()
+    plain_model.load_state_dict(model.state_dict())
     copies = {
+        "copy": copy.deepcopy(copy.copy(model)),
         "deepcopy": copy.deepcopy(model),
         "pickle": pickle.loads(pickle.dumps(model)),
         "torch.save": torch.load(buffer, weights_only=False),
     }
     for name, other in copies.items():
+        pickled = name in ("pickle", "torch.save")
         assert isinstance(other, Net), name
-        assert torch.equal(other(x), expected), name
+        assert (type(other) is Net) is pickled, name
+        assert torch.equal(other(x), plain_model(x) if pickled else expected), name
         with torch.no_grad():
             other.last.weight.zero_()
         assert torch.equal(model(x), expected), f"{name} shares weights"

@@ -1,12 +1,15 @@
 """Give an object a generated subclass of its own class, and take it off again.
 
 The object stays the object; only its class changes, to a subclass of its own class with the same
-name. Nothing is bound to one instance, so copies, pickles, replicas and other threads behave like
-the original. ``torch.distributed.fsdp.fully_shard`` does the same.
+name. Nothing is bound to one instance, so copies, replicas and other threads behave like the
+original. ``torch.distributed.fsdp.fully_shard`` does the same. A pickle is that of the plain
+object: it needs nothing of ours to be loaded.
 """
 
+import copy
 import copyreg
 import functools
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 
@@ -17,8 +20,8 @@ class Swapped:
         _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
         _set_aside: an attribute of the instance that would hide the generated class's, and the
             name under which it waits meanwhile.
-        _kept_by_copies: whether copies and pickles are of the generated class, too; else they are
-            of the plain one.
+        _kept_by_copies: whether copies are of the generated class, too; else they are of the plain
+            one, as pickles are.
     """
 
     _belongings: ClassVar[tuple[str, ...]]
@@ -26,31 +29,77 @@ class Swapped:
     _kept_by_copies: ClassVar[bool] = True
 
     @classmethod
+    def _variant(cls, instance: Any, base: type) -> tuple[Hashable, ...]:
+        """Return what further arguments ``_members`` takes for this instance of ``base``."""
+        return ()
+
+    @classmethod
     def _members(cls, base: type) -> dict[str, Any]:
         """Return further members of the subclass of ``base``."""
         return {}
 
+    @property
+    def __class__(self) -> type:
+        """The class that this one was generated from: pickle insists that it is the one it writes.
+
+        Given another, the object gets the generated subclass of that.
+        """
+        return base_class(type(self))
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        kind = type(self).__bases__[0]
+        _set_class(self, _generated(kind, cls, *kind._variant(self, cls)))  # type: ignore[attr-defined]
+
+    def _plain_state(self, state: Any) -> Any:
+        """Return the state of the plain object, given that of this one."""
+        if not isinstance(state, dict):
+            return state
+        name, aside = self._set_aside
+        names = {aside: name}
+        return {names.get(k, k): v for k, v in state.items() if k not in self._belongings}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Go by the class that this one was generated from: a generated one cannot be imported."""
+        """Be pickled as an object of the class that this one was generated from."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         new_object = copyreg.__newobj__  # type: ignore[attr-defined]
-        if isinstance(reduced, tuple) and reduced[0] is new_object and reduced[1][0] is type(self):
-            kind, base = type(self).__bases__
-            return (new, (kind, base, *reduced[1][1:]), *reduced[2:])
-        return reduced
+        if not isinstance(reduced, tuple) or reduced[0] is not new_object:
+            return reduced  # the class has a ``__reduce__`` of its own
+        _, (_, *args), state, *rest = reduced
+        plain = (base_class(type(self)), *args)
+        return (new_object, plain, self._plain_state(state), *rest)
+
+    def __copy__(self) -> Any:
+        """Return a shallow copy."""
+        own = getattr(super(), "__copy__", None)
+        return self._copied(None) if own is None else own()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a deep copy."""
+        own = getattr(super(), "__deepcopy__", None)
+        return self._copied(memo) if own is None else own(memo)
+
+    def _copied(self, memo: dict[int, Any] | None) -> Any:
+        reduced = super().__reduce_ex__(4) if self._kept_by_copies else self.__reduce_ex__(4)
+        # private (Python 3.10 to 3.14): what copy does with objects that say nothing about copies,
+        # where ``__reduce_ex__`` is not about pickles alone
+        return copy._reconstruct(self, memo, *reduced)  # type: ignore[attr-defined]
+
+
+_set_class = vars(object)["__class__"].__set__
 
 
 @functools.cache
-def _generated(kind: type[Swapped], base: type) -> type:
+def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
     """Return the subclass of ``base`` for one kind: same name, module and signatures."""
     namespace: dict[str, Any] = {
         name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
     }
-    return type(base.__name__, (kind, base), {**namespace, **kind._members(base)})
+    return type(base.__name__, (kind, base), {**namespace, **kind._members(base, *variant)})
 
 
 def new(kind: type[Swapped], base: type, *args: Any) -> Any:
-    """Make the object that a copy or a pickle is then filled into."""
+    """Make the object that a pickle of an earlier version is then filled into."""
     cls = _generated(kind, base) if kind._kept_by_copies else base  # type: ignore[arg-type]
     return cls.__new__(cls, *args)
 
@@ -73,7 +122,7 @@ def install(instance: Any, kind: type[Swapped], *belongings: Any) -> None:
     """
     cls: Any = type(instance)
     try:
-        instance.__class__ = _generated(kind, cls)  # type: ignore[arg-type]
+        instance.__class__ = _generated(kind, cls, *kind._variant(instance, cls))  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"cannot enable an object of class {cls.__name__}: {error}") from error
     own = vars(instance)
@@ -89,6 +138,6 @@ def uninstall(instance: Any) -> None:
     own = vars(instance)
     for belonging in instance._belongings:
         own.pop(belonging, None)
-    instance.__class__ = base_class(type(instance))
+    _set_class(instance, base_class(type(instance)))
     if aside in own:
         own[name] = own.pop(aside)

@@ -11,7 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.enabled_module import EnabledModule, Fp32Module
 from tritonamp.class_swap import new as new_swapped
 from tritonamp.diagnosis import replay
 from tritonamp.diagnosis.log import NonFiniteError

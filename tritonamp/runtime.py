@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
+from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_models import EnabledModels
-from tritonamp.casts.enabled_module import EnabledContext
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.loaded import (
     bfloat16_in_float16,
@@ -26,6 +26,7 @@ from tritonamp.casts.loaded import (
     loaded_dtype,
 )
 from tritonamp.casts.model import fp32_modules
+from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.trials import Trials
 from tritonamp.checks import (
@@ -249,6 +250,7 @@ class Amp:
         # at disable(), or when the last enabled model is gone without it
         self._release = weakref.finalize(self._context, _release)
         self._release.atexit = False
+        self._first_loss = FirstLoss(models, watches=self._context.autocast)
         self._enabled = True
 
     def __enter__(self) -> "Amp":
@@ -302,6 +304,7 @@ class Amp:
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
         feeds = self._check_fed(optimizer)
+        self._first_loss.look(loss)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:

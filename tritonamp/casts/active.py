@@ -8,18 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._guards import TracingContext
 
+from tritonamp.casts.scripted import scripted
 from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+NO_RULES = -1  # a number for ``enter``
 MARKS = 128  # changes between kinds of enabled forwards that a backward can look back on
 
 
 class ActivePolicy(NamedTuple):
-    """What the ops of an enabled forward follow."""
+    """What the ops of an enabled forward follow, and the type of the device that they run on."""
 
     policy: Policy
     backend: str
+    device_type: str
 
 
 class _Thread(threading.local):
@@ -31,10 +34,10 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[ActivePolicy, TracingContext | None]] = []
+        self.stack: list[tuple[ActivePolicy | None, TracingContext | None]] = []
         self.in_rule = False
 
-    def live(self) -> list[tuple[ActivePolicy, TracingContext | None]]:
+    def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without what traces that were given up half-way have left on it."""
         if self.stack and self.stack[-1][1] is not None:
             trace = TracingContext.try_get()
@@ -52,15 +55,19 @@ class _Known:
             that sequence number. They count the nodes of one thread: two that train under different
             policies must not checkpoint at once.
         inlined: functions that torch.compile traces as a part of their caller.
+        entered: how often ``enter`` was called.
     """
 
     def __init__(self) -> None:
         self.policies: list[ActivePolicy] = []
         self.marks: deque[tuple[int, ActivePolicy]] = deque(maxlen=MARKS)
         self.inlined: list[Callable[..., Any]] = []
+        self.entered = 0
 
-    def mark(self, active: ActivePolicy) -> None:
+    def mark(self, active: ActivePolicy | None) -> None:
         """Note that from here on forwards follow this."""
+        if active is None:
+            return
         if not self.marks or self.marks[-1][1] != active:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
@@ -82,9 +89,9 @@ thread = _Thread()
 known = _Known()
 
 
-def number_of(policy: Policy, backend: str) -> int:
+def number_of(policy: Policy, backend: str, device_type: str) -> int:
     """Return a small number for ``enter``: a traced graph can carry a number, not a Policy."""
-    active = ActivePolicy(policy, backend)
+    active = ActivePolicy(policy, backend, device_type)
     if active not in known.policies:
         known.policies.append(active)
     return known.policies.index(active)
@@ -108,10 +115,15 @@ def enter(number: int) -> None:
     rules chose.
 
     Args:
-        number: of the policy, by ``number_of``.
+        number: of the policy, by ``number_of``; or NO_RULES.
     """
-    known.mark(known.policies[number])
-    thread.live().append((known.policies[number], TracingContext.try_get()))
+    active = None if number == NO_RULES else known.policies[number]
+    known.entered += 1
+    known.mark(active)
+    stack = thread.live()
+    if not stack and active is not None and active.device_type == "cpu":
+        scripted.off()
+    stack.append((active, TracingContext.try_get()))
 
 
 @inlined_by_dynamo
@@ -122,6 +134,8 @@ def leave() -> None:
         stack.pop()
     if stack:
         known.mark(stack[-1][0])
+    else:
+        scripted.on()
 
 
 def active() -> ActivePolicy | None:
@@ -137,6 +151,14 @@ def active() -> ActivePolicy | None:
         # tells ours from torch's own, see ``checkpointed``
         return known.origin(torch._C._current_autograd_node())
     return None
+
+
+def is_inside() -> bool:
+    """Tell whether this thread is in an enabled forward, or recomputes a part of one.
+
+    To torch.compile a constant, read while it traces.
+    """
+    return bool(thread.live()) or active() is not None
 
 
 def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,6 +207,7 @@ def tell_dynamo() -> None:
 
 # torch.compile runs these while it traces. What torch.compiler.assume_constant_result does (in all
 # supported versions), without the import of dynamo, which takes seconds.
+is_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 under_op_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]
 tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -227,6 +250,8 @@ class ThreadState(NamedTuple):
     def restore(self) -> None:
         """Put the state back after a Ctrl-C, which may have come while it was being changed."""
         del thread.stack[self.depth :]
+        if not self.depth:
+            scripted.on()
         torch.set_autocast_enabled(self.device_type, self.enabled)
         torch.set_autocast_dtype(self.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache)

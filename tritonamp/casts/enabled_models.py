@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.model import flatten_rnns, fp32_modules
+from tritonamp.casts.model import flatten_rnns, fp32_modules, written_norms
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.casts.saved import SavedDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
@@ -41,7 +42,10 @@ class EnabledModels:
                 self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
                 install(inner, Fp32Module, context)
-            install(model, EnabledModule, context, saved, signature_of(model.forward))
+            for inner in written_norms(model, context.policy):
+                if not is_installed(inner):
+                    install(inner, NormModule, context)
+            install(model, EnabledModule, context, saved, signature_of(model.forward), False)
 
     def disable(self) -> dict[Tensor, Tensor]:
         """Give tensors the dtype, and modules the class, that they came with.

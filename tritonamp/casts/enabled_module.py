@@ -2,152 +2,25 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Protocol
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tritonamp.casts import active, dispatch
-from tritonamp.casts.inputs import Signature, cast_arguments
+from tritonamp.casts import active
+from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
+from tritonamp.casts.methods import entered_methods
+from tritonamp.casts.norm_layers import FUSED
+from tritonamp.casts.pickled import with_values
 from tritonamp.casts.rounded_inputs import InputLook
-from tritonamp.casts.saved import SavedDtypes, named_tensors, pretrained_members
+from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
-from tritonamp.fp32_values import Fp32Values
 from tritonamp.frames import Role, plays
-from tritonamp.policy import HALF_DTYPES, Policy
-
-
-class ForwardObserver(Protocol):
-    """Whom each forward of an enabled model is reported to.
-
-    What ``before`` returns is handed to ``after`` or ``failed``.
-    """
-
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note that a forward begins; return None where its end is of no interest."""
-
-    def after(self, noted: Any, output: Any) -> None:
-        """Note that it has returned ``output``."""
-
-    def failed(self, noted: Any) -> None:
-        """Note that it has raised."""
-
-
-class RanksInForward(Protocol):
-    """The ranks that a model is trained on, which become known in its forwards."""
-
-    def on_forward(self) -> None:
-        """Take note of the DistributedDataParallel that this forward runs in."""
-
-
-class EnabledContext:
-    """What an enabled module knows: its policy and backend, and the FP32 values of half tensors.
-
-    Copies and pickles keep the policy and leave the values, which belong to the original's
-    optimizers.
-
-    Attributes:
-        policy: what runs in which precision.
-        backend: "auto", "triton" or "eager".
-        fp32_values: of the model's half tensors.
-        observer: whom forwards are reported to; None in copies.
-        ranks: the ranks that decide together; None in copies, which decide alone.
-        look: at what inputs lose by their cast; None in copies, whose inputs are the original's.
-        device_type: where the parameters are.
-        autocast: whether forwards run under torch's autocast, at whose keys the op table is.
-        cache: the setting of autocast's cache in forwards.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        backend: str,
-        device_type: str,
-        fp32_values: Fp32Values,
-    ) -> None:
-        self.policy = policy
-        self.backend = backend
-        self.fp32_values = fp32_values
-        self.observer: ForwardObserver | None = None
-        self.ranks: RanksInForward | None = None
-        self.look: InputLook | None = None
-        self._number = active.number_of(policy, backend)
-        self.move(device_type)
-
-    @contextlib.contextmanager
-    def under(self, policy: Policy) -> Iterator[None]:
-        """Have forwards run under another policy inside the block; dtypes of tensors stay."""
-        before = dict(vars(self))
-        self.policy = policy
-        self._number = active.number_of(policy, self.backend)
-        self.move(self.device_type)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
-
-    def move(self, device_type: str) -> None:
-        """Note that the parameters are on a device of this type now."""
-        self.device_type = device_type
-        # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
-        half_on_cpu = self.policy.cast_model and device_type == "cpu"
-        available = torch.amp.is_autocast_available(device_type)
-        self.autocast = available and (self.policy.op_policy or half_on_cpu)
-        # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
-        # can be told from one of torch's own autocast, also where others than torch recompute it
-        self.cache = device_type == "cuda" and not self.policy.cast_model
-
-    def value_of(self, tensor: Tensor) -> Tensor:
-        """Return the FP32 value behind a half tensor that has one, else the tensor."""
-        known = tensor.dtype in HALF_DTYPES and tensor in self.fp32_values
-        return self.fp32_values.get(tensor) if known else tensor
-
-    def __reduce__(self) -> Any:
-        return EnabledContext, (self.policy, self.backend, self.device_type, Fp32Values())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
-        make, of_copy = self.__reduce__()
-        return make(*of_copy)
-
-    @active.inlined_by_dynamo
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``, run under the op policy.
-
-        Not by ``context``: torch.compile would not trace into the forward.
-        """
-        if not self.autocast:
-            return function(*args, **kwargs)
-        if not dispatch.is_registered():  # a copy that outlived its original
-            dispatch.ensure()
-        active.enter(self._number)
-        try:
-            with torch.autocast(
-                self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
-            ):
-                result = function(*args, **kwargs)
-        finally:
-            active.leave()
-        return result
-
-    @contextlib.contextmanager
-    @active.inlined_by_dynamo
-    def context(self) -> Iterator[None]:
-        """Put the op policy around a ``with`` block."""
-        if not self.autocast:
-            yield
-            return
-        if torch.compiler.is_compiling():
-            active.tell_dynamo()
-        active.enter(self._number)
-        try:
-            with torch.autocast(
-                self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
-            ):
-                yield
-        finally:
-            active.leave()
+from tritonamp.policy import HALF_DTYPES
 
 
 class _WithForward(Swapped):
@@ -174,11 +47,41 @@ class _WithForward(Swapped):
         return {"forward": forward}
 
 
+class Method(NamedTuple):
+    """A method that a model is called by in the place of its forward.
+
+    Attributes:
+        name: of it.
+        signature: of it.
+    """
+
+    name: str
+    signature: Signature
+
+
+def _entered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs as ``forward`` does, unless it is called inside of one."""
+    entered = Method(name, signature_of(functools.partial(function, None)))
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if active.is_inside() or not self._tritonamp.casts:
+            return function(self, *args, **kwargs)
+        return enabled_forward(self, function, (self,), args, kwargs, entered)
+
+    return method
+
+
 @plays(Role.EDGE)
 def enabled_forward(
-    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
+    module: Any,
+    forward: Callable[..., Any],
+    bound: Any,
+    args: Any,
+    kwargs: Any,
+    method: Method | None = None,
 ) -> Any:
-    """Run an enabled model's forward.
+    """Run an enabled model's forward, or another method in the place of it.
 
     Args:
         module: the model.
@@ -186,6 +89,7 @@ def enabled_forward(
         bound: arguments that come before the caller's.
         args: the caller's.
         kwargs: the caller's.
+        method: by which the caller calls the model; None: its forward.
     """
     context = module._tritonamp
     policy = context.policy
@@ -197,7 +101,11 @@ def enabled_forward(
     if context.ranks is not None:
         context.ranks.on_forward()
     observer = None if compiling else context.observer
-    noted = None if observer is None else observer.before(module, args, kwargs)
+    noted = (
+        None
+        if observer is None
+        else observer.before(module, args, kwargs, "__call__" if method is None else method.name)
+    )
     before = None
     if context.autocast and not compiling:
         before = active.ThreadState.now(context.device_type)
@@ -205,8 +113,7 @@ def enabled_forward(
         if module._tritonamp_fp32:
             output = _fp32_forward(module, forward, bound, args, kwargs)
         else:
-            look = None if compiling else context.look
-            output = _cast_forward(module, forward, bound, args, kwargs, look)
+            output = _cast_forward(module, forward, bound, args, kwargs, method)
     except BaseException:
         if observer is not None and noted is not None:
             observer.failed(noted)
@@ -214,7 +121,10 @@ def enabled_forward(
             before.restore()
         raise
     if policy.cast_outputs is not None:
-        output = cast_tree(output, from_half(policy.cast_outputs))
+        cast = from_half(policy.cast_outputs)
+        if method is not None:  # which may be there to hand parameters out
+            cast = cast._replace(passes=(nn.Parameter,))
+        output = cast_tree(output, cast)
     if observer is not None and noted is not None:
         observer.after(noted, output)
     return output
@@ -226,11 +136,16 @@ def _cast_forward(
     bound: Any,
     args: Any,
     kwargs: Any,
-    look: InputLook | None,
+    method: Method | None,
 ) -> Any:
     """Run the forward on cast inputs, and look at what these lose; else as ``enabled_forward``."""
     context, signature = module._tritonamp, module._tritonamp_inputs
     wanted, cast = context.policy.cast_inputs, to_half(context.policy.dtype)
+    look: InputLook | None = None if torch.compiler.is_compiling() else context.look
+    if method is not None:
+        # positions are those of the forward
+        wanted = wanted if isinstance(wanted, bool) else tuple(wanted_names(wanted, signature))
+        look, signature = None, method.signature
     around = None if look is None else look.around(module, signature, args, kwargs)
     with around or contextlib.nullcontext() as readers:
         args, kwargs = cast_arguments(args, kwargs, wanted, signature, cast)
@@ -255,21 +170,32 @@ def _fp32_forward(
 
 
 class EnabledModule(_WithForward):
-    """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values."""
+    """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values.
+
+    So do its other methods that reach parameters.
+    """
 
     _belongings: ClassVar[tuple[str, ...]] = (
         "_tritonamp",
         "_tritonamp_saved",
         "_tritonamp_inputs",
+        "_tritonamp_fp32",
     )
+    # in pickles of earlier versions there are none
+    _tritonamp_saved = SavedDtypes()
+    _tritonamp_inputs = Signature()
     _tritonamp_fp32 = False  # healed as a whole
-    _tritonamp_saved = SavedDtypes()  # in pickles of earlier versions there is none
-    _tritonamp_inputs = Signature()  # nor this
     _run = staticmethod(enabled_forward)
 
     @classmethod
-    def _members(cls, base: type) -> dict[str, Any]:
-        return super()._members(base) | pretrained_members(base)
+    def _variant(cls, instance: Any, base: type) -> tuple[str, ...]:
+        return entered_methods(instance, base)
+
+    @classmethod
+    def _members(cls, base: type, *methods: str) -> dict[str, Any]:
+        """Return the members of the subclass of ``base`` whose ``methods`` run as its forward."""
+        entered = {name: _entered(name, getattr(base, name)) for name in methods}
+        return super()._members(base) | entered | pretrained_members(base)
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -288,14 +214,10 @@ class EnabledModule(_WithForward):
         context = self._tritonamp
         if context.policy.state_dict_dtype in HALF_DTYPES:
             return result
-        made: dict[Tensor, Tensor] = {}  # what is tied stays tied
-        for name, tensor in named_tensors(self):
-            dtype = self._tritonamp_saved.in_state(name, tensor, context.fp32_values)
-            if prefix + name not in result or dtype is tensor.dtype:
-                continue
-            if tensor not in made:
-                made[tensor] = context.value_of(tensor).to(tensor.device, dtype)
-            result[prefix + name] = made[tensor] if keep_vars else made[tensor].detach()
+        values = context.fp32_values
+        for name, _, value in changed_values(self, self._tritonamp_saved, values):
+            if prefix + name in result:
+                result[prefix + name] = value if keep_vars else value.detach()
         return result
 
     # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like
@@ -307,6 +229,15 @@ class EnabledModule(_WithForward):
             self._tritonamp.move(param.device.type)
             break
         return result
+
+    def _plain_state(self, state: Any) -> Any:
+        context = self._tritonamp
+        plain = super()._plain_state(state)
+        if context.policy.state_dict_dtype in HALF_DTYPES:
+            return plain
+        changed = changed_values(self, self._tritonamp_saved, context.fp32_values)
+        values = {tensor: value for _, tensor, value in changed}
+        return with_values(self, plain, values) if values else plain  # type: ignore[arg-type]
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
@@ -334,3 +265,35 @@ class Fp32Module(_WithForward):
     """A module inside an enabled model that computes in FP32: half inputs are cast up."""
 
     _run = staticmethod(_fp32_forward)
+
+
+def _norm_forward(
+    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run the forward of a written norm layer; arguments as for ``enabled_forward``."""
+    given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+    if module._tritonamp_fused:
+        output = forward(*bound, *args, **kwargs)
+    else:
+        args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
+        with torch.autocast(module._tritonamp.device_type, enabled=False):
+            output = forward(*bound, *args, **kwargs)
+    if given is None or given.dtype not in HALF_DTYPES:
+        return output
+    return cast_tree(output, to_half(given.dtype))
+
+
+class NormModule(_WithForward):
+    """A norm layer that is not torch's: FP32 inside, the result in the input's dtype.
+
+    One that calls torch's norms gets half inputs as they are: these are FP32 inside.
+    """
+
+    _run = staticmethod(_norm_forward)
+    _tritonamp_fused: ClassVar[bool]
+
+    @classmethod
+    def _members(cls, base: type) -> dict[str, Any]:
+        forward = inspect.unwrap(base.forward)  # type: ignore[attr-defined]
+        named = getattr(getattr(forward, "__code__", None), "co_names", ())
+        return super()._members(base) | {"_tritonamp_fused": not FUSED.isdisjoint(named)}

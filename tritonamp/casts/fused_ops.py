@@ -27,7 +27,7 @@ def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args
 def _softmax_rule(
     stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    policy, backend = active
+    policy, backend, _ = active
     if not policy.op_policy or input.dtype not in HALF_DTYPES:
         return stock(input, dim, dtype)
     dtype = dtype or policy.softmax_dtype or input.dtype
@@ -41,7 +41,7 @@ def _softmax_rule(
 def _log_softmax_rule(
     stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    policy, backend = active
+    policy, backend, _ = active
     if not policy.op_policy or input.dtype not in HALF_DTYPES:
         return stock(input, dim, dtype)
     dtype = dtype or torch.float32
@@ -61,7 +61,7 @@ def _sum_rule(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    policy, backend = active
+    policy, backend, _ = active
     args = () if dim is None else (dim, keepdim)
     if not policy.op_policy or input.dtype not in HALF_DTYPES:
         return stock(input, *args, dtype=dtype)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.enabled_module import EnabledModule, Fp32Module
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.names import prefixes
@@ -61,7 +62,7 @@ class Healing:
         self._model_dtypes.unwiden(module)
         if isinstance(module, EnabledModule):
             module._tritonamp_fp32 = False
-        elif is_installed(module):
+        elif isinstance(module, Fp32Module):
             uninstall(module)
         self._set_names([other for other in self.names if other != name])
         for other in self.names:  # it may hold this one, or be inside

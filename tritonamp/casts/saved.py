@@ -73,6 +73,21 @@ def named_tensors(module: Any) -> list[tuple[str, Tensor]]:
     ]
 
 
+def changed_values(
+    module: Any, saved: SavedDtypes, values: Fp32Values
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, tensor and saved value of those that a state has in another dtype."""
+    made: dict[Tensor, Tensor] = {}  # what is tied stays tied
+    for name, tensor in named_tensors(module):
+        dtype = saved.in_state(name, tensor, values)
+        if dtype is tensor.dtype:
+            continue
+        if tensor not in made:
+            value = values.get(tensor) if tensor in values else tensor
+            made[tensor] = value.to(tensor.device, dtype)
+        yield name, tensor, made[tensor]
+
+
 def pretrained_members(base: type) -> dict[str, Any]:
     """Return what a generated subclass of ``base`` needs for files as the plain model writes them.
 

@@ -20,10 +20,12 @@ class Cast(NamedTuple):
     Attributes:
         sources: dtypes that are cast; tensors of all others pass.
         target: the dtype they are cast to.
+        passes: classes of tensors that pass.
     """
 
     sources: tuple[torch.dtype, ...]
     target: torch.dtype
+    passes: tuple[type, ...] = ()
 
 
 def to_half(dtype: torch.dtype) -> Cast:
@@ -40,7 +42,7 @@ def cast_tree(value: Any, cast: Cast) -> Any:
     """Return ``value`` with every tensor inside it cast; the same object where nothing changed.
 
     Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and
-    calls ``obj.to(dtype)`` on other objects that have it.
+    calls ``obj.to(dtype)`` on other objects that have it. To FP32, distributions are cast, too.
     """
     return _cast(value, cast)[0]
 
@@ -48,7 +50,9 @@ def cast_tree(value: Any, cast: Cast) -> Any:
 def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
     """Return the cast value, and whether anything changed: torch.compile cannot ask by ``is``."""
     if isinstance(value, Tensor):
-        return (value.to(cast.target), True) if value.dtype in cast.sources else (value, False)
+        if value.dtype not in cast.sources or isinstance(value, cast.passes):
+            return value, False
+        return value.to(cast.target), True
     if value is None:  # torch.compile cannot ask None whether it is a dataclass
         return value, False
     if isinstance(value, PackedSequence):
@@ -71,9 +75,22 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
         return _with(
             value, {name: _cast(getattr(value, name), cast) for name in names}, object.__setattr__
         )
-    if hasattr(value, "to") and not isinstance(value, (nn.Module, type)):
+    if isinstance(value, (nn.Module, type)):
+        return value, False
+    if hasattr(value, "to"):
         return _with_to(value, cast)
+    if cast.target is torch.float32 and _is_distribution(type(value)):
+        inside = {name: _cast(item, cast) for name, item in vars(value).items()}
+        return _with(value, inside, object.__setattr__)
     return value, False
+
+
+def _is_distribution(cls: type) -> bool:
+    """Tell whether objects of a class hold the parameters of a distribution: torch's, diffusers'.
+
+    What is computed of them outside a forward, as a divergence, leaves the half range.
+    """
+    return hasattr(cls, "sample") and hasattr(cls, "mode")
 
 
 def _with(

@@ -38,7 +38,11 @@ class Forwards:
         self._outputs: deque[StorageWeakRef] = deque(maxlen=4 * MOST)
 
     def before(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "__call__",
     ) -> Snapshot | None:
         """Record a forward that is about to run.
 
@@ -52,7 +56,7 @@ class Forwards:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         if any(map(is_capturing, devices)):  # which must not ask generators
             return None
-        snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)))
+        snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)), method=method)
         snapshot.made = frozenset(i for i, leaf in enumerate(leaves) if self._was_made(leaf))
         self._snapshots.append(snapshot)
         return snapshot

@@ -91,6 +91,7 @@ def write_bundle(
         "cuda": {str(device): state for device, state in generators.cuda.items()},
         "python": generators.python,
         "training": snapshot.training,
+        "method": snapshot.method,
     }
     torch.save(state, folder / "inputs.pt")
     if weights:
@@ -126,7 +127,8 @@ def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = torch.load(Path(folder) / "inputs.pt", map_location="cpu", weights_only=True)
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), state["arguments"])
-    snapshot = Snapshot(model, args, kwargs)
+    # in bundles of earlier versions there is none
+    snapshot = Snapshot(model, args, kwargs, method=state.get("method", "__call__"))
     cuda = {torch.device(name): generator for name, generator in state["cuda"].items()}
     if len(cuda) == 1 and device.type == "cuda":
         cuda = dict(zip([device], cuda.values(), strict=True))

@@ -49,12 +49,20 @@ class Snapshot:
         args: what it will be called with.
         kwargs: what it will be called with by name.
         weak: hold the tensors in the arguments only as long as somebody else does.
+        method: of the model that is called in the place of its forward.
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, weak: bool = False
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        weak: bool = False,
+        method: str = "__call__",
     ) -> None:
         self.model = model
+        self.method = method
         self.made: frozenset[int] = frozenset()  # which leaves of the arguments other models made
         given = (args, kwargs)
         found = {t.device for t in tree_leaves(given) if isinstance(t, Tensor)}
@@ -104,7 +112,7 @@ class Snapshot:
             self.model.train(self.training)
         self.ambient.restore()
         try:
-            return self.model(*args, **kwargs)
+            return getattr(self.model, self.method)(*args, **kwargs)
         finally:
             before.restore()
             restore_training(flags)

@@ -1,0 +1,188 @@
+"""Norms that people write, and what models ask to keep in FP32."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tritonamp.casts.norm_layers import is_norm
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class LlamaRMSNorm(nn.Module):
+    """Goes back to the input's dtype before its weight: an FP32 one makes the result FP32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class SquareNorm(nn.Module):
+    """Squares what it is given, which in half overflows from 256 on."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True)) * self.gain + self.bias
+
+
+class LayerNorm(nn.Module):
+    """With torch's norm inside, and another way for channels that come first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype
+        return self.weight * F.layer_norm(x, x.shape[-1:])
+
+
+class NormLinear(nn.Module):
+    """Named like a norm, with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+
+
+class PreNorm(nn.Module):
+    """Named like a norm, with a layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fn = nn.Linear(4, 4)
+
+
+WRITTEN: list[Callable[[int], nn.Module]] = [LlamaRMSNorm, SquareNorm, LayerNorm]
+
+
+def test_what_is_a_norm() -> None:
+    assert all(is_norm(cls(4)) for cls in (*WRITTEN, nn.LayerNorm, nn.BatchNorm1d))
+    others = (NormLinear(), PreNorm(), nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4)))
+    assert not any(map(is_norm, others))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 16), norm, nn.Linear(16, 3)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x))
+        self.dtypes = [normed.dtype, normed.detach().relu().dtype]
+        return self.last(normed)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("norm", WRITTEN, ids=lambda cls: cls.__name__)
+def test_its_parameters_are_fp32_and_its_result_half(
+    handles: Any, device: torch.device, norm: Callable[[int], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model, x = Block(norm(16)).to(device), 300 * torch.randn(8, 6, device=device)
+    expected = model(x)
+    amp = handles(model, level="O2", dtype=dtype)
+    assert {p.dtype for p in model.norm.parameters()} == {FP32}
+    output = model(x)
+    assert model.dtypes == [dtype, dtype]
+    # FP32 inside: what is left are roundings of weights, activations and result
+    torch.testing.assert_close(output, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    output.sum().backward()
+    assert {p.grad.dtype for p in model.norm.parameters()} == {FP32}
+    amp.disable()
+    assert type(model.norm) is norm
+
+
+@pytest.mark.parametrize("fields", [{"level": "O2", "keep_norms_fp32": False}, {"level": "O3"}])
+def test_without_the_field_they_are_as_other_modules(handles: Any, fields: Any) -> None:
+    model = Block(LlamaRMSNorm(16))
+    handles(model, **fields)
+    assert model.norm.weight.dtype is FP16 and type(model.norm) is LlamaRMSNorm
+
+
+def test_torchs_norms_inside_take_half_as_it_is(handles: Any) -> None:
+    model = Block(LayerNorm(16))
+    handles(model, level="O2")
+    model(torch.ones(2, 6))
+    assert model.norm.seen is FP16
+
+
+def test_healing_one_and_back(handles: Any) -> None:
+    model = Block(LlamaRMSNorm(16))
+    amp = handles(model, level="O2")
+    for change in (amp.heal, amp.unheal):
+        change("norm")
+        model(torch.ones(2, 6))
+        assert model.dtypes[0] is FP16 and model.norm.weight.dtype is FP32
+
+
+def test_copies_and_compiled(handles: Any) -> None:
+    model = Block(LlamaRMSNorm(16))
+    handles(model, level="O2")
+    expected = model(torch.ones(2, 6))
+    assert torch.equal(copy.deepcopy(model)(torch.ones(2, 6)), expected)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 6)), expected)
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.wo(self.wi(x))
+        self.dtypes = [middle.dtype, x.dtype]
+        return self.two(middle)
+
+
+class Asks(nn.Module):
+    """As models of transformers do; ``query`` is a parameter."""
+
+    _keep_in_fp32_modules = ("wo", "que*")
+    _keep_in_fp32_modules_strict = frozenset({"gate.weight"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Dense()])
+        self.gate, self.query = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.blocks[0](x) + self.query)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_model_asks_to_keep(handles: Any, dtype: torch.dtype, inside: bool) -> None:
+    asking = Asks()
+    model = nn.Sequential(asking) if inside else asking
+    handles(model, level="O2", dtype=dtype)
+    for_float16 = FP32 if dtype is FP16 else dtype
+    (block,) = asking.blocks
+    found = [block.wi, block.wo, block.two, asking.gate]
+    assert [m.weight.dtype for m in found] == [dtype, for_float16, dtype, FP32]
+    assert asking.gate.bias.dtype is dtype and asking.query.dtype is for_float16
+    assert model(torch.ones(2, 4)).dtype is FP32
+    assert block.dtypes == [for_float16, dtype]
+
+
+def test_what_it_asks_for_is_of_o2(handles: Any) -> None:
+    model = Asks()
+    handles(model, level="O3")
+    assert {p.dtype for p in model.parameters()} == {FP16}

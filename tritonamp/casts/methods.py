@@ -1,0 +1,164 @@
+"""The methods by which a model is used past ``forward``: ``encode``, ``get_value``, ``generate``...
+
+Those that reach the model's parameters are entered as ``forward`` is. Which they are is read from
+their code: a method reaches what it, or a method that it names, takes from ``self`` by name. So a
+loss that happens to be a method stays as it is, and so does what changes a model, or trains it.
+"""
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_LIBRARIES = ("torch", "builtins", "abc", "typing")
+
+_CHANGES = tuple(
+    """
+    add_ configure_ convert_ create_ delete_ disable_ enable_ export_ freeze fuse_
+    gradient_checkpointing_ init_ initialize load merge_ on_ prune_ push_to_ quantize_ register_
+    remove_ replace_ reset resize_ save set_ setup tie_ to_ unfreeze unfuse_ unload unmerge_
+    """.split()
+)
+"""How the names of methods begin that change a model, and compute nothing with it."""
+
+_TRAINS = {"backward", "manual_backward", "zero_grad"}
+"""Whoever calls these holds a whole training step: its forward is entered by itself."""
+
+_LOADS = ("LOAD_FAST", "LOAD_DEREF")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+
+
+class Names(NamedTuple):
+    """The names in a function's code.
+
+    Attributes:
+        of_self: of attributes of its first argument.
+        all: of every attribute and global.
+    """
+
+    of_self: frozenset[str]
+    all: frozenset[str]
+
+
+def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
+    """Return the methods of ``cls``, the model's, that are entered as its ``forward`` is."""
+    reached = {name for name, param in model._parameters.items() if param is not None}
+    reached |= {
+        name
+        for name, module in model._modules.items()
+        if module is not None and any(True for _ in module.parameters())
+    }
+    classes = _written_classes(cls)
+    return tuple(name for name in _candidates(classes) if _reaches(classes, name, reached))
+
+
+def other_users(model: nn.Module, names: set[str]) -> list[str]:
+    """Return the model's other methods that take one of these attributes from ``self``."""
+    classes, entered = _written_classes(model.__class__), entered_methods(model, model.__class__)
+    methods = {name for cls in classes for name in vars(cls)} - {"__init__", "forward", *entered}
+    return sorted(name for name in methods if _takes(classes, name) & names)
+
+
+def _takes(classes: tuple[type, ...], method: str) -> set[str]:
+    found = (f for cls in classes for f in _functions(vars(cls).get(method)))
+    return {name for function in found for name in _names(function.__code__).of_self}
+
+
+def _written_classes(cls: type) -> tuple[type, ...]:
+    """Return the class and its bases, without torch's own."""
+    found = (c for c in cls.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
+    return tuple(c for c in found if c is not object)
+
+
+def _candidates(classes: Iterable[type]) -> Iterator[str]:
+    """Yield the names of public methods that nn.Module does not have."""
+    found: dict[str, Any] = {}
+    for cls in classes:
+        found = {**vars(cls), **found}
+    for name, value in found.items():
+        if name.startswith(("_", *_CHANGES)) or hasattr(nn.Module, name):
+            continue
+        if isinstance(value, (FunctionType, functools.partialmethod)) and _returns_at_once(value):
+            yield name
+
+
+def _returns_at_once(method: Any) -> bool:
+    """Tell whether a method's code has run when it returns: that of generators runs later."""
+    later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return not any(is_kind(f) for f in _functions(method) for is_kind in later)
+
+
+def _reaches(classes: tuple[type, ...], method: str, reached: set[str]) -> bool:
+    """Tell whether a method takes one of the names ``reached`` from ``self``, and does not train.
+
+    What it does by calling the model is not its own.
+    """
+    seen, todo, found = {"forward"}, [method], False
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        found = found or name in reached
+        for cls in classes:
+            for function in _functions(vars(cls).get(name)):
+                names = _names(function.__code__)
+                if names.all & _TRAINS:
+                    return False
+                todo += names.of_self
+    return found
+
+
+def _functions(attribute: Any) -> list[FunctionType]:
+    """Return the functions that a method, a property or the like consists of, decorated or not."""
+    for inner in ("__func__", "func", "fget"):  # of static methods, partials, properties
+        attribute = getattr(attribute, inner, attribute)
+    found: list[FunctionType] = []
+    todo = [attribute]
+    while todo:
+        function = todo.pop()
+        if isinstance(function, FunctionType) and function not in found:
+            found.append(function)
+            todo.append(getattr(function, "__wrapped__", None))
+            todo += [_content(cell) for cell in function.__closure__ or ()]
+    return found
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty still
+        return None
+
+
+@functools.cache
+def _names(code: CodeType) -> Names:
+    return _names_in(code, code.co_varnames[0] if code.co_argcount else "")
+
+
+def _names_in(code: CodeType, me: str) -> Names:
+    of_self: set[str] = set()
+    loaded: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname in _ATTRIBUTE and loaded == me:
+            of_self.add(step.argval)
+        if step.opname.startswith(_LOADS):
+            # from Python 3.13 on one instruction may load two names
+            loaded = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        elif step.opname != "EXTENDED_ARG":
+            loaded = None
+    names = {*code.co_names}
+    texts = {text for text in code.co_consts if isinstance(text, str)}
+    if "getattr" in names:
+        of_self |= texts
+    if "super" in names:
+        of_self |= names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):  # a lambda, a comprehension
+            found = _names_in(inner, me if me in inner.co_freevars else "")
+            of_self, names = of_self | found.of_self, names | found.all
+    return Names(frozenset(of_self), frozenset(names))

@@ -1,0 +1,76 @@
+"""A loss that was computed past the forwards of the enabled models, noticed at its backward."""
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from tritonamp.casts.active import known
+from tritonamp.casts.methods import other_users
+from tritonamp.names import parameter_names
+
+logger = logging.getLogger("tritonamp")
+
+_SHOWN = 3  # parameters and methods in a line
+
+
+class FirstLoss:
+    """Looks at the first loss: was there any enabled forward before it?
+
+    Args:
+        models: enabled now.
+        watches: whether forwards run under an op policy, so that something is amiss otherwise.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], *, watches: bool) -> None:
+        self._models = models
+        self._entered = known.entered
+        self._waits = watches
+
+    def look(self, loss: Tensor) -> None:
+        """Warn where parameters were used, but no forward and no method was entered."""
+        waits, self._waits = self._waits, False
+        if not waits or known.entered != self._entered:
+            return
+        used = _parameters_used(loss)
+        names = [name for param, name in parameter_names(self._models).items() if param in used]
+        if not names:
+            return
+        first = {name.split(".")[len(self._models) > 1] for name in names}
+        users = [
+            f"{model.__class__.__name__}.{user}"
+            for model in self._models
+            for user in other_users(model, first)
+        ]
+        by = f" They are used by {_some(users)}." if users else ""
+        logger.warning(
+            "amp.backward: the loss was computed without the op table: no forward of the model, "
+            "and none of its public methods, ran before it, but parameters were used (%s).%s Call "
+            "the model, or put 'with amp.autocast():' around that code",
+            _some(names),
+            by,
+        )
+
+
+def _parameters_used(loss: Tensor) -> set[Tensor]:
+    """Return the leaves of a loss; none where the graph has functions that hide what they do.
+
+    Those are torch.compile's, too, whose graphs may have been traced before.
+    """
+    leaves, seen, todo = set[Tensor](), set[object](), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction):
+            return set()
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        todo += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
