@@ -66,7 +66,6 @@ class EnabledContext:
         self.observer: ForwardObserver | None = None
         self.ranks: RanksInForward | None = None
         self.look: InputLook | None = None
-        self.casts = policy.cast_model or policy.op_policy
         self.move(device_type)
 
     @contextlib.contextmanager
@@ -74,7 +73,6 @@ class EnabledContext:
         """Have forwards run under another policy inside the block; dtypes of tensors stay."""
         before = dict(vars(self))
         self.policy = policy
-        self._number = active.number_of(policy, self.backend)
         self.move(self.device_type)
         try:
             yield
@@ -84,6 +82,7 @@ class EnabledContext:
     def move(self, device_type: str) -> None:
         """Note that the parameters are on a device of this type now."""
         self.device_type = device_type
+        self.casts = self.policy.cast_model or self.policy.op_policy
         self._number = active.number_of(self.policy, self.backend, device_type)
         # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
         half_on_cpu = self.policy.cast_model and device_type == "cpu"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from tritonamp.casts.enabled_module import EnabledContext, EnabledModule, Fp32Module
+from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.enabled_module import EnabledModule, Fp32Module
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.kernels.device import check_dtype
