@@ -52,7 +52,7 @@ def dtypes(output: dict[Any, Tensor | None]) -> dict[Any, torch.dtype]:
         (["more"], {2, 3}),
         (["other"], {"other"}),
     ],
-    ids=repr,
+    ids=lambda value: repr(value) if not isinstance(value, set) else f"{len(value)} of them",
 )
 @pytest.mark.parametrize("by_name", [False, True])
 def test_only_what_is_named_is_cast(cast_inputs: Any, half: set[Any], by_name: bool) -> None:
