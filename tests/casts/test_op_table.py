@@ -322,7 +322,7 @@ def amps(stock: Any) -> Iterator[dict[torch.dtype, tritonamp.Amp]]:
 @contextlib.contextmanager
 def following(amp: tritonamp.Amp) -> Iterator[None]:
     """The rules of ``amp`` alone, for fake CUDA tensors."""
-    active.enter(active.number_of(amp.policy, "auto"))
+    active.enter(active.number_of(amp.policy, "auto", "cuda"))
     try:
         yield
     finally:

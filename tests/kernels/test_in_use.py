@@ -299,7 +299,7 @@ from tritonamp.casts import active
 # without a GPU Triton cannot tell which arguments a kernel writes
 logging.disable(logging.CRITICAL)
 amp = tritonamp.enable(torch.nn.Linear(1, 1))
-number = active.number_of(amp.policy, "triton")
+number = active.number_of(amp.policy, "triton", "cpu")
 
 def function(x):
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
