@@ -276,9 +276,9 @@ def sizes(*values: float, skipped: int = 0) -> WeightSizes:
     found = WeightSizes(lambda: {weight: "weight"})
     for i, value in enumerate(values):
         weight.data.fill_(-value)
-        taken = torch.tensor(min(i + 1.0, len(values) - 1 - skipped))
+        taken = min(i + 1.0, len(values) - 1 - skipped)
         if i < len(values) - 1:
-            found.before_step(taken)
+            found.before_step(torch.tensor([taken, i + 1 - taken]))
     return found
 
 
@@ -318,6 +318,43 @@ def test_growth_of_losses(
     good = [(i + 1, loss, 1.0) for i, loss in enumerate(losses)]
     growth = growth_of(good, now, len(losses), sizes(1.0, 1.0))
     assert (growth.loss, growth.after, growth.losses) == (pytest.approx(times), after, shown)
+
+
+@pytest.mark.parametrize(
+    ("losses", "times"),
+    [
+        ([1.0, 1.0, 1.0], 1200 / 100 * 2 / 4),  # with the weights of step 2 it was the same
+        ([1.0, 1e3, 1e6], 1200 / 0.1 / 4),  # with the weights of step 2 it was bad
+        ([1e6, 1e5, 1e4, 1e3], 1200 / 1000 * 4 / 5),  # it became smaller until step 4
+        ([1.0, 1.0, 1e3, 1e6], 1200 / 100 * 2 / 5),
+        ([None] * 4, 1200 / 0.1 / 5),
+    ],
+)
+def test_weights_that_made_a_good_loss_have_not_run_away(
+    losses: list[float | None], times: float
+) -> None:
+    good = [(i + 1, loss, 1.0) for i, loss in enumerate(losses)]
+    weights = sizes(0.0, 100.0, 1000.0, 1000.0, 1200.0)
+    growth = growth_of(good, None, len(losses), weights)
+    assert growth.weights == pytest.approx(times)
+
+
+def test_growth_from_zero_to_a_far_minimum_is_no_divergence() -> None:
+    torch.manual_seed(0)
+    target = 1000 * torch.randn(8, 1)
+    model = nn.Linear(8, 1)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tritonamp.enable(model, optimizer, level="O1", backend="eager") as amp:
+        for last in [False] * 29 + [True]:
+            x = torch.randn(16, 8)
+            loss = nn.functional.mse_loss(model(x), x @ target)
+            amp.backward(loss * (NAN if last else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert float(model.weight.detach().abs().max()) > 1000.0
+        assert amp.history[-1].cause == "forward fault"
+        assert "diverged" not in amp.explain()
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

@@ -3,7 +3,7 @@
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,19 +116,19 @@ class WeightSizes:
 
     def __init__(self, tensors: Callable[[], Mapping[Tensor, str]]) -> None:
         self._ask_tensors = tensors
-        self._measured: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._measured: list[tuple[Tensor, dict[str, Tensor]]] = []  # counts, and sizes
         self._seen = 0  # steps
 
-    def before_step(self, taken: Tensor) -> None:
+    def before_step(self, counts: Tensor) -> None:
         """Note that a step is about to be taken, or skipped.
 
         Args:
-            taken: 0-d, how many were taken, this one included.
+            counts: how many were taken, and skipped for one reason or another, this one included.
         """
         self._seen += 1
         if self._seen & (self._seen - 1) == 0:
             norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
-            self._measured.append((taken.clone(), self._sizes(norm)))
+            self._measured.append((counts.clone(), self._sizes(norm)))
 
     def _sizes(self, size: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return the ``size`` of each parameter by name, 0-d on the device."""
@@ -143,18 +143,22 @@ class WeightSizes:
             if p.is_floating_point() and p.layout is torch.strided and p.numel()
         }
 
-    def growth(self, taken: int) -> tuple[float, tuple[float, float]]:
+    def growth(self, taken: int, calm: Collection[int] = ()) -> tuple[float, tuple[float, float]]:
         """Return how many times larger the weights are than they were; the largest then, and now.
 
-        Growth at an even pace counts as none: weights of zero become larger at any rate. Waits for
-        the device.
+        Growth at an even pace counts as none: weights of zero become larger at any rate. Nor does
+        growth until the last calm step: with the weights of then, the loss was as it should be.
+        Waits for the device.
 
         Args:
             taken: how many steps were taken.
+            calm: numbers of the steps that were taken with a usual loss.
         """
         now = _read(self._sizes(_largest_finite))
         found: list[tuple[float, float, float]] = []
-        for count, then in ((count, _read(sizes)) for count, sizes in self._measured):
+        read = [(counts.tolist(), _read(sizes)) for counts, sizes in self._measured]
+        in_calm = [(counts, sizes) for counts, sizes in read if int(sum(counts)) in calm]
+        for (count, *_), then in in_calm[-1:] or read:
             pairs = [(then[name], now[name]) for name in then if name in now]
             largest = max((a for a, _ in pairs), default=0.0), max((b for _, b in pairs), default=0)
             ratios = [b / max(a, _SMALL) for a, b in pairs] or [1.0]
@@ -199,7 +203,7 @@ def growth_of(
     losses = [(n, abs(x)) for n, x, _ in steps if x is not None]
     norms = [norm for _, _, norm in steps if norm is not None]
     usual = _usual([x for _, x in losses])
-    times, largest = weights.growth(taken)
+    times, largest = weights.growth(taken, _calm(losses))
     latest = [*[x for _, x in losses[-2:]], *([] if loss is None else [abs(loss)])]
     calm = [(n, x) for n, x, _ in steps if x is not None and abs(x) <= _LOSS_GREW * usual]
     after, before = calm[-1] if calm else (steps[-1][0] if steps else 0, None)
@@ -212,6 +216,17 @@ def growth_of(
         (before, math.inf if loss is None else loss),
         largest,
     )
+
+
+def _calm(losses: Sequence[tuple[int, float]]) -> set[int]:
+    """Return the numbers of the steps whose loss was not far above those before."""
+    usual = math.inf
+    found = set()
+    for number, loss in losses:
+        if loss <= _LOSS_GREW * usual:
+            found.add(number)
+            usual = min(usual, loss)
+    return found
 
 
 def _usual(values: Sequence[float]) -> float:

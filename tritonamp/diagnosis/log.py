@@ -190,7 +190,7 @@ class StepLog:
         if self._is_captured():
             return
         self.collect()
-        self._sizes.before_step(self._copied[CLEAN])
+        self._sizes.before_step(self._copied[: len(COUNTS)])
         self._readback.start(self._copied, Attached(rule, batches, untouched))
 
     def undo(self) -> None:
