@@ -504,8 +504,8 @@ class Amp:
     def history(self) -> list[StepRecord]:
         """What became of the last 1000 steps, the oldest first. Waits for the device.
 
-        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters and
-        detail.
+        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters, detail
+        and loss.
         """
         self._log.collect(wait=True)
         return list(self._log.history)

@@ -61,10 +61,9 @@ class MasterWeights:
         self._all = TensorLists()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         self._left: list[int] = []  # versions of the parameters after the last step
-        self._shown: dict[
-            Tensor, Tensor | None
-        ] = {}  # by master, true gradient of a half parameter
-        self._hidden: dict[Tensor, Tensor] = {}  # by master, the half one meanwhile
+        # both by master: the true gradient that a half parameter shows, and its own meanwhile
+        self._shown: dict[Tensor, Tensor | None] = {}
+        self._hidden: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
             self.adopt(group)
 
