@@ -164,7 +164,11 @@ def on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("apex", "amp_C"):  # what tritonamp.apex.install() put there
+        if name.partition(".")[0] in (
+            "apex",
+            "amp_C",
+            "apex_C",
+        ):  # what tritonamp.apex.install() put there
             del sys.modules[name]
     if "accelerate" in sys.modules:  # keeps one state for the process
         from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -720,6 +720,34 @@ def test_weights_loaded_between_steps_stay(device: torch.device) -> None:
     assert all(bool((p == 0.3).all()) for p in amp.master_params(optimizer))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_scripts_put_masters_back_by_hand(level: str, device: torch.device) -> None:
+    """As BERT's resume does, which has the masters made first."""
+    model, optimizer = start(device, level)
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    half = [p for p in model.parameters() if p.dtype is FP16]
+    found = optimizer._amp_stash.all_fp32_from_fp16_params
+    masters = list(amp.master_params(optimizer))
+    if level == "O2":
+        assert [m.shape for m in found] == [p.shape for p in half]
+        assert all(m.dtype is FP32 and any(m is p for p in masters) for m in found)
+    else:
+        assert found == []
+    saved = [master.detach() + 2.0**-20 for master in masters]  # less than half can hold
+    for master, value in zip(masters, saved, strict=True):
+        master.data.copy_(value)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(model, optimizer, batch(device))
+    assert same([p.detach() for p in amp.master_params(optimizer)], saved)
+
+    model, optimizer = start(device, level)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0)
+    names = "_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights"
+    assert not any(hasattr(optimizer, name) for name in names)  # its run has ended
+
+
 # defects of apex
 
 
@@ -844,7 +872,7 @@ def test_training_with_a_handle(wrapped: bool, device: torch.device) -> None:
 def test_install_gives_the_name_apex_to_this_package(tmp_path: Path) -> None:
     code = """
         import sys, tritonamp.apex.amp
-        assert "apex" not in sys.modules and "amp_C" not in sys.modules
+        assert not {"apex", "amp_C", "apex_C"} & sys.modules.keys()
         try:
             import apex
         except ImportError:
@@ -853,11 +881,14 @@ def test_install_gives_the_name_apex_to_this_package(tmp_path: Path) -> None:
             sys.exit("apex is installed here, nothing to try")
         tritonamp.apex.install()
         tritonamp.apex.install()
-        import apex, apex.amp, amp_C
+        import apex, apex.amp, amp_C, apex_C
         from apex import amp
         from apex.amp import _amp_state
         from apex.optimizers import FusedAdam
         from apex.parallel import DistributedDataParallel as DDP
+        from apex.parallel.distributed import flat_dist_call
+        assert amp_C is apex.amp_C and apex_C is apex.apex_C
+        assert flat_dist_call is tritonamp.apex.parallel.distributed.flat_dist_call
         assert apex is tritonamp.apex and amp is tritonamp.apex.amp is sys.modules["apex.amp"]
         assert _amp_state is tritonamp.apex.amp._amp_state
         assert FusedAdam is tritonamp.apex.optimizers.FusedAdam

@@ -48,6 +48,7 @@ import torch.distributed as dist
 from torch import nn
 from tritonamp.apex.parallel import DistributedDataParallel as DDP
 from tritonamp.apex.parallel import Reducer, create_syncbn_process_group
+from tritonamp.apex.parallel.distributed import flat_dist_call
 
 store, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -92,6 +93,13 @@ assert net.weight.grad.tolist() == [[2.0, 2.0]]
 values = [torch.full((2, 2), float(rank)), [torch.full((3,), 2.0 * rank).half()]]
 Reducer(values).reduce()
 assert values[0].tolist() == [[0.5, 0.5]] * 2 and values[1][0].tolist() == [1.0] * 3
+
+values = [net.weight, torch.full((3,), 7 + rank), torch.full((2, 2), float(rank)).t()]
+flat_dist_call(values, dist.broadcast, (1,))
+assert values[1].tolist() == [8] * 3 and values[2].tolist() == [[1.0, 1.0]] * 2
+assert torch.equal(*both(net.weight.detach()))
+flat_dist_call(values[2:], dist.all_reduce)
+assert values[2].tolist() == [[1.0, 1.0]] * 2
 
 assert create_syncbn_process_group(0) is None
 assert dist.get_world_size(create_syncbn_process_group(1)) == 1

@@ -13,6 +13,7 @@ from typing import Any
 _PARTS = (
     "amp",
     "amp_C",
+    "apex_C",
     "contrib",
     "fp16_utils",
     "multi_tensor_apply",
@@ -35,8 +36,9 @@ def __getattr__(name: str) -> Any:
 def install() -> None:
     """Make ``import apex`` in this process mean this package, for scripts that cannot be edited.
 
-    Call it before anything imports apex. ``import amp_C`` works then, too. A folder of that name
-    without an ``__init__.py``, as a clone beside the script is, does not count.
+    Call it before anything imports apex. ``import amp_C`` and ``import apex_C`` work
+    then, too. A folder of that name without an ``__init__.py``, as a clone beside the script is,
+    does not count.
 
     Raises:
         RuntimeError: another apex has been imported already.
@@ -52,4 +54,5 @@ def install() -> None:
     for part in pkgutil.walk_packages(package.__path__, f"{__name__}."):
         sys.modules[part.name.removeprefix("tritonamp.")] = importlib.import_module(part.name)
     sys.modules["apex"] = package
-    sys.modules["amp_C"] = importlib.import_module(f"{__name__}.amp_C")
+    for extension in ("amp_C", "apex_C"):
+        sys.modules[extension] = importlib.import_module(f"{__name__}.{extension}")

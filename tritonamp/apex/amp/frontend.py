@@ -138,7 +138,7 @@ def _check_optimizers(optimizers: Any) -> list[Optimizer]:
 
 
 def _run_of(owner: Any) -> Run | None:
-    return getattr(owner, "_amp_stash", None)
+    return getattr(owner, "_amp_run", None)
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -25,7 +25,7 @@ class OptimWrapper:
         self._handle = handle
         self._num_loss = num_loss
         self._loss_idx = 0
-        if handle.is_active() and getattr(optimizer, "_amp_stash", None) is None:
+        if handle.is_active() and getattr(optimizer, "_amp_run", None) is None:
             policy = tritonamp.Policy(loss_scale=handle.loss_scale, half_parameters=True)
             Run([], [optimizer], policy, num_losses=num_loss)
 
@@ -37,7 +37,7 @@ class OptimWrapper:
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
         """Yield the scaled loss, for its backward inside the block."""
-        run = getattr(self._optimizer, "_amp_stash", None)
+        run = getattr(self._optimizer, "_amp_run", None)
         if run is None or not self._handle.is_active():
             yield loss
             return

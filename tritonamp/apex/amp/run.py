@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
+from tritonamp.apex.amp.stash import put_stash, take_stash
 
 
 class Run:
     """One ``Amp``, kept alive by its models and optimizers.
 
-    It is their ``_amp_stash``; copies of them have none.
+    It is their ``_amp_run``; copies of them have none.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Run:
         self._fed = set[Optimizer]()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in self._owners():
-            owner._amp_stash = self
+            owner._amp_run = self
+        for optimizer in self._optimizers:
+            put_stash(optimizer, self._models)
 
     def _owners(self) -> list[Any]:
         return [*self._models, *self._optimizers]
@@ -121,7 +124,9 @@ class Run:
             hook.remove()
         self._amp.disable()
         for owner in self._owners():
-            del owner._amp_stash
+            del owner._amp_run
+        for optimizer in self._optimizers:
+            take_stash(optimizer)
 
 
 class _ParametersOf(nn.Module):

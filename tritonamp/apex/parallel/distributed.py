@@ -1,15 +1,17 @@
-"""DistributedDataParallel and Reducer."""
+"""DistributedDataParallel, Reducer, and ``flat_dist_call``, which reduces lists."""
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+from tritonamp.apex.apex_C import flatten, unflatten
+
+__all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
 
 _PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _LOCAL_BUFFERS: dict[str, Any] = {
@@ -127,17 +129,29 @@ class Reducer:
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        buckets: dict[Any, list[Tensor]] = defaultdict(list)
-        for grad in grads:
-            buckets[grad.dtype, grad.device].append(grad.detach())
-        for bucket in buckets.values():
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat)
+        flat_dist_call(grads, dist.all_reduce)
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Iterable[Any] | None = None
+) -> None:
+    """Run a collective on all tensors in place, flattened into one for each dtype and device.
+
+    Args:
+        tensors: dense ones.
+        call: such as ``dist.broadcast``; what ``dist.all_reduce`` sums becomes an average.
+        extra_args: what ``call`` gets after the tensor.
+    """
+    buckets: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        buckets[tensor.dtype, tensor.device].append(tensor.detach())
+    for bucket in buckets.values():
+        flat = flatten(bucket)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
             flat /= dist.get_world_size()
-            for grad, values in zip(
-                bucket, flat.split([grad.numel() for grad in bucket]), strict=True
-            ):
-                grad.copy_(values.view_as(grad))
+        for tensor, values in zip(bucket, unflatten(flat, bucket), strict=True):
+            tensor.copy_(values)
 
 
 def _tensors(nested: Any) -> Iterable[Tensor]:
