@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +12,6 @@ from tritonamp.casts import active
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
-from tritonamp.casts.norm_layers import FUSED
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
@@ -272,28 +270,13 @@ def _norm_forward(
 ) -> Any:
     """Run the forward of a written norm layer; arguments as for ``enabled_forward``."""
     given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-    if module._tritonamp_fused:
-        output = forward(*bound, *args, **kwargs)
-    else:
-        args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
-        with torch.autocast(module._tritonamp.device_type, enabled=False):
-            output = forward(*bound, *args, **kwargs)
+    output = forward(*bound, *args, **kwargs)
     if given is None or given.dtype not in HALF_DTYPES:
         return output
     return cast_tree(output, to_half(given.dtype))
 
 
 class NormModule(_WithForward):
-    """A norm layer that is not torch's: FP32 inside, the result in the input's dtype.
-
-    One that calls torch's norms gets half inputs as they are: these are FP32 inside.
-    """
+    """A norm layer that is not torch's: its FP32 weights do not make a half result FP32."""
 
     _run = staticmethod(_norm_forward)
-    _tritonamp_fused: ClassVar[bool]
-
-    @classmethod
-    def _members(cls, base: type) -> dict[str, Any]:
-        forward = inspect.unwrap(base.forward)  # type: ignore[attr-defined]
-        named = getattr(getattr(forward, "__code__", None), "co_names", ())
-        return super()._members(base) | {"_tritonamp_fused": not FUSED.isdisjoint(named)}

@@ -16,9 +16,6 @@ NORMS = (
     nn.RMSNorm,
 )
 
-FUSED = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
-"""The operations of torch's norms, which the op table computes in FP32 inside."""
-
 
 def is_norm(module: nn.Module) -> bool:
     """Tell whether a module is a norm layer."""
