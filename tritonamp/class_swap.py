@@ -9,8 +9,18 @@ object: it needs nothing of ours to be loaded.
 import copy
 import copyreg
 import functools
+import threading
 from collections.abc import Hashable
 from typing import Any, ClassVar
+
+
+class _Pickled(threading.local):
+    """The object whose class pickle is about to ask for, in this thread."""
+
+    last: Any = None
+
+
+_pickled = _Pickled()
 
 
 class Swapped:
@@ -40,16 +50,20 @@ class Swapped:
 
     @property
     def __class__(self) -> type:
-        """The class that this one was generated from: pickle insists that it is the one it writes.
-
-        Given another, the object gets the generated subclass of that.
-        """
-        return base_class(type(self))
+        """The class; once after ``__reduce_ex__`` the plain one, which pickle insists on."""
+        cls: type = type(self)
+        if _pickled.last is self:
+            _pickled.last = None
+            return base_class(cls)
+        return cls
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        kind = type(self).__bases__[0]
-        _set_class(self, _generated(kind, cls, *kind._variant(self, cls)))  # type: ignore[attr-defined]
+        """Put the object into another class, generated unless it is already."""
+        kind: Any = type(self).__bases__[0]
+        if not issubclass(cls, Swapped):
+            cls = _generated(kind, cls, *kind._variant(self, cls))  # type: ignore[arg-type]
+        _set_class(self, cls)
 
     def _plain_state(self, state: Any) -> Any:
         """Return the state of the plain object, given that of this one."""
@@ -61,13 +75,19 @@ class Swapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be pickled as an object of the class that this one was generated from."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        reduced, is_plain = self._plain_reduced(max(protocol, 2))
+        _pickled.last = self if is_plain else None
+        return reduced
+
+    def _plain_reduced(self, protocol: int) -> tuple[Any, bool]:
+        """Return how the plain object is rebuilt, and whether that names its class."""
+        reduced: Any = super().__reduce_ex__(protocol)
         new_object = copyreg.__newobj__  # type: ignore[attr-defined]
         if not isinstance(reduced, tuple) or reduced[0] is not new_object:
-            return reduced  # the class has a ``__reduce__`` of its own
+            return reduced, False  # the class has a ``__reduce__`` of its own
         _, (_, *args), state, *rest = reduced
         plain = (base_class(type(self)), *args)
-        return (new_object, plain, self._plain_state(state), *rest)
+        return (new_object, plain, self._plain_state(state), *rest), True
 
     def __copy__(self) -> Any:
         """Return a shallow copy."""
@@ -80,7 +100,7 @@ class Swapped:
         return self._copied(memo) if own is None else own(memo)
 
     def _copied(self, memo: dict[int, Any] | None) -> Any:
-        reduced = super().__reduce_ex__(4) if self._kept_by_copies else self.__reduce_ex__(4)
+        reduced = super().__reduce_ex__(4) if self._kept_by_copies else self._plain_reduced(4)[0]
         # private (Python 3.10 to 3.14): what copy does with objects that say nothing about copies,
         # where ``__reduce_ex__`` is not about pickles alone
         return copy._reconstruct(self, memo, *reduced)  # type: ignore[attr-defined]

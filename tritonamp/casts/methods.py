@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from tritonamp.class_swap import base_class
+
 _LIBRARIES = ("torch", "builtins", "abc", "typing")
 
 _CHANGES = tuple(
@@ -58,7 +60,8 @@ def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
 
 def other_users(model: nn.Module, names: set[str]) -> list[str]:
     """Return the model's other methods that take one of these attributes from ``self``."""
-    classes, entered = _written_classes(model.__class__), entered_methods(model, model.__class__)
+    cls = base_class(type(model))
+    classes, entered = _written_classes(cls), entered_methods(model, cls)
     methods = {name for cls in classes for name in vars(cls)} - {"__init__", "forward", *entered}
     return sorted(name for name in methods if _takes(classes, name) & names)
 
