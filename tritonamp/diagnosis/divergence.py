@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # how many times larger than before; see Growth
 _MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
@@ -131,12 +131,8 @@ class WeightSizes:
             self._measured.append((counts.clone(), self._sizes(norm)))
 
     def _sizes(self, size: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the ``size`` of each parameter by name, 0-d on the device."""
-        params = (
-            (p.detach(), name)
-            for p, name in self._ask_tensors().items()
-            if isinstance(p, nn.Parameter) or p.requires_grad
-        )
+        """Return the ``size`` of each parameter that trains by name, 0-d on the device."""
+        params = ((p.detach(), name) for p, name in self._ask_tensors().items() if p.requires_grad)
         return {
             name: size(p)
             for p, name in params
