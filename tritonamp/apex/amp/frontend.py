@@ -202,6 +202,8 @@ def _has_to(value: Any) -> bool:
 
 
 def _cast_inputs(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not any(param.dtype is dtype for param in model.parameters()):
+        return args, kwargs  # out of a pickle, which is the plain model's
     return tree_map(functools.partial(_cast, dtype), (args, kwargs), is_leaf=_has_to)
 
 
