@@ -11,7 +11,7 @@
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -163,22 +163,32 @@ class ModelDtypes:
         flatten_rnns(module)
 
     @contextlib.contextmanager
-    def widened(self, module: nn.Module) -> Iterator[None]:
-        """Make the half tensors of ``module`` FP32 inside the block; then they have their memory.
+    def widened(self, module: nn.Module, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Put FP32 tensors in the place of the half ones of ``module`` inside the block.
 
-        Gradients are to be out of the way: they would have the wrong dtype.
+        The half ones are not touched: DDP would lose its hooks on one whose dtype changes.
+
+        Args:
+            module: in one of the models.
+            models: in which others may hold the same tensors.
         """
-        halves = [s.tensor for s in castable_tensors(module) if s.tensor.dtype in HALF_DTYPES]
-        before = [(t, t.detach(), t.grad_dtype if t.is_leaf else None) for t in halves]
+        wide: dict[int, Tensor] = {}
+        for half in (s.tensor for s in castable_tensors(module) if s.tensor.dtype in HALF_DTYPES):
+            value = self._value(half).to(half.device, torch.float32, copy=True)
+            is_parameter = isinstance(half, nn.Parameter)
+            wide[id(half)] = nn.Parameter(value, half.requires_grad) if is_parameter else value
+        replaced: list[tuple[nn.Module, str, Tensor]] = []
         try:
-            for tensor in halves:
-                set_data(tensor, self._value(tensor).to(tensor.device, torch.float32, copy=True))
+            for holder in dict.fromkeys(m for model in models for m in model.modules()):
+                for name, tensor in [*holder._parameters.items(), *holder._buffers.items()]:
+                    if tensor is not None and id(tensor) in wide:
+                        replaced.append((holder, name, tensor))
+                        setattr(holder, name, wide[id(tensor)])  # RNNs keep a list of theirs, too
+            flatten_rnns(module)
             yield
         finally:
-            for tensor, data, grad_dtype in before:
-                set_data(tensor, data)
-                if tensor.is_leaf:
-                    tensor.grad_dtype = grad_dtype
+            for holder, name, tensor in replaced:
+                setattr(holder, name, tensor)
 
     def _value(self, tensor: Tensor) -> Tensor:
         known = tensor in self._fp32_values

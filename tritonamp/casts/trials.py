@@ -15,7 +15,7 @@ from tritonamp.policy import resolve
 
 
 class Trials:
-    """Blocks in which modules compute otherwise; afterwards all tensors have their own memory.
+    """Blocks in which modules compute otherwise; they have their own tensors again afterwards.
 
     Args:
         models: the enabled ones.
@@ -42,7 +42,7 @@ class Trials:
         modules = self._models if names is None else [self._find(name) for name in names]
         with contextlib.ExitStack() as stack:
             for module in modules:
-                stack.enter_context(self._model_dtypes.widened(module))
+                stack.enter_context(self._model_dtypes.widened(module, self._models))
             if names is None:  # else FP32 modules inside would make half outputs at O3
                 policy = resolve("O1", self._context.policy.dtype)
                 stack.enter_context(self._context.under(policy))
@@ -67,6 +67,6 @@ class Trials:
                 check_dtype(torch.bfloat16, device)
         with contextlib.ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(self._model_dtypes.widened(model))
+                stack.enter_context(self._model_dtypes.widened(model, self._models))
             stack.enter_context(self._context.under(resolve("O1", torch.bfloat16)))
             yield

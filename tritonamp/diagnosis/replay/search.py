@@ -63,12 +63,13 @@ def find_fault(
             ``grad_outputs``.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    replay = _Replay(models, dtype, scale)
-    with _untouched(models, replay.watch), around or contextlib.nullcontext():
-        output = replay.forward(run, expected)
-        fault = replay.fault_of_forward(output, silent)
-        if fault is None and replay.wants_backward(output, backward, grad_outputs):
-            fault = replay.fault_of_backward(output, grad_outputs)
+    with around or contextlib.nullcontext():  # may put other tensors into the models
+        replay = _Replay(models, dtype, scale)
+        with _untouched(models, replay.watch):
+            output = replay.forward(run, expected)
+            fault = replay.fault_of_forward(output, silent)
+            if fault is None and replay.wants_backward(output, backward, grad_outputs):
+                fault = replay.fault_of_backward(output, grad_outputs)
     return fault
 
 
@@ -76,7 +77,7 @@ def result_of(
     models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
 ) -> list[Tensor]:
     """Return the floating tensors that ``run`` gives inside of ``around``; leaves no trace."""
-    with _untouched(models), around:
+    with around, _untouched(models):
         return [t.detach() for t in floats(run())]
 
 
