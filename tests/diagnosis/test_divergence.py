@@ -384,6 +384,16 @@ def test_losses_stand_in_the_history(device: torch.device, level: str) -> None:
     run.amp.disable()
 
 
+def test_half_losses_of_micro_batches_add_up_in_fp32(device: torch.device) -> None:
+    run = Run(device, mlp(), adamw(1e-3), steps=0, level="O0")
+    for _ in range(3):
+        run.amp.backward((0 * run.model(torch.ones(1, 16, device=device)).sum() + 3e4).half())
+    run.optimizer.step()
+    run.amp.explain()
+    assert [record.loss for record in run.amp.history] == [9e4]
+    run.amp.disable()
+
+
 def test_a_loss_that_is_scaled_by_hand_is_not_known(device: torch.device) -> None:
     run = Run(device, mlp(), adamw(1e-3), steps=1, level="O2")
     run.amp.scaler.scale(run.loss()).backward()

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.kernels._transfer import transfer
-from tritonamp.policy import Policy
+from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler, scale_loss
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.masters import MasterWeights
@@ -191,6 +191,8 @@ class PendingDecisions:
 def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:
     """Return a loss, and those of earlier micro-batches, as one number on the device."""
     loss = loss.detach()
+    if loss.dtype in HALF_DTYPES:  # in which their sum may be inf
+        loss = loss.float()
     if loss.dim():
         loss = loss.sum()
     return loss if earlier is None else earlier + loss
