@@ -2,6 +2,7 @@
 
 pytest                                a sample, without the slow tests
 pytest tests/step                     the same of one folder
+pytest --slow                         a sample of every test, the slow ones, too
 pytest --full                         every case of every test
 pytest --rest                         what --full has and a plain pytest leaves out
 pytest tests/step/test_loop.py        every case of what is named: files, tests,
@@ -93,6 +94,7 @@ def takes_all(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run slow tests, too")
     parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--rest", action="store_true", help="run what is left out without options")
 
@@ -125,7 +127,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     if not takes_all(config):
-        return "cases: a covering sample, without slow tests (--full runs all)"
+        which = "with" if config.option.slow else "without"
+        return f"cases: a covering sample, {which} slow tests (--full runs all)"
     if config.option.rest:
         return "cases: those that are not in the covering sample, and slow tests"
     return "cases: all" if config.option.full else "cases: all of what is named"
@@ -134,7 +137,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip slow files before they are imported: that alone takes seconds for some."""
     path = collection_path
-    if not path.name.startswith("test_") or takes_all(config) or not file_marks(path):
+    everything = takes_all(config) or config.option.slow
+    if everything or not path.name.startswith("test_") or not file_marks(path):
         return None
     config.stash[SLOW_FILES].append(path.name)
     return True
@@ -144,16 +148,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep a covering sample of the tests without a slow mark; with --rest all others."""
     if takes_all(config) and not config.option.rest:
         return
-    quick = [item for item in items if not any(map(item.get_closest_marker, SLOW))]
-    kept = list(sample(quick))
+    slow = config.option.slow
+    candidates = [i for i in items if slow or not any(map(i.get_closest_marker, SLOW))]
+    kept = list(sample(candidates))
     if config.option.rest:
         in_sample = set(kept)
         kept = [item for item in items if item not in in_sample]
     else:
         files = len(config.stash[SLOW_FILES])
+        left_out = f", and none of {files} files marked as {', '.join(SLOW)}"
         config.stash[REPORT] = (
-            f"{len(kept)} of {len(items)} cases, and none of {files} files marked as "
-            f"{', '.join(SLOW)}: --full runs all"
+            f"{len(kept)} of {len(items)} cases{'' if slow else left_out}: --full runs all"
         )
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept

@@ -78,9 +78,11 @@ def run(tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.parametrize(
     ("arguments", "header", "passed"),
     [
-        ("-n0", "a covering sample", 5),
-        ("-n2 --dist load", "a covering sample", 5),
-        ("-p no:xdist -p no:cacheprovider", "a covering sample", 5),
+        ("-n0", "a covering sample, without slow tests", 5),
+        ("-n2 --dist load", "a covering sample, without slow tests", 5),
+        ("-p no:xdist -p no:cacheprovider", "a covering sample, without slow tests", 5),
+        ("-n0 --slow", "a covering sample, with slow tests", 7),
+        ("-n2 --slow --dist load", "a covering sample, with slow tests", 7),
         ("-n0 --full", "cases: all\n", 27),
         ("-n0 --rest", "those that are not in the covering sample", 22),
         ("-n2 --rest --dist load", "those that are not in the covering sample", 22),
@@ -96,7 +98,8 @@ def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed:
     assert f"cases: {header.removeprefix('cases: ')}" in shown
     assert f" {passed} passed" in shown
     report = "5 of 26 cases, and none of 1 files marked as ranks, clients, crash"
-    assert (report in shown) == (header == "a covering sample")
+    assert (report in shown) == (header == "a covering sample, without slow tests")
+    assert ("7 of 27 cases: --full runs all" in shown) == ("--slow" in arguments)
 
 
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
