@@ -70,5 +70,5 @@ def _as(tensor: Tensor, value: Tensor) -> Tensor:
     if isinstance(value, nn.Parameter) and value.requires_grad is tensor.requires_grad:
         return value
     param = nn.Parameter(value.detach(), tensor.requires_grad)
-    vars(param).update(vars(tensor))
+    vars(param).update({**vars(tensor), **vars(param)})  # a subclass has some of its own
     return param
