@@ -59,6 +59,11 @@ def storage_bytes() -> int:
     return sum(found.values())
 
 
+def op_of_linear(device: torch.device) -> str:
+    """Return what torch calls F.linear with a bias, of rows: a CPU has an operator for it."""
+    return "linear" if device.type == "cpu" else "addmm"
+
+
 def torchs_database(module: str, name: str) -> Any:
     """Return cases of torch's own tests; skip the test where expecttest, which they need, is not
     installed.
