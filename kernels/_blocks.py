@@ -1,6 +1,7 @@
 """Tensors cut into blocks that stay in the cache, for eager twins that go over them many times."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._transfer import in_main_memory
 
-BLOCK = 1 << 16  # elements: an array of FP32 is 256 KiB; an op on it takes longer than to call it
+_GRAIN = 1 << 15  # elements: torch gives a thread as many at least
+
+
+def block_size() -> int:
+    """Return the elements of a block: a grain for each thread, and enough to outweigh the call.
+
+    Half a MiB of FP32, where there are four threads or fewer.
+    """
+    return _GRAIN * max(4, torch.get_num_threads())
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -17,14 +26,40 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     Where one tensor stands twice, its block does, too. Tensors on a GPU, small ones, and those that
     do not lie in memory alike, come whole.
     """
-    first = tensors[0]
-    whole = first.numel() <= BLOCK or first.device.type != "cpu"
+    yield from cut(*tensors) or (tensors,)
+
+
+def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
+    """Return what ``blocks`` yields; None: they come whole."""
+    first, size = tensors[0], block_size()
+    whole = first.numel() <= size or first.device.type != "cpu"
     flat = None if whole or any(map(is_traceable_wrapper_subclass, tensors)) else _flat(tensors)
     if flat is None:
-        yield tensors
-        return
-    parts = {key: tensor.split(BLOCK) for key, tensor in flat.items()}
-    yield from zip(*(parts[id(tensor)] for tensor in tensors), strict=True)
+        return None
+    parts = {key: tensor.split(size) for key, tensor in flat.items()}
+    return list(zip(*(parts[id(tensor)] for tensor in tensors), strict=True))
+
+
+class Scratch:
+    """Memory for what a block's arithmetic leaves in between, the same for block after block."""
+
+    def __init__(self) -> None:
+        self._memory: dict[Any, Tensor] = {}
+
+    def __call__(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory of the shape of ``like``, which is contiguous; its values are anything.
+
+        Args:
+            name: of the use; what has the same name is the same memory.
+            like: on a CPU.
+            dtype: of the elements.
+        """
+        memory = self._memory.get((name, dtype))
+        if memory is None or memory.numel() < like.numel():
+            memory = self._memory[name, dtype] = torch.empty(like.shape, dtype=dtype)
+        if memory.shape == like.shape:
+            return memory
+        return memory.view(-1)[: like.numel()].view(like.shape)
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:

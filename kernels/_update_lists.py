@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import overflows
+from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._launch import launch, prepare
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
@@ -92,26 +92,59 @@ class UpdateLists:
 class EagerUpdate:
     """The results of an eager update, written together at its end: all of them, or none.
 
-    In main memory, which does not run out for a block, they are written whenever they are 1 MiB:
-    results that wait leave the cache, and are as much memory as the state.
+    Except for tensors in main memory that are large enough to be cut into blocks: these are updated
+    in place, block by block, since results that wait leave the cache. And of small ones, results
+    are written whenever they are 1 MiB.
 
     Args:
+        grad_scale: 0-d factor on the gradients, or None.
         found_inf: 0-d; not 0: every target keeps its bits. None: as 0.
 
     Attributes:
         skips: True where the host knows that there is nothing to do.
     """
 
-    def __init__(self, found_inf: Tensor | None) -> None:
+    def __init__(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         known = in_main_memory(found_inf)
         self.skips = bool(known)
+        self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
         self._skip = None if found_inf is None or known is not None else found_inf != 0
         self._results: list[tuple[Tensor, Tensor]] = []
         self._waiting = 0  # bytes of those in main memory
         self._overflows: list[tuple[Tensor, Tensor]] = []
+        self._in_place = False  # whether the present block is updated so
+        self._scratch = Scratch()
+
+    def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the elements of tensors of one shape; each block is updated before the next."""
+        parts = cut(*tensors)
+        self._in_place = parts is not None and self._skip is None
+        yield from parts or (tensors,)
+        self._in_place = False
+
+    def opened(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of ``target`` to be changed in place, and then to be stored there."""
+        return target.to(dtype, copy=not self._in_place)
+
+    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return memory for a result that the block needs for itself; None: take new memory."""
+        return self._scratch(name, like, dtype) if self._in_place else None
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
+        """Return the gradient to descend, unscaled and clipped; it may be the one given."""
+        memory = self.scratch("gradient", grad, dtype)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype) if memory is None else memory.copy_(grad)
+        if self._grad_scale is not None:
+            grad = torch.mul(grad, self._grad_scale.to(grad.device), out=memory)
+        return torch.neg(grad, out=memory) if maximize else grad
 
     def store(self, target: Tensor, value: Tensor) -> None:
         """Have ``target`` receive ``value``, rounded to its dtype."""
+        if self._in_place:
+            if value is not target:
+                target.copy_(value)
+            return
         if self._skip is not None:
             value = torch.where(self._skip.to(target.device), target, value.to(target.dtype))
         self._results.append((target, value))

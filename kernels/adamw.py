@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
-from tritonamp.kernels._blocks import blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._sample import ListSample
@@ -199,59 +198,79 @@ def _rates(lists: UpdateLists, device: torch.device) -> Tensor:
 
 
 def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    updates = EagerUpdate(found_inf)
+    updates = EagerUpdate(grad_scale, found_inf)
     if updates.skips:
         return
-    if in_main_memory(grad_scale) == 1.0:
-        grad_scale = None
+    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # of equal step counts: they are many
     for (*row, number), steps in zip(lists.rows(_LISTS), lists.steps["steps"], strict=True):
         rule = lists.rules[lists.groups[number]]
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
         device, compute = row[0].device, torch.promote_types(row[0].dtype, torch.float32)
+        counts_lost = lists.track_lost and row[-1].dtype in (torch.float16, torch.bfloat16)
         lost = []
-        # bias corrections, in FP64 from the step count on the device
         step = steps + 1
-        bias_correction1 = 1 - beta1 ** step.double()
-        bias_correction2 = 1 - beta2 ** step.double()
-        root2 = bias_correction2.sqrt().to(compute)
-        rate = (-(lr / bias_correction1)).to(compute)
+        key = lists.groups[number], compute, in_main_memory(steps)
+        if key[-1] is None or key not in corrected:
+            corrected[key] = _corrected(rule, step, compute)
+        rate, root2 = corrected[key]
         updates.store(steps, step)
-        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in blocks(*row):
-            p, grad, m, v = param.to(compute), grad.to(compute), exp_avg, exp_avg_sq
-            # unscale and clip
-            if grad_scale is not None:
-                grad = grad * grad_scale.to(device)
-            if maximize:
-                grad = -grad
+        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
+            p, m, v = (updates.opened(x, compute) for x in (param, exp_avg, exp_avg_sq))
+            before = p.clone() if counts_lost else p
+            grad = updates.gradient(grad, compute, maximize)
             # weight decay
             if weight_decay != 0:
                 if decoupled_weight_decay:
-                    p = p * (1 - lr * weight_decay)
+                    p.mul_(1 - lr * weight_decay)
                 else:
                     grad = grad + weight_decay * p
             # moments
-            m = m.lerp(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
-            v = (v * beta2).add_(((1 - beta2) * grad).mul_(grad))
+            m.lerp_(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
+            _add_product(v.mul_(beta2), grad, grad, 1 - beta2)
             v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
             # update
-            denom = v_max.sqrt().div_(root2).add_(eps)
-            update = (rate * m).div_(denom)
-            before, p = p, p + update
+            memory = updates.scratch("denominator", v, compute)
+            denom = torch.sqrt(v_max, out=memory).div_(root2).add_(eps)
+            moves = (rate * m / denom != 0) | (before != p) if counts_lost else None
+            _add_quotient(p, m, denom, rate)
+            if moves is not None:
+                same = (moves & (p.to(copy.dtype) == copy)).sum()
+                lost.append(torch.stack([same, moves.sum()]))
 
             updates.store(exp_avg, m)
             updates.store(exp_avg_sq, v)
             if amsgrad:
                 updates.store(max_exp_avg_sq, v_max)
-            if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
-                moves = (update != 0) | (before != param)
-                same = (moves & (p.to(copy.dtype) == copy)).sum()
-                lost.append(torch.stack([same, moves.sum()]))
             updates.store(param, p)
             if copy is not param:
                 updates.store_copy(copy, p, lists.overflow(device)[number])
         if lost:
             updates.store(_lost(lists, device)[number], torch.stack(lost).sum(0))
     updates.carry_out()
+
+
+def _corrected(rule: AdamRule, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return -lr and the root in the denominator, corrected for bias: in FP64, on the device."""
+    bias_correction1 = 1 - rule.beta1 ** step.double()
+    bias_correction2 = 1 - rule.beta2 ** step.double()
+    return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor, factor: float | Tensor) -> None:
+    """Add ``factor * a * b``; whether a product is rounded before a sum is up to torch."""
+    if isinstance(factor, Tensor):
+        to.add_((factor * a).mul_(b))
+    else:
+        to.addcmul_(a, b, value=factor)
+
+
+def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
+    """Add ``factor * a / b``, in one pass where the host knows the factor. Bits are the same."""
+    known = in_main_memory(factor)
+    if known is None:
+        to.add_((factor * a).div_(b))
+    else:
+        to.addcdiv_(a, b, value=known)
 
 
 def adamw(

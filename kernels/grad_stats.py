@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._blocks import Scratch, blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
@@ -110,30 +111,25 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    amax, squares = torch.zeros(lists.size, device=device), []
-    widen = _Widen()
+    amax, norms, scratch = torch.zeros(lists.size, device=device), [], Scratch()
     for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
         g = grad.detach() if grad.numel() else grad.new_zeros(1)
         extremes = torch.aminmax(g.abs() if g.is_complex() else g)
         amax[i] = torch.stack(extremes).abs().amax()
-        squares.append(torch.linalg.vector_norm(widen(g)).square().to(device, torch.float32))
-    return amax, torch.stack(squares) if squares else torch.zeros(0, device=device)
+        norms += [torch.linalg.vector_norm(part).to(device) for part in _widened(g, scratch)]
+    norms = norms or [torch.zeros(0, device=device)]
+    return amax, torch.cat([norm.view(-1) for norm in norms]).square().float()
 
 
-class _Widen:
-    """Half tensors as FP32, one after the other in the same memory."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
-
-    def __call__(self, g: Tensor) -> Tensor:
-        """Return ``g`` in FP32 at least, until the next call."""
-        dtype = torch.promote_types(g.dtype, torch.float32)
-        if dtype == g.dtype or type(g) is not Tensor or not g.is_contiguous():
-            return g.to(dtype)
-        if self._memory.numel() < g.numel() or self._memory.device != g.device:
-            self._memory = torch.empty(g.numel(), dtype=dtype, device=g.device)
-        return self._memory[: g.numel()].view_as(g).copy_(g)
+def _widened(g: Tensor, scratch: Scratch) -> Iterator[Tensor]:
+    """Yield parts of ``g`` in FP32 at least, each in the memory of the one before."""
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    if dtype == g.dtype:
+        yield g
+        return
+    for (block,) in blocks(g):
+        plain = type(block) is Tensor and block.device.type == "cpu" and block.is_contiguous()
+        yield scratch("wide", block, dtype).copy_(block) if plain else block.to(dtype)
 
 
 def grad_stats(

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
 from tritonamp.kernels.device import tl, triton
 
@@ -129,27 +127,24 @@ def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
 
 
 def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    updates = EagerUpdate(found_inf)
+    updates = EagerUpdate(grad_scale, found_inf)
     if updates.skips:
         return
-    if in_main_memory(grad_scale) == 1.0:
-        grad_scale = None
     for *row, number in lists.rows(_LISTS):
         lr, beta1, beta2, weight_decay, maximize = lists.rules[lists.groups[number]]
         compute = torch.promote_types(row[0].dtype, torch.float32)
-        for param, grad, exp_avg, copy in blocks(*row):
-            p, grad, m = param.to(compute), grad.to(compute), exp_avg
-            # unscale and clip
-            if grad_scale is not None:
-                grad = grad * grad_scale.to(grad.device)
-            if maximize:
-                grad = -grad
+        for param, grad, exp_avg, copy in updates.blocks(*row):
+            p, m = updates.opened(param, compute), updates.opened(exp_avg, compute)
+            grad = updates.gradient(grad, compute, maximize)
+            part = updates.scratch("part of the gradient", grad, compute)
+            memory = updates.scratch("update", grad, compute)
             # weight decay
-            p = p * (1 - lr * weight_decay)
+            p.mul_(1 - lr * weight_decay)
             # update
-            p = p - lr * (beta1 * m + (1 - beta1) * grad).sign()
+            update = torch.mul(m, beta1, out=memory).add_(torch.mul(grad, 1 - beta1, out=part))
+            p.sub_(update.sign_().mul_(lr))
             # moment
-            m = beta2 * m + (1 - beta2) * grad
+            m.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=part))
 
             updates.store(exp_avg, m)
             updates.store(param, p)

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
 from tritonamp.kernels.device import tl, triton
 
@@ -137,35 +135,30 @@ _LISTS = "params", "grads", "momentum_buffers", "copies"
 
 
 def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    updates = EagerUpdate(found_inf)
+    updates = EagerUpdate(grad_scale, found_inf)
     if updates.skips:
         return
-    if in_main_memory(grad_scale) == 1.0:
-        grad_scale = None
     for *row, number in lists.rows(_LISTS):
         rule = lists.rules[lists.groups[number]]
         lr, momentum, dampening, weight_decay, nesterov, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
-        for param, grad, momentum_buffer, copy in blocks(*row):
-            p, grad = param.to(compute), grad.to(compute)
-            # unscale and clip
-            if grad_scale is not None:
-                grad = grad * grad_scale.to(grad.device)
-            if maximize:
-                grad = -grad
+        for param, grad, momentum_buffer, copy in updates.blocks(*row):
+            p, grad = updates.opened(param, compute), updates.gradient(grad, compute, maximize)
+            memory = updates.scratch("direction", grad, compute)
             # weight decay
             if weight_decay != 0:
-                grad = grad.add(p, alpha=weight_decay)
+                grad = torch.add(grad, p, alpha=weight_decay, out=memory)
             # momentum
             if momentum != 0:
-                buffer = (momentum_buffer * momentum).add_(grad, alpha=1 - dampening)
+                buffer = updates.opened(momentum_buffer, compute)
+                buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
                 updates.store(momentum_buffer, buffer)
-                grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
+                grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
             # update
             if isinstance(lr, Tensor) and lr.device.type != "cpu":  # whom the host must not read
-                p = p - lr.to(p) * grad
+                p.sub_(lr.to(p) * grad)
             else:
-                p = p.add(grad, alpha=-float(lr))
+                p.add_(grad, alpha=-float(lr))
 
             updates.store(param, p)
             if copy is not param:

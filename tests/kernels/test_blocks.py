@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _blocks, _update_lists
+from tritonamp.kernels import _blocks, _update_lists, adamw
 from tritonamp.kernels._blocks import blocks, overflows
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
@@ -35,7 +35,7 @@ UPDATES: dict[str, tuple[Callable[..., None], Any, tuple[str, ...]]] = {
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 elements, a whole number of vectors, and results that are written at once."""
-    monkeypatch.setattr(_blocks, "BLOCK", 64)
+    monkeypatch.setattr(_blocks, "block_size", lambda: 64)
     monkeypatch.setattr(_update_lists, "_MOST_WAITING", 256)
 
 
@@ -75,13 +75,14 @@ def updated(name: str, half: torch.dtype, track_lost: bool, skip: float) -> list
 def test_bits(name: str, half: torch.dtype, skip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     track_lost = name == "adamw"
     whole = updated(name, half, track_lost, skip)
-    monkeypatch.setattr(_blocks, "BLOCK", 64)
+    monkeypatch.setattr(_blocks, "block_size", lambda: 64)
     monkeypatch.setattr(_update_lists, "_MOST_WAITING", 256)
     cut = updated(name, half, track_lost, skip)
     assert len(whole) == len(cut)
     for a, b in zip(whole, cut, strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr(_update_lists, "in_main_memory", lambda flag: None)
+    for module in (_update_lists, adamw):
+        monkeypatch.setattr(module, "in_main_memory", lambda flag: None)
     for a, b in zip(whole, updated(name, half, track_lost, skip), strict=True):
         assert torch.equal(a, b)  # as on a GPU, where the host knows nothing
 
@@ -135,24 +136,28 @@ def test_statistics_are_those_of_each_tensor_alone(dtype: torch.dtype, value: fl
         torch.testing.assert_close(square, norm, rtol=0, atol=0, equal_nan=True)
 
 
-def test_memory_of_an_update_does_not_grow_with_the_parameters() -> None:
-    """Results that wait are 1 MiB; of whole tensors they were 14 bytes a parameter and more."""
+@pytest.mark.parametrize(("count", "numel"), [(1, 1 << 20), (32, 1 << 15)])
+def test_memory_of_an_update_does_not_grow_with_the_parameters(
+    count: int, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scratch of blocks, and results that wait; of whole tensors 14 bytes a parameter and more."""
+    monkeypatch.setattr(_blocks, "block_size", lambda: 1 << 17)
     largest = 0
     store = _update_lists.EagerUpdate.store
 
     def noting(self: Any, target: Tensor, value: Tensor) -> None:
         nonlocal largest
         store(self, target, value)
-        largest = max(largest, sum(v.nbytes for _, v in self._results))
+        kept = [*self._scratch._memory.values(), *(value for _, value in self._results)]
+        largest = max(largest, sum(v.nbytes for v in kept))
 
     lists = UpdateLists()
-    params = [torch.randn(1 << 20)]
+    params = [torch.randn(numel) for _ in range(count)]
     for name, values in (("params", params), ("grads", [p.half() for p in params])):
         lists.tensors.set(name, values)
     lists.tensors.set("exp_avgs", [p.clone() for p in params])
     lists.tensors.set("copies", [p.half() for p in params])
-    lists.rules, lists.groups = [UPDATES["lion"][1]], [0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_update_lists.EagerUpdate, "store", noting)
-        lion_torch(lists, None, torch.zeros(()))
+    lists.rules, lists.groups = [UPDATES["lion"][1]], [0] * count
+    monkeypatch.setattr(_update_lists.EagerUpdate, "store", noting)
+    lion_torch(lists, None, torch.zeros(()))
     assert 0 < largest <= 2 << 20
