@@ -30,6 +30,9 @@ SLOW = {
     "static": "compiles kernels for GPUs that need not be there",
     "compiled": "waits for torch.compile",
 }
+STEPS = "steps"
+"""Mark of tests with tens of training steps, which take as many seconds where PTX is emulated."""
+
 SLOW_FILES = pytest.StashKey[list[str]]()
 REPORT = pytest.StashKey[str]()
 
@@ -103,6 +106,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SLOW_FILES] = []
     for name, meaning in SLOW.items():
         config.addinivalue_line("markers", f"{name}: {meaning}; left out unless asked for")
+    meaning = "takes tens of training steps; left out with --fake-cuda=ptx unless asked for"
+    config.addinivalue_line("markers", f"{STEPS}: {meaning}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -149,16 +154,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if takes_all(config) and not config.option.rest:
         return
     slow = config.option.slow
-    candidates = [i for i in items if slow or not any(map(i.get_closest_marker, SLOW))]
+    left_out = [] if slow else [*SLOW]
+    if getattr(config.option, "fake_cuda", None) == "ptx":
+        left_out.append(STEPS)
+    candidates = [i for i in items if not any(map(i.get_closest_marker, left_out))]
     kept = list(sample(candidates))
     if config.option.rest:
         in_sample = set(kept)
         kept = [item for item in items if item not in in_sample]
     else:
         files = len(config.stash[SLOW_FILES])
-        left_out = f", and none of {files} files marked as {', '.join(SLOW)}"
+        and_none = f", and none of {files} files marked as {', '.join(SLOW)}"
         config.stash[REPORT] = (
-            f"{len(kept)} of {len(items)} cases{'' if slow else left_out}: --full runs all"
+            f"{len(kept)} of {len(items)} cases{'' if slow else and_none}: --full runs all"
         )
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept

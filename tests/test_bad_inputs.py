@@ -487,6 +487,7 @@ def test_integers_only(enable: Any, device: torch.device, level: str) -> None:
 # threads and processes
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("level", SCALED)
 def test_two_models_train_in_two_threads(enable: Any, device: torch.device, level: str) -> None:
     def train(run: Any, steps: range) -> None:

@@ -600,6 +600,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_optimizer_follows_fp32(

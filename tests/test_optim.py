@@ -158,6 +158,7 @@ def database() -> dict[str, Any]:
     return {info.optim_cls.__name__: info for info in optim_db}
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 @each_name
 def test_optimizer_database(device: torch.device, name: str, dtype: torch.dtype) -> None:
@@ -217,6 +218,7 @@ def test_sparse_gradients_are_refused_as_in_torch(device: torch.device, name: st
 # hyperparameters
 
 
+@pytest.mark.steps
 @each_name
 def test_groups_and_schedules(device: torch.device, name: str) -> None:
     runs = []
@@ -265,6 +267,7 @@ def test_a_tensor_lr(
     assert_follows(*runs, 20)
 
 
+@pytest.mark.steps
 @each_name
 def test_a_tiny_lr(device: torch.device, name: str) -> None:
     runs = []
@@ -486,6 +489,7 @@ class ByHand:
                 param.copy_(master)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
 @each_setting
 @each_half
@@ -523,6 +527,7 @@ def test_half_parameters_are_the_rounded_masters(
         )
 
 
+@pytest.mark.steps
 @each_half
 @each_name
 def test_updates_below_half_an_ulp_add_up(

@@ -285,6 +285,7 @@ def test_host_reads(device: torch.device, optimizer: str, monkeypatch: pytest.Mo
 # mode="headroom"
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("form", ["backward", "by hand", "plain"])
 def test_headroom_is_back_soon_after_a_burst(device: torch.device, form: str) -> None:
     """Forty bad backwards in a row; "plain": a GradScaler around torch's model and optimizer."""

@@ -88,6 +88,7 @@ def test_the_gradient_that_is_named(run: Run) -> None:
     assert run.amp.history[-1].cause == "scale overflow"
 
 
+@pytest.mark.steps
 def test_the_same_seed_gives_the_same_faults(device: torch.device) -> None:
     def faults(seed: int) -> list[Fault]:
         run = Run(device)

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 
+pytestmark = pytest.mark.steps
+
 STEPS = 12
 OVERFLOWS = 5  # the step whose loss is finite, and too large to be scaled
 TOO_LARGE = 2.0**120

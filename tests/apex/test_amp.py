@@ -131,6 +131,7 @@ def test_levels(number: int, device: torch.device) -> None:
     )
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
 def test_training(level: str, device: torch.device) -> None:
     model, optimizer = start(device, level, torch.optim.Adam)

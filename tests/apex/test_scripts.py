@@ -51,6 +51,7 @@ def quadrants(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdam])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_single_gpu_script(
@@ -141,6 +142,7 @@ def gan(opt_level: str, num_losses: int, device: torch.device) -> Any:
     return result
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_gan_with_two_losses(opt_level: str, device: torch.device) -> None:
     """Hinge losses; the fakes are made once, the discriminator learns first."""
@@ -171,6 +173,7 @@ def test_gan_with_two_losses(opt_level: str, device: torch.device) -> None:
         assert scales == [(2.0**8, 30), (2.0**9, 30)]
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_dcgan_with_three_losses(opt_level: str, device: torch.device) -> None:
     """Real and fake batches have a backward and a scale each, and one step takes both."""

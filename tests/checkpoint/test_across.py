@@ -99,6 +99,7 @@ def sgd(params: Any, **kwargs: Any) -> Optimizer:
 # levels
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize(("saved", "level"), list(itertools.product(LEVELS, LEVELS)))
 def test_from_level_to_level(

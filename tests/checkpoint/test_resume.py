@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import tritonamp
 
+pytestmark = pytest.mark.steps
+
 STEPS = 10
 ACCUMULATED = 2  # micro-batches of a step
 OVERFLOWS, FAULTS, CRITIC_OVERFLOWS = (2, 3, 7), (5,), (1, 5)

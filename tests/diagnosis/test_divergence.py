@@ -94,6 +94,7 @@ def too_high() -> Iterator[Any]:
             yield pytest.param(*case, level, dtype, mode, id=f"{name}-{level}-{dtype}-{mode}")
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(("make", "optimizer", "rate", "level", "dtype", "mode"), [*too_high()])
 def test_a_rate_far_too_high(
     device: torch.device,

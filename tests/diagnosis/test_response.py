@@ -178,6 +178,7 @@ def test_a_fault_of_the_loss_is_not_blamed_on_the_model(
     assert "look in the loss, which is computed from it outside of the model" in text
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("model", [Net, Flat])
 def test_heal_trains_on(

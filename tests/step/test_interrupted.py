@@ -454,6 +454,7 @@ class OutOfMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("optimizer", FUSED)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_out_of_memory_anywhere_in_the_step(

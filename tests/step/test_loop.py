@@ -58,6 +58,7 @@ def enabled(device: torch.device) -> Iterator[Callable[..., Any]]:
             amp.disable()
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_trajectory_follows_plain_fp32(
@@ -452,6 +453,7 @@ def test_two_losses_with_own_scales_into_one_optimizer(gan: Any, device: torch.d
     assert amp.stats()["scales"] == {0: 2.0**16, 2: 2.0**15}
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_forty_bad_batches_leave_the_scale_alone(
     enabled: Callable[..., Any], device: torch.device, optimizer: str

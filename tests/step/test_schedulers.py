@@ -277,6 +277,7 @@ def test_one_optimizer_that_two_scaled_losses_feed(device: torch.device) -> None
     assert last == 2
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("between", [False, True], ids=["after the call", "before the call"])
 @pytest.mark.parametrize("skips", SKIPS.values(), ids=SKIPS)
 def test_a_resume_goes_on_with_the_same_bits(
