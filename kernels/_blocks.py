@@ -15,9 +15,9 @@ _GRAIN = 1 << 15  # elements: torch gives a thread as many at least
 def block_size() -> int:
     """Return the elements of a block: a grain for each thread, and enough to outweigh the call.
 
-    Half a MiB of FP32, where there are four threads or fewer.
+    1 MiB of FP32, where there are eight threads or fewer.
     """
-    return _GRAIN * max(4, torch.get_num_threads())
+    return _GRAIN * max(8, torch.get_num_threads())
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

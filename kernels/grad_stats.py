@@ -111,14 +111,16 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    amax, norms, scratch = torch.zeros(lists.size, device=device), [], Scratch()
+    scratch, nothing = Scratch(), torch.zeros((), device=device)
+    lowest, highest, norms = [nothing] * lists.size, [nothing] * lists.size, [nothing]
     for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
         g = grad.detach() if grad.numel() else grad.new_zeros(1)
         extremes = torch.aminmax(g.abs() if g.is_complex() else g)
-        amax[i] = torch.stack(extremes).abs().amax()
+        lowest[i], highest[i] = (extreme.to(device) for extreme in extremes)
         norms += [torch.linalg.vector_norm(part).to(device) for part in _widened(g, scratch)]
-    norms = norms or [torch.zeros(0, device=device)]
-    return amax, torch.cat([norm.view(-1) for norm in norms]).square().float()
+    # "nothing" leads each list, since there may be no gradients at all
+    amax = torch.stack([nothing, *lowest, nothing, *highest]).view(2, -1).abs().amax(0)
+    return amax[1:].float(), torch.stack(norms)[1:].square().float()
 
 
 def _widened(g: Tensor, scratch: Scratch) -> Iterator[Tensor]:
