@@ -226,10 +226,10 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
                     grad = grad + weight_decay * p
             # moments
             m.lerp_(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
-            _add_product(v.mul_(beta2), grad, grad, 1 - beta2)
+            memory = updates.scratch("square, then denominator", v, compute)
+            v.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=memory).mul_(grad))
             v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
             # update
-            memory = updates.scratch("denominator", v, compute)
             denom = torch.sqrt(v_max, out=memory).div_(root2).add_(eps)
             moves = (rate * m / denom != 0) | (before != p) if counts_lost else None
             _add_quotient(p, m, denom, rate)
@@ -254,14 +254,6 @@ def _corrected(rule: AdamRule, step: Tensor, dtype: torch.dtype) -> tuple[Tensor
     bias_correction1 = 1 - rule.beta1 ** step.double()
     bias_correction2 = 1 - rule.beta2 ** step.double()
     return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)
-
-
-def _add_product(to: Tensor, a: Tensor, b: Tensor, factor: float | Tensor) -> None:
-    """Add ``factor * a * b``; whether a product is rounded before a sum is up to torch."""
-    if isinstance(factor, Tensor):
-        to.add_((factor * a).mul_(b))
-    else:
-        to.addcmul_(a, b, value=factor)
 
 
 def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
