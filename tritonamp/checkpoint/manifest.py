@@ -75,7 +75,7 @@ def check_target(target: str) -> None:
             f"cannot save to {target}: the folder around it does not exist; create it first"
         )
     for path in (target, target + ".prev"):
-        if os.path.exists(path) and not os.path.isdir(path):
+        if os.path.isfile(path):  # one question: another thread may rename the folder between two
             raise NotADirectoryError(
                 f"cannot save to {target}: {path} is a file; name a folder, or use save"
             )
