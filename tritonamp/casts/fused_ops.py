@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
 from tritonamp.casts.op_table import Rule, Stock
-from tritonamp.functional import LogSoftmax, Softmax, Sum, as_dims, is_ours
+from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, as_dims, is_ours
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.policy import HALF_DTYPES

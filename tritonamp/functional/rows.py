@@ -1,9 +1,4 @@
-"""Differentiable softmax, log_softmax and sum: half storage, FP32 arithmetic.
-
-The signatures are those of ``torch.nn.functional`` and ``torch``. On float16 and bfloat16 the
-arithmetic is FP32 and each result is rounded once; every other dtype is handed to torch, and so are
-inputs on a GPU that are too small to gain by a kernel: torch's own do the same there.
-"""
+"""Differentiable softmax, log_softmax and sum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.functional.inputs import is_half, min_numel
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels import softmax_backward as _softmax_backward
 from tritonamp.kernels._implementations import MIN_NUMEL
-
-__all__ = ["log_softmax", "softmax", "sum"]
-
-_HALF = (torch.float16, torch.bfloat16)
+from tritonamp.policy import HALF_DTYPES
 
 
 class Softmax(torch.autograd.Function):
@@ -104,7 +97,7 @@ def softmax(
         _stacklevel: of the warning about ``dim=None``, as in torch.
         dtype: of the result, taken from the FP32 values; None: the input's.
     """
-    if not is_ours(input, dtype, _min_numel()):
+    if not is_ours(input, dtype, min_numel()):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
@@ -122,7 +115,7 @@ def log_softmax(
         _stacklevel: of the warning about ``dim=None``, as in torch.
         dtype: of the result, taken from the FP32 values; None: the input's.
     """
-    if not is_ours(input, dtype, _min_numel()):
+    if not is_ours(input, dtype, min_numel()):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
@@ -144,7 +137,7 @@ def sum(
         keepdim: keep them, with size 1.
         dtype: of the result; None: the input's.
     """
-    if not is_ours(input, dtype, _min_numel()):
+    if not is_ours(input, dtype, min_numel()):
         # torch takes any sequence
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
     return Sum.apply(input, as_dims(dim), keepdim, dtype or input.dtype, "auto")
@@ -155,19 +148,10 @@ def as_dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
 
 
-def _min_numel() -> int:
-    """Return from which size this package computes: 0 under autocast, where torch returns FP32."""
-    return 0 if torch.is_autocast_enabled("cuda") else MIN_NUMEL
-
-
 def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int = MIN_NUMEL) -> bool:
     """Return whether this package computes the result, not torch: on a GPU from that size on."""
-    if not isinstance(input, Tensor) or input.dtype not in _HALF:
-        return False
-    # under torch.func a Function would hide what torch has to see; private, nothing public asks it
-    # (torch 2.11 to 2.15)
-    if torch._C._are_functorch_transforms_active():
+    if not is_half(input):
         return False
     if input.is_cuda and input.numel() < min_numel and dtype in (None, input.dtype, torch.float32):
         return False
-    return dtype is None or dtype is torch.float32 or dtype in _HALF
+    return dtype is None or dtype is torch.float32 or dtype in HALF_DTYPES
