@@ -1,4 +1,4 @@
-"""softmax, log_softmax and sum against every peer."""
+"""softmax, log_softmax, sum and norms against every peer."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,12 @@ GROUPS = (
     "log_softmax backward",
     "sum forward",
     "sum backward",
+    "layer_norm forward",
+    "layer_norm backward",
+    "rms_norm forward",
+    "rms_norm backward",
+    "add_rms_norm forward",
+    "add_rms_norm backward",
 )
 
 

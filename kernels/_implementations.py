@@ -74,14 +74,14 @@ class Implementations:
 
 
 class TraceableOp(Implementations):
-    """An operation on a tensor that tracers can follow."""
+    """An operation on a tensor that tracers can follow; it returns one, or a tuple."""
 
     samples: tuple[Sample, ...]
 
     def __init__(
         self,
-        triton_function: Callable[..., Tensor],
-        torch_function: Callable[..., Tensor],
+        triton_function: Callable[..., Tensor | tuple[Tensor, ...]],
+        torch_function: Callable[..., Tensor | tuple[Tensor, ...]],
         samples: Sequence[Sample] = (),
     ) -> None:
         super().__init__(triton_function, torch_function, samples)
@@ -93,7 +93,7 @@ class TraceableOp(Implementations):
             f"tritonamp::{self.name}", function, mutates_args=()
         )
 
-    def __call__(self, backend: str, x: Tensor, *args: Any) -> Tensor:
+    def __call__(self, backend: str, x: Tensor, *args: Any) -> Any:
         """Run the operation; under "auto" the kernel where ``x`` is large enough to gain by it.
 
         Raises:

@@ -50,16 +50,20 @@ class Sample(NamedTuple):
     Attributes:
         args: maker of the operation's arguments from the tensor and the dimension.
         reads, writes: bytes for each element of the tensor, of whole lines; None: see its tests.
+        of_line: bytes read and written for each line in addition.
         parts: FP32 numbers that a segment of a shared line leaves; 0: lines are not shared.
         any_order: torch adds up in an order of its own, which strides change.
+        rows_only: lines are brought together first, so that a kernel sees those alone.
         variant: what tells it from the operation's other samples.
     """
 
     args: Callable[[Tensor, int], tuple[Any, ...]]
     reads: int | None = None
     writes: int | None = None
+    of_line: tuple[int, int] = (0, 0)
     parts: int = 0
     any_order: bool = False
+    rows_only: bool = False
     variant: str = ""
 
     def calls(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Call]:
@@ -86,7 +90,7 @@ class Sample(NamedTuple):
 
     def _call(self, what: str, make: Callable[[], Tensor], dim: int, dtype: torch.dtype) -> Call:
         args = lambda: self.args(make().to(dtype), dim)  # noqa: E731
-        return Call(f"{_name(dtype)} {what}", args, lambda _, result: [result])
+        return Call(f"{_name(dtype)} {what}", args, lambda _, result: as_list(result))
 
 
 class ListSample(NamedTuple):
@@ -129,6 +133,11 @@ class ListSample(NamedTuple):
 
     def _call(self, what: str, make: Callable[[], list[Tensor]], dtype: torch.dtype) -> Call:
         return Call(f"{_name(dtype)} {what}", lambda: self.args(make(), dtype), self.results)
+
+
+def as_list(result: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what an operation has returned as a list."""
+    return [result] if isinstance(result, Tensor) else result
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -36,6 +36,7 @@ def bench() -> SimpleNamespace:
         "convergence",
         "host",
         "matrix",
+        "norm_ops",
         "peers",
         "pictures",
         "report",
@@ -146,6 +147,22 @@ def test_peers_compute_the_same(bench: SimpleNamespace, name: str, backward: boo
         ).calls[0]()
     for result in results.values():
         torch.testing.assert_close(result, results["eager"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_norms_of_peers_are_the_same(bench: SimpleNamespace, kind: str, backward: bool) -> None:
+    peers = bench.norm_ops.peers()
+    peers["compile"] = lambda _: bench.norm_ops.widened, False  # what it compiles
+    results = {}
+    for peer in ("tritonamp", "eager", "compile"):
+        torch.manual_seed(0)
+        args = kind, (4, 64), torch.bfloat16, backward, CPU
+        (call,) = bench.norm_ops.work(*peers[peer], *args).calls
+        results[peer] = call()
+    for result in results.values():
+        for got, expected in zip(result, results["eager"], strict=True):
+            torch.testing.assert_close(got.float(), expected.float(), rtol=3e-2, atol=5e-2)
 
 
 # Timing

@@ -5,7 +5,7 @@ distance from FP64.
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritonamp.kernels import _lines, softmax, softmax_backward
 from tritonamp.kernels._implementations import TraceableOp, operations
-from tritonamp.kernels._sample import Sample
+from tritonamp.kernels._sample import Sample, as_list
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 
 GUARD = 64  # elements; a multiple of 16 bytes leaves the alignment as it is
@@ -30,8 +30,8 @@ class SampleCall(NamedTuple):
     operation: TraceableOp
     sample: Sample
 
-    def __call__(self, x: Tensor, dim: int, backend: str = "triton") -> Tensor:
-        return self.operation(backend, *self.sample.args(x, dim))
+    def __call__(self, x: Tensor, dim: int, backend: str = "triton") -> Sequence[Tensor]:
+        return as_list(self.operation(backend, *self.sample.args(x, dim)))
 
 
 SAMPLES = {

@@ -56,12 +56,13 @@ def test_strides_do_not_matter(
     x = VIEWS[view](torch.randn(2, 3, 4, 10, device=device).to(torch.float16))
     copy = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x)
     for dim in (0, x.dim() - 1):
-        result, expected = call(x, dim, backend), call(copy, dim, backend)
-        if backend == "triton" or not call.sample.any_order:
-            assert torch.equal(result, expected)
-            assert result.is_contiguous()
-        else:
-            torch.testing.assert_close(result, expected, rtol=2.0**-10, atol=2.0**-15)
+        results = zip(call(x, dim, backend), call(copy, dim, backend), strict=True)
+        for result, expected in results:
+            if backend == "triton" or not call.sample.any_order:
+                assert torch.equal(result, expected)
+                assert result.is_contiguous()
+            else:
+                torch.testing.assert_close(result, expected, rtol=2.0**-10, atol=2.0**-15)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), ()])

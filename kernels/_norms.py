@@ -1,0 +1,117 @@
+"""The arithmetic that norm kernels share: statistics of lines, what they make of them, gradients.
+
+A tile is [lines, columns], and FP32 once it is loaded. Statistics are [lines, 1]: mean and rstd, of
+which a norm without CENTER (rms_norm) has rstd alone.
+"""
+
+from tritonamp.kernels.device import tl, triton
+
+
+@triton.jit
+def load_sum(x_ptr, r_ptr, offs, mask, ADD: tl.constexpr, EVICT: tl.constexpr):
+    """Return a tile of x, or with ADD of x + r, rounded to the dtype of x as torch rounds it."""
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
+    if ADD:
+        r = tl.load(r_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
+        x = (x.to(tl.float32) + r.to(tl.float32)).to(x_ptr.dtype.element_ty)
+    return x
+
+
+@triton.jit
+def moments(x, mask, count, CENTER: tl.constexpr):
+    """Return of ``count`` columns the mean (0 without CENTER) and the sum of squares around it."""
+    mean = tl.sum(x, 1, keep_dims=True) / count if CENTER else 0.0
+    # behind the mask for the reason given in ``softmax_rest_kernel``, too
+    d = tl.where(mask, x - mean, 0.0)
+    return mean, tl.sum(tl.where(mask, d * d, 0.0), 1, keep_dims=True)
+
+
+@triton.jit
+def add_moments(x, mask, tile, mean, squares, count, CENTER: tl.constexpr):
+    """Return mean and squares of ``count`` columns with those ``tile`` ones of x more.
+
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979.
+    """
+    tile_mean, tile_squares = moments(x, mask, tile, CENTER)
+    if CENTER:
+        shift = tile_mean - mean
+        share = tile * (1.0 / (count + tile))
+        mean += shift * share
+        tile_squares += shift * shift * (count * share)
+    return mean, squares + tile_squares
+
+
+@triton.jit
+def reciprocal_std(squares, n, eps):
+    """Return 1 / sqrt(squares / n + eps), off by 2**-22.9 on a GPU."""
+    return tl.rsqrt(squares / n + eps)
+
+
+@triton.jit
+def affine(
+    x, mean, rstd, w_ptr, b_ptr, columns, exist,
+    CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return the norm's result."""
+    y = (x - mean) * rstd if CENTER else x * rstd
+    if WEIGHT:
+        y *= tl.load(w_ptr + columns, mask=exist, other=0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(b_ptr + columns, mask=exist, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER: tl.constexpr):
+    """Write the statistics of the lines with these numbers."""
+    if CENTER:
+        tl.store(mean_ptr + numbers, mean, mask=valid)
+    tl.store(rstd_ptr + numbers, rstd, mask=valid)
+
+
+@triton.jit
+def load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER: tl.constexpr):
+    """Return mean (without CENTER anything) and rstd of the lines with these numbers."""
+    rstd = tl.load(rstd_ptr + numbers, mask=valid, other=0.0)
+    if CENTER:
+        return tl.load(mean_ptr + numbers, mask=valid, other=0.0), rstd
+    else:
+        return rstd, rstd
+
+
+@triton.jit
+def load_gradients(
+    g_ptr, x_ptr, w_ptr, offs, columns, mask, mean, rstd,
+    CENTER: tl.constexpr, WEIGHT: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Return grad, grad * weight, and the normalised x."""
+    grad = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    h = (x - mean) * rstd if CENTER else x * rstd
+    g = grad
+    if WEIGHT:
+        g *= tl.load(w_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return grad, g, h
+
+
+@triton.jit
+def gradient_sums(g, h, mask, CENTER: tl.constexpr):
+    """Return for each line the sums of g * h, and (without CENTER anything) of g.
+
+    Products are behind the mask for the reason given in ``softmax_rest_kernel``.
+    """
+    along = tl.sum(tl.where(mask, g * h, 0.0), 1, keep_dims=True)
+    return along, tl.sum(g, 1, keep_dims=True) if CENTER else along
+
+
+@triton.jit
+def input_gradient(
+    g, h, rstd, along, level, a_ptr, offs, mask,
+    CENTER: tl.constexpr, ADD: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Return dx from the means of g * h and g, with ADD plus another gradient of x."""
+    dx = rstd * (g - level - h * along) if CENTER else rstd * (g - h * along)
+    if ADD:
+        dx += tl.load(a_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return dx

@@ -1,0 +1,106 @@
+"""The sum of two tensors, and its layer_norm or rms_norm, in one pass. 8 B/element.
+
+What a block of a transformer does where it adds to the residual stream. The norm is of the sum as
+it is rounded: the same bits as ``norm(x + residual)``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels import norm as _norm
+from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._sample import Sample
+from tritonamp.kernels._shipped import Shipped
+
+
+def add_norm_triton(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _norm.normalised(x, residual, weight, bias, n, eps, center, x.dtype)
+
+
+def add_norm_torch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + residual
+    return total, *_norm.norm_torch(total, weight, bias, n, eps, center, x.dtype)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add ``residual``, round the sum, and normalise what is left of it as ``norm`` does.
+
+    Args:
+        x: as of ``norm``.
+        residual: of the shape and dtype of ``x``.
+        weight: as of ``norm``.
+        bias: as of ``norm``.
+        n: elements of a line.
+        eps: added to the variance.
+        center: as of ``norm``.
+        backend: "auto", "triton" or "eager".
+
+    Returns:
+        the sum, and what ``norm`` returns of it in its own dtype.
+    """
+    return ADD_NORM(backend, x, residual, weight, bias, n, eps, center)
+
+
+def _args(x: Tensor, dim: int, center: bool, affine: bool) -> tuple[Any, ...]:
+    lines, *others, _ = _norm.line_args(x, dim, center, affine)
+    return lines, lines.flip(-1), *others
+
+
+ADD_NORM = TraceableOp(
+    add_norm_triton,
+    add_norm_torch,
+    [
+        Sample(
+            lambda x, dim: _args(x, dim, True, False),
+            reads=4,
+            writes=4,
+            of_line=(0, 8),
+            any_order=True,
+            rows_only=True,
+            variant="layer_norm",
+        ),
+        Sample(
+            lambda x, dim: _args(x, dim, False, True),
+            any_order=True,
+            rows_only=True,
+            variant="rms_norm affine",
+        ),
+    ],
+)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the calls whose builds are checked, with FP32 weights: one whole line, one long."""
+    for name, n, dtype, center in _norm.shipped_cases():
+        if n in (16384, 65536):
+            x, w = torch.empty(4096, n, dtype=dtype, device="meta"), torch.empty(n, device="meta")
+            args = x, x, w, w if center else None, n, 1e-5, center
+            yield Shipped(f"add_{name}", add_norm_triton, args, 64, 20, 0)

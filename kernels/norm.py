@@ -1,0 +1,243 @@
+"""layer_norm and rms_norm over the last dimensions: half storage, FP32 arithmetic. 4 B/element.
+
+y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(mean((x - mean)**2) + eps); rms_norm has
+neither mean nor bias. The kernels can add a residual before, for ``add_norm``. Several short lines
+make up a tile; a longer line fills a program's registers; a long one is read twice, the second time
+out of L2 and from its end.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._launch import launch
+from tritonamp.kernels._lines import WIDEST, column_offsets, line_offsets, tiling
+from tritonamp.kernels._norms import (
+    add_moments,
+    affine,
+    load_sum,
+    moments,
+    reciprocal_std,
+    store_stats,
+)
+from tritonamp.kernels._sample import Sample
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
+
+PER_THREAD = 16  # elements that a thread holds, and as many of weight and bias
+LONGEST = 16384  # line that registers hold
+MAX_REGISTERS = 64  # in the loop: left alone, ptxas spills rather than take more than 40
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "eps"))
+def norm_kernel(
+    x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr, rows, n, blocks, eps,
+    ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whole lines in registers."""
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
+    columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+    offs, mask = lines + columns, valid & exist
+    stored = load_sum(x_ptr, r_ptr, offs, mask, ADD, "")
+    if ADD:
+        tl.store(sum_ptr + offs, stored, mask=mask)
+    x = stored.to(tl.float32)
+    mean, squares = moments(x, mask, n, CENTER)
+    rstd = reciprocal_std(squares, n, eps)
+    y = affine(x, mean, rstd, w_ptr, b_ptr, columns, exist, CENTER, WEIGHT, BIAS)
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "eps"))
+def norm_long_kernel(
+    x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr, rows, n, blocks, eps,
+    ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines that registers cannot hold, read twice."""
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
+    mean = tl.zeros([ROWS, 1], tl.float32)
+    squares = tl.zeros([ROWS, 1], tl.float32)
+    for at in range(0, n, BLOCK):
+        columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        mask = valid & exist
+        x = load_sum(x_ptr, r_ptr, lines + columns, mask, ADD, "evict_last").to(tl.float32)
+        mean, squares = add_moments(x, mask, min(BLOCK, n - at), mean, squares, at, CENTER)
+    rstd = reciprocal_std(squares, n, eps)
+    for back in range(0, n, BLOCK):
+        at = (n - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        # added again: what other threads have stored of the sum, this one may not see
+        stored = load_sum(x_ptr, r_ptr, offs, mask, ADD, "evict_first")
+        if ADD:
+            tl.store(sum_ptr + offs, stored, mask=mask, eviction_policy="evict_first")
+        x = stored.to(tl.float32)
+        y = affine(x, mean, rstd, w_ptr, b_ptr, columns, exist, CENTER, WEIGHT, BIAS)
+        y = y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + offs, y, mask=mask, eviction_policy="evict_first")
+    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER)
+
+
+def normalised(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; return the sum (without residual anything), the result, statistics."""
+    x = x.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    total = y if residual is None else torch.empty_like(x)
+    lines = x.numel() // n if n else 0
+    stats = x.new_empty(1 + center, lines, dtype=torch.float32)
+    if lines == 0:
+        return total, y, stats
+    # a vector that lies in one line, also in a long one: odd lengths are rare here
+    vec = math.gcd(n, WIDEST // max(x.itemsize, y.itemsize))
+    t = tiling((lines, n), 1, 1, PER_THREAD, LONGEST, vec)
+    # a pointer has to point somewhere, also where nothing is loaded
+    r, w, b = (x if given is None else given.contiguous() for given in (residual, weight, bias))
+    launch(
+        norm_kernel if t.whole else norm_long_kernel,
+        (t.grid[0], 1, 1),
+        (x, r, w, b, total, y, stats[0], stats[-1]),
+        (*t.sizes, float(eps)),
+        (residual is not None, center, weight is not None, bias is not None, *t.layout),
+        t.num_warps,
+        None if t.whole else MAX_REGISTERS,
+    )
+    return total, y, stats
+
+
+def norm_triton(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    _, y, stats = normalised(x, None, weight, bias, n, eps, center, dtype)
+    return y, stats
+
+
+def norm_torch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    lines = x.reshape(-1, n).float() if n else x.new_empty(0, 0, dtype=torch.float32)
+    w, b = (None if given is None else given.reshape(-1).float() for given in (weight, bias))
+    if center:
+        y, mean, rstd = torch.native_layer_norm(lines, (n,), w, b, eps)
+        return y.to(dtype).view(x.shape), torch.stack([mean.view(-1), rstd.view(-1)])
+    rstd = torch.rsqrt(lines.square().mean(1, keepdim=True) + eps)
+    y = lines * rstd
+    if w is not None:
+        y = y * w
+    if b is not None:
+        y = y + b
+    return y.to(dtype).view(x.shape), rstd.view(1, -1)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Normalise lines of ``n`` neighbours to variance 1 in FP32, rounded once.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape whose last dimensions have ``n`` elements.
+        weight: n elements, half or float32, or None.
+        bias: as ``weight``.
+        n: elements of a line.
+        eps: added to the variance.
+        center: subtract the mean first (layer_norm), or not (rms_norm).
+        dtype: of the result.
+        backend: "auto", "triton" or "eager".
+
+    Returns:
+        the result, and FP32 [2, lines], mean and rstd; without ``center`` [1, lines], rstd.
+    """
+    return NORM(backend, x, weight, bias, n, eps, center, dtype)
+
+
+def line_args(x: Tensor, dim: int, center: bool, affine: bool) -> tuple[Any, ...]:
+    """Return the arguments of a sample's call on lines that are brought together."""
+    lines = x.movedim(dim, -1)
+    n = lines.shape[-1]
+    w = torch.linspace(0.5, 2, n, device=x.device) if affine else None
+    b = torch.linspace(-1, 1, n, device=x.device).to(x.dtype) if affine and center else None
+    return lines, w, b, n, 1e-5, center, x.dtype
+
+
+def _sample(center: bool, affine: bool) -> Sample:
+    name = "layer_norm" if center else "rms_norm"
+    sample = Sample(
+        lambda x, dim: line_args(x, dim, center, affine),
+        any_order=True,
+        rows_only=True,
+        variant=name,
+    )
+    if affine:
+        return sample._replace(variant=f"{name} affine")
+    return sample._replace(reads=2, writes=2, of_line=(0, 4 + 4 * center))
+
+
+NORM = TraceableOp(
+    norm_triton,
+    norm_torch,
+    [_sample(center, affine) for center in (True, False) for affine in (False, True)],
+)
+
+
+def shipped_cases() -> Iterator[tuple[str, int, torch.dtype, bool]]:
+    """Yield name, length of a line, dtype, and whether it is layer_norm, else rms_norm."""
+    half, bf16 = torch.float16, torch.bfloat16
+    for n, dtype, center in [
+        (32, half, True),
+        (256, half, False),
+        (1000, half, True),
+        (1024, bf16, False),
+        (8192, half, True),
+        (16384, half, False),
+        (65536, half, True),
+    ]:
+        name = f"{'layer_norm' if center else 'rms_norm'} {dtype} n={n}"
+        yield name.replace("torch.", ""), n, dtype, center
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the calls whose builds are checked, with FP32 weights."""
+    for name, n, dtype, center in shipped_cases():
+        x, w = torch.empty(4096, n, dtype=dtype, device="meta"), torch.empty(n, device="meta")
+        args = x, w, w if center else None, n, 1e-5, center, dtype
+        yield Shipped(name, norm_triton, args, 64, 16, 0)

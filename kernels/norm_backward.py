@@ -1,0 +1,275 @@
+"""Gradients of layer_norm and rms_norm from their input, in FP32. 6 B/element.
+
+With h = (x - mean) * rstd and g = grad * weight
+
+    dx = rstd * (g - mean(g) - h * mean(g * h)),  dweight = sum(grad * h),  dbias = sum(grad)
+
+where the last two sum over lines, and rms_norm has no mean(g). Each of at most PARTS programs walks
+over neighbouring lines and keeps sums of its own in FP32, whatever the GPU; another launch adds
+them up. Lines that registers cannot hold are read twice for dx, and once more for the sums. What
+flows to x past the norm, as through a residual connection, is added to dx before it is rounded.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels import norm as _norm
+from tritonamp.kernels import reduce
+from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._launch import launch
+from tritonamp.kernels._lines import WIDEST, Tiling, column_offsets, line_offsets, tiling
+from tritonamp.kernels._norm_weights import new_parts, store_part, sums_of_long
+from tritonamp.kernels._norms import (
+    gradient_sums,
+    input_gradient,
+    load_gradients,
+    load_stats,
+)
+from tritonamp.kernels._sample import Sample
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.device import tl, triton
+
+PER_THREAD = 8  # elements that a thread holds of six tiles
+LONGEST = 8192  # line that registers hold
+PARTS = 512  # rows of partial sums
+
+
+@triton.jit(do_not_specialize=("rows", "n", "tiles", "steps"))
+def norm_backward_kernel(
+    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, a_ptr, dx_ptr, dw_ptr, db_ptr, rows, n, tiles, steps,
+    ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
+    DW: tl.constexpr, DB: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whole lines in registers: ``steps`` tiles of them, and their sums over lines."""
+    part = tl.program_id(0)
+    columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    db = tl.zeros([ROWS, BLOCK], tl.float32)
+    for step in range(0, min(steps, tiles - part * steps)):
+        tile = part * steps + step
+        lines, numbers, valid = line_offsets(tile, rows, n, tiles, ROW_MAJOR, ALIGN, VEC, ROWS)
+        offs, mask = lines + columns, valid & exist
+        mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER)
+        grad, g, h = load_gradients(
+            g_ptr, x_ptr, w_ptr, offs, columns, mask, mean, rstd, CENTER, WEIGHT, ""
+        )
+        along, level = gradient_sums(g, h, mask, CENTER)
+        dx = input_gradient(
+            g, h, rstd, along / n, level / n, a_ptr, offs, mask, CENTER, ADD, ""
+        ).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offs, dx, mask=mask)
+        if DW:
+            dw += grad * h
+        if DB:
+            db += grad
+    if DW:
+        store_part(dw_ptr, part, n, dw, columns, exist, VEC, ROWS)
+    if DB:
+        store_part(db_ptr, part, n, db, columns, exist, VEC, ROWS)
+
+
+@triton.jit(do_not_specialize=("rows", "n", "blocks"))
+def norm_backward_long_kernel(
+    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, a_ptr, dx_ptr, rows, n, blocks,
+    ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write dx of lines that registers cannot hold."""
+    lines, numbers, valid = line_offsets(
+        tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
+    )
+    mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER)
+    along = tl.zeros([ROWS, 1], tl.float32)
+    level = tl.zeros([ROWS, 1], tl.float32)
+    for at in range(0, n, BLOCK):
+        columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        _, g, h = load_gradients(
+            g_ptr, x_ptr, w_ptr, offs, columns, mask, mean, rstd, CENTER, WEIGHT, "evict_last"
+        )
+        more_along, more_level = gradient_sums(g, h, mask, CENTER)
+        along += more_along
+        level += more_level
+    for back in range(0, n, BLOCK):
+        at = (n - 1) // BLOCK * BLOCK - back
+        columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+        offs, mask = lines + columns, valid & exist
+        _, g, h = load_gradients(
+            g_ptr, x_ptr, w_ptr, offs, columns, mask, mean, rstd, CENTER, WEIGHT, "evict_first"
+        )
+        dx = input_gradient(
+            g, h, rstd, along / n, level / n, a_ptr, offs, mask, CENTER, ADD, "evict_first"
+        ).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
+
+
+def _whole(
+    tensors: tuple[Tensor, ...], t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]
+) -> Tensor:
+    """Launch the kernel of lines in registers; return [wanted, parts, n] sums over lines."""
+    tiles = t.grid[0]
+    steps = -(-tiles // PARTS)
+    programs = -(-tiles // steps)
+    parts = new_parts(tensors[0], programs, t.n, wants)
+    launch(
+        norm_backward_kernel,
+        (programs, 1, 1),
+        (*tensors, parts[0], parts[-1]),
+        (t.lines, t.n, tiles, steps),
+        (*flags, *wants, *t.layout),
+        t.num_warps,
+    )
+    return parts
+
+
+def _long(
+    tensors: tuple[Tensor, ...], t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]
+) -> Tensor:
+    """Launch the kernels of long lines; return the same."""
+    launch(
+        norm_backward_long_kernel,
+        (t.grid[0], 1, 1),
+        tensors,
+        t.sizes,
+        (*flags, *t.layout),
+        t.num_warps,
+    )
+    grad, x, _, mean, rstd, *_ = tensors
+    return sums_of_long(grad, x, mean, rstd, t, flags[1], wants)
+
+
+def norm_backward_triton(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    n: int,
+    dweight: bool,
+    dbias: bool,
+    added: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
+    w, a = (x if given is None else given.contiguous() for given in (weight, added))
+    widest = max(grad.itemsize, x.itemsize, a.itemsize)
+    vec = math.gcd(n, WIDEST // widest)
+    t = tiling((x.numel() // n, n), 1, 1, PER_THREAD, LONGEST, vec)
+    flags = added is not None, len(stats) == 2, weight is not None
+    tensors = grad, x, w, stats[0], stats[-1], a, dx
+    parts = (_whole if t.whole else _long)(tensors, t, flags, (dweight, dbias))
+    if not dweight and not dbias:
+        return dx, x.new_empty(0, n, dtype=torch.float32)
+    return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
+
+
+def norm_backward_torch(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    n: int,
+    dweight: bool,
+    dbias: bool,
+    added: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0:
+        return torch.empty_like(x), x.new_zeros(dweight + dbias, n, dtype=torch.float32)
+    g, lines = grad.reshape(-1, n).float(), x.reshape(-1, n).float()
+    w = lines.new_ones(n) if weight is None else weight.reshape(-1).float()
+    rstd = stats[-1].unsqueeze(1)
+    if len(stats) == 2:
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            g,
+            lines,
+            (n,),
+            stats[0].unsqueeze(1),
+            rstd,
+            w,
+            w,  # the bias, of which it reads the shape alone
+            [True, dweight, dbias],
+        )
+    else:
+        h = lines * rstd
+        dx = rstd * (g * w - h * (g * w * h).mean(1, keepdim=True))
+        dw, db = (g * h).sum(0), g.sum(0)
+    dx = dx.view(x.shape) if added is None else dx.view(x.shape) + added
+    sums = [s for s, wanted in ((dw, dweight), (db, dbias)) if wanted]
+    return dx.to(x.dtype), torch.stack(sums) if sums else x.new_empty(0, n, dtype=torch.float32)
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    n: int,
+    dweight: bool,
+    dbias: bool,
+    added: Tensor | None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of ``norm`` in FP32; that of x is rounded once.
+
+    Args:
+        grad: of the result, of its shape.
+        x: as it was given to ``norm``.
+        weight: as it was given to ``norm``.
+        stats: as ``norm`` returned them.
+        n: elements of a line.
+        dweight: whether the gradient of the weight is wanted.
+        dbias: whether that of the bias is.
+        added: another gradient of x, added to the one that comes through the norm; or None.
+        backend: "auto", "triton" or "eager".
+
+    Returns:
+        the gradient of x, of its dtype, and FP32 [wanted, n], those of weight and bias.
+    """
+    return NORM_BACKWARD(backend, grad, x, weight, stats, n, dweight, dbias, added)
+
+
+def _sample(center: bool, affine: bool) -> Sample:
+    """Return the call on gradients of lines; of rms_norm one that is added, too.
+
+    x is small: eager torch adds up grad * weight * x, and subtracts what the mean of x made of it.
+    """
+
+    def args(grad: Tensor, dim: int) -> tuple[Any, ...]:
+        lines, weight, _, n, eps, *_ = _norm.line_args(grad, dim, center, affine)
+        x = lines.flip(-1) / 64
+        stats = _norm.norm_torch(x.contiguous(), None, None, n, eps, center, x.dtype)[1]
+        added = None if center else lines.roll(1, -1)
+        return lines, x, weight, stats, n, affine, affine and center, added
+
+    name = "layer_norm" if center else "add_rms_norm"
+    sample = Sample(args, any_order=True, rows_only=True, variant=name)
+    if affine:
+        return sample._replace(variant=f"{name} affine")
+    return sample._replace(reads=4 if center else 6, writes=2, of_line=(4 + 4 * center, 0))
+
+
+NORM_BACKWARD = TraceableOp(
+    norm_backward_triton,
+    norm_backward_torch,
+    [_sample(center, affine) for center in (True, False) for affine in (False, True)],
+)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the calls whose builds are checked, for cases of the forward."""
+    for name, n, dtype, center in _norm.shipped_cases():
+        if n in (256, 16384):
+            continue
+        x = torch.empty(4096, n, dtype=dtype, device="meta")
+        w, stats = torch.empty(n, device="meta"), torch.empty(1 + center, 4096, device="meta")
+        added = x if n in (8192, 65536) else None
+        args = x, x, w, stats, n, True, center, added
+        yield Shipped(f"{name} backward", norm_backward_triton, args, 128, 40, 0)

@@ -1,0 +1,116 @@
+"""Gradients of layer_norm and rms_norm, kernels and twins against FP64."""
+
+import pytest
+import torch
+
+from tests.kernels.conftest import U, assert_within, ulp
+from tests.kernels.test_norm import (
+    DTYPES,
+    EPS,
+    HALF,
+    WIDE,
+    Inputs,
+    Shrink,
+    each_case,
+    each_kind,
+    each_long_shape,
+    exact,
+    inputs,
+)
+from tritonamp.kernels import norm_backward as norm_backward_module
+from tritonamp.kernels.norm import norm
+from tritonamp.kernels.norm_backward import norm_backward
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # NumPy's, in the interpreter
+
+
+def check_backward(given: Inputs, center: bool, backend: str) -> None:
+    """The sums over n elements of a line carry n + 3 roundings, those over lines as many as there
+    are lines, and what h is off.
+    """
+    x, w, _, grad = given
+    _, stats = norm(x, w, None, given.n, EPS, center, x.dtype, "eager")
+    dx, sums = norm_backward(grad, x, w, stats, given.n, True, center, None, backend)
+    assert (dx.dtype, sums.dtype, sums.shape) == (x.dtype, WIDE, (1 + center, given.n))
+    e, n = exact(x, center), given.n
+    wide = grad.double().reshape(-1, n)
+    g = wide * w.double()
+    along, level = (g * e.h).mean(1, keepdim=True), g.mean(1, keepdim=True) * center
+    expected = (e.rstd * (g - level - e.h * along)).view(x.shape)
+    of_along = (g * e.h_error).abs().mean(1, keepdim=True)
+    of_along += (n + 3) * U * (g * e.h).abs().mean(1, keepdim=True)
+    of_level = (n + 2) * U * g.abs().mean(1, keepdim=True) * center
+    inner = of_level + e.h.abs() * of_along + e.h_error * (along.abs() + of_along)
+    size = g.abs() + level.abs() + (e.h * along).abs()
+    error = e.rstd * (inner + size * (e.rstd_error + 5 * U))
+    assert_within(dx, expected, ulp(expected, x.dtype) / 2 + error.view(x.shape))
+    lines = len(wide)
+    dw_error = (wide * e.h_error).abs().sum(0) + (lines + 2) * U * (wide * e.h).abs().sum(0)
+    assert_within(sums[0], (wide * e.h).sum(0), dw_error)
+    if center:
+        assert_within(sums[1], wide.sum(0), (lines + 2) * U * wide.abs().sum(0))
+
+
+@each_case
+@each_kind
+def test_gradients(
+    device: torch.device,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    center: bool,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    monkeypatch.setattr(norm_backward_module, "PARTS", 3)
+    check_backward(inputs(shape, dtypes, device), center, backend)
+
+
+@each_long_shape
+@each_kind
+def test_gradients_of_long_lines(
+    device: torch.device, backend: str, small_tiles: Shrink, center: bool, shape: tuple[int, ...]
+) -> None:
+    small_tiles(0)
+    check_backward(inputs(shape, DTYPES[0], device), center, backend)
+
+
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 64), (9, 257)], ids=str)
+def test_only_the_sums_that_are_wanted(
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    shape: tuple[int, ...],
+    wanted: tuple[bool, bool],
+) -> None:
+    small_tiles(0)
+    x, w, _, grad = inputs(shape, DTYPES[0], device)
+    _, stats = norm(x, w, None, shape[1], EPS, True, HALF, "eager")
+    both = norm_backward(grad, x, w, stats, shape[1], True, True, None, backend)
+    some = norm_backward(grad, x, w, stats, shape[1], *wanted, None, backend)
+    assert torch.equal(some[0], both[0])
+    assert torch.equal(some[1], both[1][torch.tensor(wanted, device=device)])
+
+
+@each_kind
+def test_without_weights(device: torch.device, backend: str, center: bool) -> None:
+    """As with ones, bit for bit."""
+    x, w, _, grad = inputs((9, 64), DTYPES[0], device)
+    _, stats = norm(x, None, None, 64, EPS, center, HALF, "eager")
+    bare, sums = norm_backward(grad, x, None, stats, 64, False, False, None, backend)
+    ones = torch.ones_like(w)
+    assert sums.shape == (0, 64)
+    assert torch.equal(
+        bare, norm_backward(grad, x, ones, stats, 64, False, False, None, backend)[0]
+    )
+
+
+def test_scaled_gradients_may_be_large(device: torch.device, backend: str) -> None:
+    """64 lines of 60000: their sum, 3.84e6, is beyond fp16."""
+    x, w, _, _ = inputs((64, 8), DTYPES[0], device)
+    grad = torch.full_like(x, 60_000.0)
+    _, stats = norm(x, w, None, 8, EPS, True, HALF, "eager")
+    _, sums = norm_backward(grad, x, w, stats, 8, False, True, None, backend)
+    assert torch.equal(sums[0], torch.full_like(sums[0], 64 * 60_000.0))
