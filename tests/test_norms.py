@@ -1,4 +1,4 @@
-"""Norms of ``functional``: against FP64, as torch's, and of sums."""
+"""Norms of ``functional``: against FP64, as torch's, of sums; and where they run in a forward."""
 
 import inspect
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import tritonamp
 from tritonamp import functional
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -318,3 +319,57 @@ def test_a_gradient_through_both_may_be_differentiated_again(device: torch.devic
     penalty((total, call(True, F, total, *exact[2:])), exact[0]).backward()
     for got, right in zip((x, r, w, b), exact, strict=True):
         assert (got.grad.double() - right.grad).abs().max() <= 2.0**-6 * right.grad.abs().max()
+
+
+# in an enabled forward
+
+
+class Norms(nn.Module):
+    def __init__(self, center: bool) -> None:
+        super().__init__()
+        self.lift = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16) if center else nn.RMSNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.result = self.norm(self.lift(x))
+        return self.result
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the norms' kernels, in the order of their launches."""
+    from tritonamp.kernels import norm, norm_backward
+
+    names: list[str] = []
+    for module in (norm, norm_backward):
+        launch: Callable[..., None] = module.launch
+
+        def noted(kernel: Any, *args: Any, launch: Callable[..., None] = launch) -> None:
+            names.append(kernel.__name__)
+            launch(kernel, *args)
+
+        monkeypatch.setattr(module, "launch", noted)
+    return names
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@each_center
+def test_an_enabled_forward(
+    device: torch.device, launched: list[str], center: bool, level: str, backend: str
+) -> None:
+    """Half storage with FP32 weights, by the kernels where Triton runs; at O3 there is no table."""
+    torch.manual_seed(0)
+    model = Norms(center).to(device)
+    x = torch.randn(32, 8, device=device)
+    with tritonamp.enable(model, level=level, backend=backend, loss_scale=1.0):
+        model(x).sum().backward()
+    assert model.result.dtype is torch.float16
+    uses_kernels = backend == "triton" and level != "O3"
+    assert launched == (["norm_kernel", "norm_backward_kernel"] if uses_kernels else [])
+    exact = F.layer_norm if center else F.rms_norm
+    with torch.no_grad():
+        h = F.linear(x.half().double(), *(p.half().double() for p in model.lift.parameters()))
+        # the linear's result is rounded to half before the norm: its error grows by at most rstd
+        expected = exact(h.half().double(), (16,), eps=1e-5 if center else 2.0**-23)
+    assert (model.result.double() - expected).abs().max() <= 2.0**-8

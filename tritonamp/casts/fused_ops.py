@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
-from tritonamp.casts.op_table import Rule, Stock
+from tritonamp.casts.op_table import Rule, Stock, storage_rule
+from tritonamp.functional import norms
 from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, as_dims, is_ours
+from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.policy import HALF_DTYPES
@@ -73,7 +75,47 @@ def _sum_rule(
     return stock.run(Sum.apply, input, as_dims(dim), keepdim, dtype, "eager")
 
 
+def _layer_norm_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    args = input, normalized_shape, weight, bias
+    if not active.policy.op_policy or not norms.is_ours(*args):
+        return storage_rule(stock, active, *args, eps, cudnn_enable)
+    n = norms.numel(normalized_shape)
+    return _run_norm(stock, active, input, weight, bias, n, eps, True)
+
+
+def _rms_norm_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    args = input, normalized_shape, weight
+    if not active.policy.op_policy or not norms.is_ours(*args):
+        return storage_rule(stock, active, *args, eps)
+    n, eps = norms.numel(normalized_shape), norms.RMS_EPS if eps is None else eps
+    return _run_norm(stock, active, input, weight, None, n, eps, False)
+
+
+def _run_norm(stock: Stock, active: ActivePolicy, input: Tensor, *args: Any) -> Tensor:
+    if _norm.NORM.uses_triton(active.backend, input):
+        return norms.Norm.apply(input, *args, input.dtype, active.backend)
+    return stock.run(norms.Norm.apply, input, *args, input.dtype, "eager")
+
+
 FUSED: dict[str, Rule] = {
+    "layer_norm": _layer_norm_rule,
+    "rms_norm": _rms_norm_rule,
     "softmax.int": _softmax_rule,
     "log_softmax.int": _log_softmax_rule,
     "sum": _sum_rule,

@@ -161,7 +161,8 @@ def _written_into_rule(
     return stock(into, *_cast(args, lambda t: t.to(into.dtype)), **kwargs)
 
 
-def _storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+def storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """Compute in FP32, and return the result in the dtype of the first argument."""
     if not active.policy.op_policy:
         return stock(*args, **kwargs)
     return _storage_on_cpu_rule(stock, active, *args, **kwargs)
@@ -255,7 +256,7 @@ def overloads(names: list[str]) -> Iterator[str]:
 @functools.cache
 def _rules(device_type: str) -> dict[str, Rule]:
     """Return the rules written here; asking torch for its ops each time is slow."""
-    rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, _storage_rule)]
+    rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, storage_rule)]
     rows += [(RUNNING_NORMS, _running_norm_rule), (PROMOTE_EVERYWHERE, _promote_rule)]
     if device_type == "cpu":
         rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
