@@ -174,6 +174,19 @@ def test_norm_functions(half: torch.dtype, device: torch.device) -> None:
         )
 
 
+@each_half
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norms_keep_the_half_input_for_backward(
+    kind: str, half: torch.dtype, device: torch.device
+) -> None:
+    """With FP32 weights: one pass, no FP32 copy."""
+    x = torch.randn(5, 4, 6, device=device).to(half).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        module(kind, device, torch.float32)(x)
+    assert [t.data_ptr() == x.data_ptr() for t in kept if t.shape == x.shape] == [True]
+
+
 def test_mixed_norms_have_weights() -> None:
     with pytest.warns(UserWarning, match="does not support `elementwise_affine`"):
         assert MixedFusedLayerNorm(3, elementwise_affine=True).weight is not None
