@@ -1,5 +1,6 @@
 """Everything that is measured, for ``run.py`` and the pytest files."""
 
+import loss_ops
 import norm_ops
 import row_ops
 import steps
@@ -13,4 +14,10 @@ def all_cases(toy: bool = False) -> list[Case]:
     Args:
         toy: sizes that a CPU gets through in milliseconds, the same cases.
     """
-    return [*row_ops.cases(toy), *norm_ops.cases(toy), *steps.cases(toy), *training.cases(toy)]
+    return [
+        *row_ops.cases(toy),
+        *norm_ops.cases(toy),
+        *loss_ops.cases(toy),
+        *steps.cases(toy),
+        *training.cases(toy),
+    ]

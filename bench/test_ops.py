@@ -1,4 +1,4 @@
-"""softmax, log_softmax, sum and norms against every peer."""
+"""softmax, log_softmax, sum, norms and cross entropy against every peer."""
 
 from collections.abc import Callable
 
@@ -18,6 +18,9 @@ GROUPS = (
     "rms_norm backward",
     "add_rms_norm forward",
     "add_rms_norm backward",
+    "cross_entropy forward",
+    "cross_entropy backward",
+    "linear cross entropy",
 )
 
 

@@ -35,6 +35,7 @@ def bench() -> SimpleNamespace:
     names = (
         "convergence",
         "host",
+        "loss_ops",
         "matrix",
         "norm_ops",
         "peers",
@@ -163,6 +164,31 @@ def test_norms_of_peers_are_the_same(bench: SimpleNamespace, kind: str, backward
     for result in results.values():
         for got, expected in zip(result, results["eager"], strict=True):
             torch.testing.assert_close(got.float(), expected.float(), rtol=3e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_losses_of_peers_are_the_same(bench: SimpleNamespace, backward: bool) -> None:
+    results = {}
+    for peer in ("tritonamp", "fp32", "autocast"):
+        torch.manual_seed(0)
+        make = bench.loss_ops.peers()[peer]
+        (call,) = bench.loss_ops.work(make, (4, 65), torch.bfloat16, backward, CPU).calls
+        results[peer] = call().float()
+    for result in results.values():
+        torch.testing.assert_close(result, results["fp32"], rtol=2e-2, atol=2e-2)
+
+
+def test_linear_losses_of_peers_are_the_same(bench: SimpleNamespace) -> None:
+    results = {}
+    for peer in ("tritonamp", "fp32"):
+        torch.manual_seed(0)
+        make = bench.loss_ops.linear_peers()[peer]
+        (call,) = bench.loss_ops.linear_work(make, (8, 33, 16), torch.bfloat16, CPU).calls
+        results[peer] = call()
+    for result, expected in zip(results["tritonamp"], results["fp32"], strict=True):
+        # a few roundings of gradients, scaled by 2**16
+        atol = 2**-6 * float(expected.float().abs().max())
+        torch.testing.assert_close(result, expected, rtol=0, atol=atol)
 
 
 # Timing

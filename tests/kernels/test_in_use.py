@@ -301,10 +301,11 @@ logging.disable(logging.CRITICAL)
 amp = tritonamp.enable(torch.nn.Linear(1, 1))
 number = active.number_of(amp.policy, "triton", "cpu")
 
-def function(x):
+def function(x, target):
     with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
         active.enter(number)
         y = torch.softmax(x, -1).sum(1), torch.log_softmax(x, 1)
+        y += (torch.nn.functional.cross_entropy(x, target, reduction="none"),)
         active.leave()
     return y
 
@@ -314,9 +315,11 @@ def show(graph, inputs):
 
 with FakeTensorMode(allow_non_fake_inputs=True):
     x = torch.empty(96, 1024, dtype=torch.float16, requires_grad=True)
-    y, z = aot_function(function, fw_compiler=show, bw_compiler=show)(x)
+    target = torch.zeros(96, dtype=torch.int64)
+    y, z, losses = aot_function(function, fw_compiler=show, bw_compiler=show)(x, target)
     assert (y.dtype, z.dtype, y.shape) == (torch.float32, torch.float32, (96,))
-    (y.sum() + z.sum()).backward()
+    assert (losses.dtype, losses.shape) == (torch.float32, (96,))
+    (y.sum() + z.sum() + losses.sum()).backward()
 """
 
 
@@ -341,8 +344,8 @@ def plain_python(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.mark.compiled
 def test_a_traced_graph_holds_the_kernels(plain_python: Callable[[str], str]) -> None:
-    """Three in the forward (softmax, sum, log_softmax), two in the backward: Inductor sees them."""
-    assert plain_python(TRACE).split() == ["3", "2"]
+    """Of softmax, sum, log_softmax and cross_entropy in the forward, of three in the backward."""
+    assert plain_python(TRACE).split() == ["4", "3"]
 
 
 def test_functional_works_outside_enabled_models(x: Tensor) -> None:

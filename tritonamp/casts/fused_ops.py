@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
-from tritonamp.casts.op_table import Rule, Stock, storage_rule
+from tritonamp.casts.op_table import Rule, Stock, fp32_rule, storage_rule
 from tritonamp.functional import norms
 from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, as_dims, is_ours
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
+from tritonamp.losses import cross_entropy as _losses
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -113,9 +114,32 @@ def _run_norm(stock: Stock, active: ActivePolicy, input: Tensor, *args: Any) -> 
     return stock.run(norms.Norm.apply, input, *args, input.dtype, "eager")
 
 
+def _cross_entropy_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    policy, backend, _ = active
+    if not policy.op_policy or not _losses.uses_triton(
+        backend, input, target, weight, label_smoothing
+    ):
+        return fp32_rule(
+            stock, active, input, target, weight, reduction, ignore_index, label_smoothing
+        )
+    name = _losses.REDUCTIONS[reduction]
+    args = input, target, ignore_index, name, label_smoothing, backend
+    return stock.run(_losses.fused, *args)
+
+
 FUSED: dict[str, Rule] = {
     "layer_norm": _layer_norm_rule,
     "rms_norm": _rms_norm_rule,
+    "cross_entropy_loss": _cross_entropy_rule,
     "softmax.int": _softmax_rule,
     "log_softmax.int": _log_softmax_rule,
     "sum": _sum_rule,

@@ -139,7 +139,8 @@ def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) ->
     return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
 
 
-def _fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """Compute in FP32, with an FP32 result; an explicit ``dtype`` wins."""
     if not active.policy.op_policy or kwargs.get("dtype") is not None:
         return stock(*args, **kwargs)
     return stock(*_to_fp32(args), **kwargs)
@@ -256,10 +257,10 @@ def overloads(names: list[str]) -> Iterator[str]:
 @functools.cache
 def _rules(device_type: str) -> dict[str, Rule]:
     """Return the rules written here; asking torch for its ops each time is slow."""
-    rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, _fp32_rule), (STORAGE, storage_rule)]
+    rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, fp32_rule), (STORAGE, storage_rule)]
     rows += [(RUNNING_NORMS, _running_norm_rule), (PROMOTE_EVERYWHERE, _promote_rule)]
     if device_type == "cpu":
-        rows += [(HALF, _half_rule), (FP32, _fp32_rule), (PROMOTE, _promote_rule)]
+        rows += [(HALF, _half_rule), (FP32, fp32_rule), (PROMOTE, _promote_rule)]
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
     table = {op: rule for names, rule in rows for op in overloads(names)}
     table |= dict.fromkeys(WRITTEN_INTO, _written_into_rule)

@@ -12,11 +12,15 @@ from tritonamp.functional.norms import rms_norm as rms_norm
 from tritonamp.functional.rows import log_softmax as log_softmax
 from tritonamp.functional.rows import softmax as softmax
 from tritonamp.functional.rows import sum as sum
+from tritonamp.losses.cross_entropy import cross_entropy as cross_entropy
+from tritonamp.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "cross_entropy",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "rms_norm",
     "softmax",
