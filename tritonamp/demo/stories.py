@@ -9,6 +9,7 @@ from typing import Any
 
 from tritonamp.commands.table import table
 from tritonamp.demo.device import chosen_device, describe
+from tritonamp.demo.logits import logits
 from tritonamp.demo.sides import Setting, Story, power_of_two
 from tritonamp.demo.too_large import attention, bad_batches, masked
 from tritonamp.demo.too_small import lost_updates, vanishing
@@ -21,12 +22,14 @@ STORIES: dict[str, Callable[[Setting], Story]] = {
     "lost-updates": lost_updates,
     "vanishing": vanishing,
     "masked": masked,
+    "logits": logits,
 }
 
 SHOWN_AS: dict[str, Callable[[Any], str]] = {
     "accuracy": "{:.1f} %".format,
     "zero gradients": "{:.1f} %".format,
     "weights not moved": "{:.1f} %".format,
+    "error of gradients": "{:.2f} %".format,
     "error of the picture": "{:.4f}".format,
     "error on hidden pixels": "{:.2f}".format,
     "loss scale": power_of_two,
