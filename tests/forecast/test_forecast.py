@@ -746,6 +746,28 @@ def test_bce_loss(inside):
     assert "BCEWithLogitsLoss" in found.findings[0].advice
 
 
+@pytest.mark.parametrize("name", ["LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"])
+def test_gradients_that_are_rounded_before_the_loss_scale(name):
+    """As Liger-Kernel's losses round them, which it tells by their names: in float16 alone."""
+    loss = type(name, (nn.CrossEntropyLoss,), {})()
+    x = torch.randn(4, 16)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.loss = nn.Linear(16, 8), loss
+
+        def forward(self, x):
+            return self.loss(self.head(x), torch.zeros(4, dtype=torch.int64))
+
+    (finding,) = check(Model(), x).findings
+    assert (finding.kind, finding.where, finding.problem) == ("early gradients", "loss", True)
+    assert "69 % become 0" in finding.why
+    function = "linear_cross_entropy" if "Linear" in name else "cross_entropy"
+    assert f"use tritonamp.functional.{function}, which" in finding.advice
+    assert not check(Model(), x, dtype=torch.bfloat16).findings
+
+
 def test_sizes_for_tensor_cores():
     model = nn.Sequential(nn.Embedding(1001, 30), nn.Linear(30, 100), nn.Linear(100, 10))
     found = check(model, torch.zeros(2, 3, dtype=torch.int64))
