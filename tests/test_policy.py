@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "softmax_dtype": (None, None, None, None),
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
+    "fuse_norms": (True, True, True, True),
     "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),

@@ -48,6 +48,8 @@ class Policy:
             those that train get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
             arithmetic.
+        fuse_norms: RMSNorms that people have written run as ``rms_norm`` where they compute the
+            same (only with ``op_policy``).
         on_nonfinite: what is done beside skipping the step, where a lower scale cannot help.
             "skip": a line in the log; "explain": the failing batch runs again, and the operation is
             named; "heal": also a module with such faults computes in FP32 from then on; "raise":
@@ -71,6 +73,7 @@ class Policy:
     state_dict_dtype: torch.dtype = torch.float32
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
+    fuse_norms: bool = True
     on_nonfinite: str = "skip"
     raise_after: int = 1
     track_lost_updates: bool = False

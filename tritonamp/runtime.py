@@ -475,6 +475,7 @@ class Amp:
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.
+            - fused: names of RMSNorms that people have written and that run as ``rms_norm``.
             - backend: the one that is used.
             - backend_reason: why.
             - kernel_failures: operation to why its Triton kernel could not be compiled; it runs in
@@ -489,6 +490,7 @@ class Amp:
             "scale": self.scaler.get_scale(),
             **self._log.stats(),
             "healed": list(self._healing.names),
+            "fused": list(self._enabled_models.fused),
             "growth_tracker": self.scaler._get_growth_tracker(),
             "backend": self._backend.name,
             "backend_reason": self._backend.reason,

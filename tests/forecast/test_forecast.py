@@ -75,8 +75,8 @@ class Attention(nn.Module):
         return scores.softmax(-1) @ self.value(x)
 
 
-class RMSNorm(nn.Module):
-    """By hand: the square of a half value is half unless it is taken in FP32."""
+class RootMeanSquare(nn.Module):
+    """The square of a half value is half unless it is taken in FP32."""
 
     def __init__(self, width=16, eps=1e-5, square=lambda x: x * x):
         super().__init__()
@@ -160,7 +160,7 @@ CLEAN = {
     ),
     "finfo mask": lambda: (Attention(mask="min"), 30 * torch.randn(2, 5, 16), None),
     "rms norm in FP32": lambda: (
-        around(RMSNorm(square=lambda x: x.pow(2))),
+        around(RootMeanSquare(square=lambda x: x.pow(2))),
         1e3 * torch.randn(4, 16),
         None,
     ),
@@ -221,7 +221,7 @@ def test_scores_that_overflow(level):
 
 def test_the_silent_overflow_of_a_square():
     """In half the result is zero and no NaN: only the intermediate tells."""
-    model, x = around(RMSNorm()), 1e3 * torch.randn(4, 16)
+    model, x = around(RootMeanSquare()), 1e3 * torch.randn(4, 16)
     forecast = check(model, x)
     (first, *rest) = forecast.findings
     assert (first.kind, first.where, first.problem) == ("overflow", "1", True)
@@ -325,12 +325,23 @@ def test_a_row_that_the_mask_hides_completely_is_no_excuse():
     assert kinds(check(around(hide), torch.randn(4, 16)))[:1] == ["overflow"]
 
 
+def test_a_norm_that_runs_as_rms_norm_has_no_fault():
+    class RMSNorm(RootMeanSquare):
+        pass
+
+    as_written = dataclasses.replace(tritonamp.O2, fuse_norms=False)
+    for eps, size, kind in ((1e-8, 1, "eps"), (1e-5, 1e3, "overflow")):
+        model, x = around(RMSNorm(eps=eps)), size * torch.randn(4, 16)
+        assert not check(model, x).findings
+        assert kind in kinds(check(model, x, level=as_written))
+
+
 def test_an_eps_that_is_zero():
-    forecast = check(around(RMSNorm(eps=1e-8)), torch.randn(4, 16))
+    forecast = check(around(RootMeanSquare(eps=1e-8)), torch.randn(4, 16))
     (finding,) = forecast.findings
     assert (finding.kind, finding.where) == ("eps", "1")
     assert "add of 1e-08, which is zero in float16" in finding.why
-    assert not check(around(RMSNorm(eps=1e-8)), torch.randn(4, 16), dtype=BF16).findings
+    assert not check(around(RootMeanSquare(eps=1e-8)), torch.randn(4, 16), dtype=BF16).findings
 
 
 def test_dividing_by_what_becomes_zero():
@@ -471,7 +482,7 @@ FAULTY = {
         lambda: nn.Sequential(encoderlike(), nn.Linear(16, 8)),
         lambda: 1e3 * torch.randn(2, 5, 16),
     ),
-    "square": (lambda: around(RMSNorm()), lambda: 3e3 * torch.randn(4, 16)),
+    "square": (lambda: around(RootMeanSquare()), lambda: 3e3 * torch.randn(4, 16)),
     "constant": (
         lambda: around(Apply(lambda x: F.threshold(x, 0.0, -1e9).softmax(-1))),
         lambda: torch.randn(2, 5, 16),

@@ -6,11 +6,14 @@ from torch import Tensor, nn
 
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
+from tritonamp.casts.fused_norms import FusedRMSNorm, recipe_of
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.model import flatten_rnns, fp32_modules, written_norms
+from tritonamp.casts.model import flatten_rnns, fp32_modules
 from tritonamp.casts.model_dtypes import ModelDtypes
+from tritonamp.casts.norm_layers import is_written_norm
 from tritonamp.casts.saved import SavedDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
+from tritonamp.names import prefixes
 
 
 class EnabledModels:
@@ -24,6 +27,7 @@ class EnabledModels:
 
     Attributes:
         dtypes: of their tensors.
+        fused: names of the norms that people wrote and that run as one kernel.
     """
 
     def __init__(
@@ -36,16 +40,28 @@ class EnabledModels:
     ) -> None:
         self._models = models
         self.dtypes = ModelDtypes(context.policy, context.fp32_values)
-        for model in models:
+        self.fused: list[str] = []
+        for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
             if not keeps_dtypes:
                 self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
                 install(inner, Fp32Module, context)
-            for inner in written_norms(model, context.policy):
-                if not is_installed(inner):
-                    install(inner, NormModule, context)
+            self._install_norms(model, context, front)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
+
+    def _install_norms(self, model: nn.Module, context: EnabledContext, front: str) -> None:
+        """Have norms that are not torch's give what they get, as one kernel where that is same."""
+        policy = context.policy
+        for name, inner in model.named_modules():
+            if inner is model or is_installed(inner) or not is_written_norm(inner):
+                continue
+            recipe = recipe_of(inner) if policy.op_policy and policy.fuse_norms else None
+            if recipe is not None:
+                install(inner, FusedRMSNorm, context, recipe)
+                self.fused.append(front + name)
+            elif policy.keep_norms_fp32:
+                install(inner, NormModule, context)
 
     def disable(self) -> dict[Tensor, Tensor]:
         """Give tensors the dtype, and modules the class, that they came with.

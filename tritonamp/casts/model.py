@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from tritonamp.casts.norm_layers import is_norm, is_written_norm, kept_modules
+from tritonamp.casts.norm_layers import is_norm, kept_modules
 from tritonamp.policy import Policy
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -46,13 +46,6 @@ def unwrapped_name(name: str) -> str:
     So that a name holds wherever it was read, at a model that is wrapped or is not.
     """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def written_norms(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Return the norms inside ``model`` that are not torch's, where ``policy`` keeps norms."""
-    if not policy.keep_norms_fp32:
-        return []
-    return [m for m in model.modules() if m is not model and is_written_norm(m)]
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:
