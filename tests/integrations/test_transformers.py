@@ -176,6 +176,25 @@ def test_resuming_is_not_stopping(level: str, tmp_path: Path) -> None:
         trainer.accelerator.free_memory()
 
 
+@pytest.mark.parametrize("fused_loss", [True, False])
+def test_the_models_loss_reads_half_logits(
+    fused_loss: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = set()
+    original = tritonamp.functional.cross_entropy
+    monkeypatch.setattr(
+        tritonamp.functional,
+        "cross_entropy",
+        lambda x, *args, **kwargs: dtypes.add(x.dtype) or original(x, *args, **kwargs),
+    )
+    trainer = make_trainer(tmp_path, language_model())
+    enable(trainer, level="O2", fused_loss=fused_loss)
+    trainer.train()
+    assert dtypes == ({torch.float16} if fused_loss else set())
+    assert trainer.accelerator.amp.stats()["skipped"] == 0
+    trainer.accelerator.free_memory()
+
+
 def test_evaluation_smoothing_and_what_is_saved(tmp_path: Path) -> None:
     trainer = train(tmp_path, "O2", label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=3)
     half = trainer.evaluate()["eval_loss"]

@@ -5,9 +5,10 @@ from typing import Any
 import transformers
 
 from tritonamp.integrations import accelerate
+from tritonamp.integrations.fused_loss import fuse_loss
 
 
-def enable(trainer: transformers.Trainer, **settings: Any) -> None:
+def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings: Any) -> None:
     """Has ``trainer.train`` enable model and optimizer, and put them back when it is called again.
 
     The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation
@@ -17,6 +18,8 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
     Args:
         trainer: of any subclass. Its ``fp16`` or ``bf16`` is the ``dtype`` where the settings do
             not say one; the casts are tritonamp's.
+        fused_loss: the model's own loss (causal and masked language models, token classification)
+            reads half logits, and makes no FP32 copy of them.
         settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
             ``fp16`` or ``bf16``, else the one that the model was loaded in), ``scaler``, fields of
             ``Policy``...
@@ -31,6 +34,8 @@ def enable(trainer: transformers.Trainer, **settings: Any) -> None:
             "would round the model that trains; evaluation is in half without"
         )
     accelerate.enable(trainer.accelerator, **settings)
+    if fused_loss and trainer.model is not None:  # else it is made when training begins
+        fuse_loss(trainer.model)
     cls = type(trainer)
     trainer.__class__ = type(cls.__name__, (_EnabledTrainer, cls), {"__module__": cls.__module__})
 
