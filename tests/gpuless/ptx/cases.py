@@ -1,6 +1,7 @@
 """Every operation's samples, and a short training, for ``results.py``."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,19 +30,27 @@ LINES = {  # one of each way in which lines are cut, as small as it can be
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Yield names and cases."""
+    """Yield names and cases; an operation's samples take the ways of cutting lines in turn."""
     for operation in operations().values():
-        for sample in operation.samples:
-            name = " ".join(filter(None, (operation.name, sample.variant)))
-            if isinstance(sample, Sample):
-                for where, (shape, dim) in LINES.items():
-                    if sample.rows_only and dim != len(shape) - 1:
-                        continue
-                    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
-                    yield f"{name} {where}", partial(_line, operation, sample.args(x, dim))
-            else:
-                for call in sample.calls(torch.device("cpu"), (torch.float16, torch.bfloat16)):
-                    yield f"{name} {call.what}", partial(_lists, operation, call)
+        of_lines = [s for s in operation.samples if isinstance(s, Sample)]
+        for sample, (where, (shape, dim)) in zip(itertools.cycle(of_lines[::-1]), _lines(of_lines)):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+            name = " ".join(filter(None, (operation.name, sample.variant, where)))
+            yield name, partial(_line, operation, sample.args(x, dim))
+        for listed in operation.samples:
+            if isinstance(listed, Sample):
+                continue
+            name = " ".join(filter(None, (operation.name, listed.variant)))
+            for call in listed.calls(torch.device("cpu"), (torch.float16, torch.bfloat16)):
+                yield f"{name} {call.what}", partial(_list, operation, call)
+
+
+def _lines(samples: Sequence[Sample]) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
+    """Yield the ways of cutting lines that samples of an operation can take."""
+    rows_only = any(sample.rows_only for sample in samples)
+    for where, (shape, dim) in LINES.items() if samples else ():
+        if not rows_only or dim == len(shape) - 1:
+            yield where, (shape, dim)
 
 
 def _line(operation: Implementations, args: tuple[Any, ...], backend: str) -> Outputs:
@@ -49,7 +58,7 @@ def _line(operation: Implementations, args: tuple[Any, ...], backend: str) -> Ou
     return {str(i): result for i, result in enumerate(results)}
 
 
-def _lists(operation: Implementations, call: Call, backend: str) -> Outputs:
+def _list(operation: Implementations, call: Call, backend: str) -> Outputs:
     results = call.run(_function(operation, backend))
     return {str(i): result.clone() for i, result in enumerate(results)}
 
