@@ -27,7 +27,6 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "kernels policy",
-    "losses",
     "ambient class_swap frames fp32_values functional names readback scaler",
     "casts checkpoint diagnosis distributed",
     "step",

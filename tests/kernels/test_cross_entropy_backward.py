@@ -123,16 +123,15 @@ def test_large_logits_keep_their_gradient(device: torch.device, backend: str) ->
 
 
 def test_the_loss_scale_is_applied_before_rounding(device: torch.device, backend: str) -> None:
-    """Probabilities of 2**-17 in the mean over 2**12 lines: 2**-29, of which half knows nothing.
+    """Probabilities of 2**-12 in the mean over 2**17 lines: 2**-29, of which half knows nothing.
 
     With a loss scale of 2**16 they are 2**-13.
     """
-    n = 1 << 17
-    x = torch.zeros(1, n, device=device, dtype=HALF)
+    x = torch.zeros(1, 1 << 12, device=device, dtype=HALF)
     target = torch.zeros(1, dtype=torch.int64, device=device)
     losses, stats = cross_entropy(x, target, 1, -100, 0.0, backend)
     for scale, expected in ((1.0, 0.0), (2.0**16, 2.0**-13)):
-        grad = torch.full_like(losses, scale / 2**12)
+        grad = torch.full_like(losses, scale / 2**17)
         dx = cross_entropy_backward(x, target, grad, stats, 1, -100, 0.0, backend)
         assert (dx[0, 1:] == expected).all()
 

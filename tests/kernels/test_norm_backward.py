@@ -94,6 +94,24 @@ def test_only_the_sums_that_are_wanted(
     assert torch.equal(some[1], both[1][torch.tensor(wanted, device=device)])
 
 
+@pytest.mark.parametrize("shape", [(9, 64), (2, 257)], ids=str)
+@each_kind
+def test_another_gradient_of_x_is_added(
+    device: torch.device, backend: str, small_tiles: Shrink, center: bool, shape: tuple[int, ...]
+) -> None:
+    """In FP32, where a GPU may round the product and the sum in one."""
+    small_tiles(0)
+    x, w, added, grad = inputs(shape, (WIDE, WIDE), device)
+    added = added.expand(shape)
+    _, stats = norm(x, w, None, shape[1], EPS, center, WIDE, "eager")
+    args = grad, x, w, stats, shape[1], True, center
+    alone, sums = norm_backward(*args, None, backend)
+    both, same_sums = norm_backward(*args, added, backend)
+    assert torch.equal(sums, same_sums)
+    exact = alone.double() + added.double()
+    assert_within(both, exact, 2 * U * (alone.double().abs() + exact.abs()))
+
+
 @each_kind
 def test_without_weights(device: torch.device, backend: str, center: bool) -> None:
     """As with ones, bit for bit."""

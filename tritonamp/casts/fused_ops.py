@@ -8,12 +8,12 @@ from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
 from tritonamp.casts.op_table import Rule, Stock, fp32_rule, storage_rule
+from tritonamp.functional import losses as _losses
 from tritonamp.functional import norms
 from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, as_dims, is_ours
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
-from tritonamp.losses import cross_entropy as _losses
 from tritonamp.policy import HALF_DTYPES
 
 

@@ -33,16 +33,17 @@ def logits(setting: Setting) -> Story:
 
 def _compared(gradient: Gradient, setting: Setting) -> dict[str, Any]:
     """Compare what words get that are not the target with the gradient in FP64."""
-    zeros = wrong = true_squares = 0.0
+    zeros = wrong = true_squares = count = 0.0
     for x, targets in _batches(setting):
         found = gradient(x, targets).double()
         others = torch.ones_like(x, dtype=torch.bool).scatter_(1, targets[:, None], False)
         true = x.double().softmax(1) / TOKENS
         zeros += ((found == 0) & others).sum().item()
+        count += others.sum().item()
         wrong += ((found - true) * others).square().sum().item()
         true_squares += (true * others).square().sum().item()
     return {
-        "zero gradients": 100 * zeros / (TOKENS * (WORDS - 1)),
+        "zero gradients": 100 * zeros / count,
         "error of gradients": 100 * (wrong / true_squares) ** 0.5,
     }
 

@@ -1,4 +1,4 @@
-"""Differentiable layer_norm and rms_norm, also of a sum: weights half or FP32."""
+"""Differentiable norms, also of a sum: half storage, FP32 arithmetic, weights half or FP32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -133,6 +133,32 @@ def rms_norm(
     n = numel(normalized_shape)
     eps = RMS_EPS if eps is None else eps
     return Norm.apply(input, weight, None, n, eps, False, input.dtype, "auto")
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``torch.nn.functional.group_norm``, of half input computed in FP32, rounded once.
+
+    By torch's operations on an FP32 copy: it has no kernel here.
+
+    Args:
+        input: [N, C, ...], in any memory format, which the result has, too.
+        num_groups: into which the channels are divided.
+        weight: [C], half or float32.
+        bias: as ``weight``.
+        eps: added to the variance.
+    """
+    given = [w for w in (weight, bias) if w is not None]
+    halves = isinstance(input, Tensor) and input.dtype in HALF_DTYPES
+    if not halves or any(w.dtype not in (*HALF_DTYPES, torch.float32) for w in given):
+        return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
+    w, b = (given if given is None else given.float() for given in (weight, bias))
+    return torch.nn.functional.group_norm(input.float(), num_groups, w, b, eps).to(input.dtype)
 
 
 def add_layer_norm(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
+from tritonamp.functional.losses import fused, uses_triton
 from tritonamp.kernels import cross_entropy as kernel
 from tritonamp.kernels import cross_entropy_backward as backward_kernel
 from tritonamp.kernels.device import INTERPRETED
-from tritonamp.losses.cross_entropy import fused, uses_triton
 
 HALVES = [torch.float16, torch.bfloat16]
 FP16, FP32 = torch.float16, torch.float32

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
 from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
 from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
-from tritonamp.losses.cross_entropy import HALF, REDUCTIONS, cross_entropy, reduced
+from tritonamp.policy import HALF_DTYPES
 
 MIN_ROWS = 2048
 
@@ -206,7 +207,7 @@ def linear_cross_entropy(
     rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     dtype = _dtype_of_logits(input, weight)
     args = rows, weight, bias, targets, dtype, ignore_index, float(label_smoothing)
-    # private (torch 2.11 to 2.15), see functional.is_ours
+    # private (torch 2.11 to 2.15), see inputs.is_half
     if torch._C._are_functorch_transforms_active() or input.is_meta or not len(targets):
         losses = _all_at_once(*args)
     else:
@@ -239,7 +240,7 @@ def _dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
     casts = not input.is_meta and torch.is_autocast_enabled(kind)
     if casts and torch.float64 not in given:
         return torch.get_autocast_dtype(kind)
-    half = given.intersection(HALF)
+    half = given.intersection(HALF_DTYPES)
     if len(half) == 1 and given <= half | {torch.float32}:
         return half.pop()
     return torch.promote_types(input.dtype, weight.dtype)

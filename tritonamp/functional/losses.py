@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.functional.inputs import is_half
 from tritonamp.kernels import cross_entropy as _cross_entropy
 from tritonamp.kernels import cross_entropy_backward as _backward
+from tritonamp.policy import HALF_DTYPES
 
-HALF = (torch.float16, torch.bfloat16)
 REDUCTIONS = "none", "mean", "sum"  # by their numbers in aten::cross_entropy_loss
 
 
@@ -80,9 +81,9 @@ def cross_entropy(
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if uses_triton("auto", input, target, weight, label_smoothing) and reduction in REDUCTIONS:
         return fused(input, target, ignore_index, reduction, label_smoothing, "auto")
-    if isinstance(input, Tensor) and input.dtype in HALF:
-        weight = weight.float() if weight is not None and weight.dtype in HALF else weight
-        target = target.float() if target.dtype in HALF else target
+    if isinstance(input, Tensor) and input.dtype in HALF_DTYPES:
+        weight = weight.float() if weight is not None and weight.dtype in HALF_DTYPES else weight
+        target = target.float() if target.dtype in HALF_DTYPES else target
         input = input.float()
     return torch.nn.functional.cross_entropy(
         input,
@@ -98,10 +99,7 @@ def uses_triton(
     backend: str, input: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
 ) -> bool:
     """Tell whether the kernels compute the loss; else torch does in FP32, or refuses."""
-    if not isinstance(input, Tensor) or input.dtype not in HALF or weight is not None:
-        return False
-    # as in functional.is_ours (torch 2.11 to 2.15)
-    if torch._C._are_functorch_transforms_active():
+    if not is_half(input) or weight is not None:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
         return False

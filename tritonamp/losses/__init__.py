@@ -1,1 +1,0 @@
-"""Losses over many classes: cross entropy of logits, and of what a linear layer makes of inputs."""
