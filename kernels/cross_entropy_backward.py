@@ -34,28 +34,28 @@ LONGEST = 4096  # line that is one tile
 
 @triton.jit
 def _write_tile(
-    x_ptr, dx_ptr, offs, counts, mask, hit, g, m, log2_s, on, off, ROW_MAJOR: tl.constexpr
+    x_ptr, dx_ptr, offs, counts, mask, hit, g, m, log2_s, off, more, ROW_MAJOR: tl.constexpr
 ):  # fmt: skip
     """Write a tile. Of lines that do not count g is 0; rows are not read then, what is there is."""
     read = counts & mask if ROW_MAJOR else mask  # neighbours in memory are read together
     x = tl.load(x_ptr + offs, mask=read, other=0.0, eviction_policy="evict_first").to(tl.float32)
     p = tl.exp2((x - m) * 1.4426950408889634 - log2_s)
-    dx = g * (p - tl.where(hit, on, off))
+    dx = g * (p - (off + tl.where(hit, more, 0.0)))
     if not ROW_MAJOR:
         dx = tl.where(counts, dx, 0.0)
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("rows", "n", "blocks", "tiles", "count", "on", "off"))
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "tiles", "count", "off", "more"))
 def cross_entropy_backward_kernel(
-    x_ptr, target_ptr, grad_ptr, stats_ptr, dx_ptr, rows, n, blocks, tiles, count, on, off,
+    x_ptr, target_ptr, grad_ptr, stats_ptr, dx_ptr, rows, n, blocks, tiles, count, off, more,
     IGNORE: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile; ``tiles`` programs follow one another along the same lines.
 
-    ``on`` and ``off`` are the probabilities that the target and the other classes should have.
+    ``off`` is the probability that a class should have, the target that and ``more``.
     """
     pid, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     lines, numbers, valid = line_offsets(pid, rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
@@ -70,7 +70,7 @@ def cross_entropy_backward_kernel(
     columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     hit = tl.arange(0, BLOCK)[None, :] == (target + begin - at).to(tl.int32)
     _write_tile(
-        x_ptr, dx_ptr, lines + columns, counts, valid & exist, hit, g, m, log2_s, on, off, ROW_MAJOR
+        x_ptr, dx_ptr, lines + columns, counts, valid & exist, hit, g, m, log2_s, off, more, ROW_MAJOR
     )
     if ALIGN < VEC:  # noqa: SIM102  # constant, the other not
         if tile == 0:
@@ -78,7 +78,7 @@ def cross_entropy_backward_kernel(
             hits = edges == target + begin
             _write_tile(
                 x_ptr, dx_ptr, lines + edges, counts, valid & there, hits,
-                g, m, log2_s, on, off, ROW_MAJOR,
+                g, m, log2_s, off, more, ROW_MAJOR,
             )  # fmt: skip
 
 
@@ -96,12 +96,12 @@ def cross_entropy_backward_triton(
     t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST, WIDEST // x.itemsize)
     if t.lines * t.n == 0:
         return dx
-    tiles, off = -(-t.n // t.layout[-1]), smoothing / t.n
+    tiles = -(-t.n // t.layout[-1])
     launch(
         cross_entropy_backward_kernel,
         (t.grid[0] * tiles, 1, 1),
         (x, target, grad, stats, dx),
-        (*t.sizes, tiles, t.lines, 1.0 - smoothing + off, off),
+        (*t.sizes, tiles, t.lines, smoothing / t.n, 1.0 - smoothing),
         (ignore_index, *t.layout),
         t.num_warps,
     )

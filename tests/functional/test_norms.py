@@ -61,6 +61,8 @@ def test_values_and_gradients(
     """Each result is rounded once; before that 20 numbers are summed and scaled a few times, below
     64 u of the largest. What is summed over 18 lines has 18 u of their sum more.
     """
+    if same and device.type == "cuda":
+        pytest.skip("so few elements are torch's own kernels'")
     tensors = made(half, half if same else FP32, device)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     y, expected = call(center, functional, *tensors), call(center, F, *exact)
