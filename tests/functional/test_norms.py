@@ -26,6 +26,7 @@ NAMES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rms_norm": lambda x, _, w: functional.rms_norm(x, (8,), w),
     "add_layer_norm": lambda *args: torch.add(*added(*args)),
     "add_rms_norm": lambda x, r, w: functional.add_rms_norm(x, r, (8,), w)[1],
+    "add_rms_norm of x and x": lambda x, _, w: functional.add_rms_norm(x, x, (8,), w)[0],
 }
 
 
