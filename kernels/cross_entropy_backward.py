@@ -70,8 +70,9 @@ def cross_entropy_backward_kernel(
     columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     hit = tl.arange(0, BLOCK)[None, :] == (target + begin - at).to(tl.int32)
     _write_tile(
-        x_ptr, dx_ptr, lines + columns, counts, valid & exist, hit, g, m, log2_s, off, more, ROW_MAJOR
-    )
+        x_ptr, dx_ptr, lines + columns, counts, valid & exist, hit,
+        g, m, log2_s, off, more, ROW_MAJOR,
+    )  # fmt: skip
     if ALIGN < VEC:  # noqa: SIM102  # constant, the other not
         if tile == 0:
             edges, there = edge_offsets(begin, begin + n, first, last, VEC)
