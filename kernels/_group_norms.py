@@ -1,8 +1,9 @@
-"""How group norm kernels walk over [N, C, S] in either memory format, and what both directions share.
+"""How group norm kernels walk over [N, C, S] in either memory format.
 
-A line is the ``depth * spatial`` elements of one group of one image. A tile of it is [ROWS, BLOCK]:
-[channels, spatial] where channels lie apart, [spatial, channels] where they are neighbours
-(LAST), so that columns are neighbours in memory. One program has one line.
+A line is the ``depth * spatial`` elements of one group of one image. A tile is
+[lines, channels, places] where channels lie apart, [places, lines, channels] where they are
+neighbours (LAST): what varies fastest in memory is last. It holds ROWS lines of one image, and
+BLOCK elements of each, at PLACES places. Where a tile begins is computed in 64 bits, once.
 """
 
 import math
@@ -11,26 +12,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._lines import MAX_WARPS, WIDEST, cached_by_shape, power_of_two
+from tritonamp.kernels._lines import (
+    MANY,
+    MAX_WARPS,
+    SHORT,
+    WIDEST,
+    cached_by_shape,
+    power_of_two,
+)
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 LOOP = 4096  # elements of a tile that moves along a line
+WARPS = 16  # that do so in the backward
+SECTOR = 32  # bytes that memory hands out at a time
+FARTHEST = 1 << 31  # elements between a tile's first and last: offsets have 32 bits
 
 
 class Groups(NamedTuple):
     """How lines lie, and the tile that moves along them. All of it follows from the shape.
 
     Attributes:
-        lines: how many: images times groups.
-        sizes: groups, channels of a group, elements of a channel.
-        layout: LAST, WHOLE (a tile holds a line), VEC (neighbours that a thread loads at once),
-            ROWS, BLOCK.
+        images: how many.
+        blocks: programs that share the lines of an image.
+        whole: a program's tile covers whole lines, else the program moves along them.
+        sizes: groups, channels of a group, elements of a channel, elements of a line.
+        layout: LAST, ALIGN (BLOCK where every tile is full and needs no mask, else less), VEC
+            (neighbours that a thread loads at once), PLACES, ROWS, BLOCK.
     """
 
-    lines: int
-    sizes: tuple[int, int, int]
-    layout: tuple[bool, bool, int, int, int]
+    images: int
+    blocks: int
+    whole: bool
+    sizes: tuple[int, int, int, int]
+    layout: tuple[bool, int, int, int, int, int]
     num_warps: int
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a thread's elements take many accesses, each with an address and a mask."""
+        return self.layout[2] < 4
 
 
 @cached_by_shape
@@ -47,17 +67,30 @@ def walk(
         per_thread: elements that a thread is to hold.
         longest: line that a program holds in its registers.
     """
-    depth, spatial = shape[1] // groups, math.prod(shape[2:])
-    rows, columns = (spatial, depth) if last else (depth, spatial)
-    vec = math.gcd(columns, WIDEST // itemsize)
-    block = power_of_two(columns)
-    whole = block * power_of_two(rows) <= longest
+    images, depth, spatial = shape[0], shape[1] // groups, math.prod(shape[2:])
+    last = last or spatial == 1
+    across, along = (spatial, depth) if last else (depth, spatial)
+    columns = power_of_two(along)
+    whole = columns * power_of_two(across) <= longest
     if not whole:
-        block = power_of_two(columns, LOOP)
-    tile_rows = power_of_two(rows, (longest if whole else LOOP) // block)
-    warps = max(tile_rows * block // (WARP_SIZE * per_thread), 1)
-    layout = last, whole, vec, tile_rows, block
-    return Groups(shape[0] * groups, (groups, depth, spatial), layout, min(warps, MAX_WARPS))
+        columns = power_of_two(along, LOOP)
+    fill, distance = (longest if whole else LOOP) // columns, shape[1] if last else spatial
+    if not whole and not last:  # warps with a channel of their own, which is summed up at its end
+        fill = max(math.gcd(depth, WARPS), fill)
+        columns = min(columns, LOOP // fill)
+    strides = power_of_two(across, min(fill, FARTHEST // distance))
+    block, rows = columns * strides, 1
+    if whole and block <= 512:
+        rows = power_of_two(groups, SHORT // block)
+    elif last and depth * itemsize < SECTOR and images * groups >= 4 * MANY:
+        rows = power_of_two(groups, SECTOR // (depth * itemsize))
+    full = along % columns == 0 and across % strides == 0 and groups % rows == 0
+    vec = math.gcd(along, WIDEST // itemsize)
+    warps = min(max(rows * block // (WARP_SIZE * per_thread), 1), MAX_WARPS)
+    align, places = block if full else min(vec, block // 2), strides if last else columns
+    layout = last, align, vec, places, rows, block
+    sizes = groups, depth, spatial, depth * spatial
+    return Groups(images, -(-groups // rows), whole, sizes, layout, warps)
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
@@ -69,45 +102,84 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 @triton.jit
-def line_start(groups, depth, spatial, LAST: tl.constexpr, VEC: tl.constexpr):
-    """Return this program's group, its image, its first address, and the distance of two rows."""
-    line = tl.program_id(0).to(tl.int64)
-    group, image = line % groups, line // groups
-    if LAST:
-        depth = depth // VEC * VEC  # tells the compiler what divides it
-        return group, image, image * groups * depth * spatial + group * depth, groups * depth
+def along_axis(SIZE: tl.constexpr, AXIS: tl.constexpr):
+    """Return 0 to SIZE along one axis of three."""
+    i = tl.arange(0, SIZE)
+    if AXIS == 0:
+        return i[:, None, None]
+    elif AXIS == 1:
+        return i[None, :, None]
     else:
-        spatial = spatial // VEC * VEC
-        return group, image, line * depth * spatial, spatial
+        return i[None, None, :]
+
+
+@triton.jit
+def sum_of_lines(x, LAST: tl.constexpr):
+    """Return the sum over each line of a tile, first of what one thread holds."""
+    if x.shape[1 if LAST else 0] == 1:
+        return tl.full([1, 1, 1], tl.sum(x), tl.float32)
+    else:
+        return tl.sum(tl.sum(x, 2, keep_dims=True), 0 if LAST else 1, keep_dims=True)
+
+
+@triton.jit
+def known_to_divide(depth, spatial, LAST: tl.constexpr, VEC: tl.constexpr):
+    """Return both, telling the compiler which of them is a multiple of VEC."""
+    if LAST:
+        return depth // VEC * VEC, spatial
+    else:
+        return depth, spatial // VEC * VEC
+
+
+@triton.jit
+def tile_lines(
+    block, groups,
+    LAST: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the groups that a program works on, in a tile's shape, and which of them there are."""
+    i = along_axis(ROWS, 1 if LAST else 0) + block * ROWS
+    if ROWS == 1 or ALIGN == BLOCK:
+        return i, tl.full([1, 1, 1], True, tl.int1)
+    else:
+        return i, i < groups
+
+
+@triton.jit
+def tile_start(
+    image, block, channel, place, groups, depth, spatial, LAST: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return where a tile begins."""
+    image = image.to(tl.int64)
+    if LAST:
+        return ((image * spatial + place) * groups + block * ROWS) * depth + channel
+    else:
+        return ((image * groups + block * ROWS) * depth + channel) * spatial + place
 
 
 @triton.jit
 def tile_offsets(
-    channel, place, depth, spatial, stride,
-    LAST: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    channel, place, valid, groups, depth, spatial,
+    LAST: tl.constexpr, ALIGN: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return of the tile at that channel and place the offsets, its channels, and what exists.
-
-    Channels are [ROWS, 1], or with LAST [1, BLOCK].
-    """
-    i = tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, BLOCK)[None, :]
-    if LAST:
-        depth = depth // VEC * VEC
-        offs = (place + i).to(tl.int64) * stride + channel + j
-        return offs, channel + j, (place + i < spatial) & (channel + j < depth)
+    """Return a tile's offsets from where it begins, its channels, which there are, and the mask."""
+    CHANNELS: tl.constexpr = BLOCK // PLACES
+    line = along_axis(ROWS, 1 if LAST else 0)
+    i = along_axis(CHANNELS, 2 if LAST else 1)
+    j = along_axis(PLACES, 0 if LAST else 2)
+    offs = j * (groups * depth) + line * depth + i if LAST else (line * depth + i) * spatial + j
+    if ALIGN == BLOCK:
+        full = tl.full([1, 1, 1], True, tl.int1)
+        return offs, channel + i, full, full
     else:
-        spatial = spatial // VEC * VEC
-        offs = (channel + i).to(tl.int64) * stride + place + j
-        return offs, channel + i, (channel + i < depth) & (place + j < spatial)
+        given = valid & (i < depth - channel)
+        return offs, channel + i, given, given & (j < spatial - place)
 
 
 @triton.jit
-def load_of_channels(pointer, group, depth, channels, GIVEN: tl.constexpr, MISSING: tl.constexpr):
-    """Return a weight's value for each of these channels of a group, or where there is none MISSING."""
+def of_channels(pointer, lines, channels, depth, given, GIVEN: tl.constexpr, MISSING: tl.constexpr):
+    """Return a weight for each of these channels of groups, or where there is none MISSING."""
     if GIVEN:
-        return tl.load(pointer + group * depth + channels, mask=channels < depth, other=0.0).to(
-            tl.float32
-        )
+        return tl.load(pointer + (lines * depth + channels), mask=given, other=0.0).to(tl.float32)
     else:
         return MISSING

@@ -28,18 +28,24 @@ def moments(x, mask, count, CENTER: tl.constexpr):
 
 @triton.jit
 def add_moments(x, mask, tile, mean, squares, count, CENTER: tl.constexpr):
-    """Return mean and squares of ``count`` columns with those ``tile`` ones of x more.
+    """Return mean and squares of ``count`` columns with those ``tile`` ones of x more."""
+    tile_mean, tile_squares = moments(x, mask, tile, CENTER)
+    if CENTER:
+        return merge_moments(tile_mean, tile_squares, tile, mean, squares, count)
+    else:
+        return mean, squares + tile_squares
+
+
+@triton.jit
+def merge_moments(tile_mean, tile_squares, tile, mean, squares, count):
+    """Return mean and squares of ``count`` elements and ``tile`` others together.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances", 1979.
     """
-    tile_mean, tile_squares = moments(x, mask, tile, CENTER)
-    if CENTER:
-        shift = tile_mean - mean
-        share = tile * (1.0 / (count + tile))
-        mean += shift * share
-        tile_squares += shift * shift * (count * share)
-    return mean, squares + tile_squares
+    shift = tile_mean - mean
+    share = tile * (1.0 / (count + tile))
+    return mean + shift * share, squares + (tile_squares + shift * shift * (count * share))
 
 
 @triton.jit

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._group_norms import (
-    line_start,
-    load_of_channels,
+    known_to_divide,
     memory_format,
+    of_channels,
+    sum_of_lines,
+    tile_lines,
     tile_offsets,
+    tile_start,
     walk,
 )
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._norms import reciprocal_std
+from tritonamp.kernels._norms import merge_moments, reciprocal_std, store_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -30,65 +33,78 @@ LONGEST = 16384  # line that registers hold
 
 
 @triton.jit
-def _tile_moments(x, mask, count):
-    """Return mean and sum of squares around it of the ``count`` elements of a tile."""
-    mean = tl.sum(tl.sum(x, 1), 0) / count
+def tile_moments(x, mask, count, LAST: tl.constexpr):
+    """Return of ``count`` elements of each line the mean, and the sum of squares around it."""
+    mean = sum_of_lines(x, LAST) / count
     d = tl.where(mask, x - mean, 0.0)
-    return mean, tl.sum(tl.sum(d * d, 1), 0)
+    return mean, sum_of_lines(tl.where(mask, d * d, 0.0), LAST)
 
 
-@triton.jit(do_not_specialize=("groups", "depth", "spatial", "eps"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "eps"))
 def group_norm_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, groups, depth, spatial, eps,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
-    VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, blocks, groups, depth, spatial, n, eps,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
+    VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One line."""
-    group, image, start, stride = line_start(groups, depth, spatial, LAST, VEC)
-    n = depth * spatial
-    CHANNELS: tl.constexpr = BLOCK if LAST else ROWS
-    PLACES: tl.constexpr = ROWS if LAST else BLOCK
-    x_ptr += start
-    y_ptr += start
-    if WHOLE:
-        offs, channels, mask = tile_offsets(0, 0, depth, spatial, stride, LAST, VEC, ROWS, BLOCK)
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        mean, squares = _tile_moments(x, mask, n)
-        rstd = reciprocal_std(squares, n, eps)
-        w = load_of_channels(w_ptr, group, depth, channels, WEIGHT, 1.0)
-        b = load_of_channels(b_ptr, group, depth, channels, BIAS, 0.0)
-        y = (x - mean) * rstd * w + b
-        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        mean = 0.0
-        squares = 0.0
-        count = 0
-        for channel in range(0, depth, CHANNELS):
-            for place in range(0, spatial, PLACES):
-                offs, channels, mask = tile_offsets(
-                    channel, place, depth, spatial, stride, LAST, VEC, ROWS, BLOCK
-                )
-                x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_last")
-                some = min(CHANNELS, depth - channel) * min(PLACES, spatial - place)
-                tile_mean, tile_squares = _tile_moments(x.to(tl.float32), mask, some)
-                # Chan, Golub and LeVeque, see ``add_moments``
-                shift, share = tile_mean - mean, some * (1.0 / (count + some))
-                mean += shift * share
-                squares += tile_squares + shift * shift * (count * share)
-                count += some
-        rstd = reciprocal_std(squares, n, eps)
-        for channel in range(0, depth, CHANNELS):
-            for place in range(0, spatial, PLACES):
-                offs, channels, mask = tile_offsets(
-                    channel, place, depth, spatial, stride, LAST, VEC, ROWS, BLOCK
-                )
-                x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first")
-                w = load_of_channels(w_ptr, group, depth, channels, WEIGHT, 1.0)
-                b = load_of_channels(b_ptr, group, depth, channels, BIAS, 0.0)
-                y = ((x.to(tl.float32) - mean) * rstd * w + b).to(y_ptr.dtype.element_ty)
-                tl.store(y_ptr + offs, y, mask=mask, eviction_policy="evict_first")
-    tl.store(mean_ptr + tl.program_id(0), mean)
-    tl.store(rstd_ptr + tl.program_id(0), rstd)
+    """Whole lines in registers."""
+    image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
+    lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
+    start = tile_start(image, block, 0, 0, groups, depth, spatial, LAST, ROWS)
+    offs, channels, given, mask = tile_offsets(
+        0, 0, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
+    )
+    x = tl.load(x_ptr + start + offs, mask=mask, other=0.0).to(tl.float32)
+    w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
+    b = of_channels(b_ptr, lines, channels, depth, given, BIAS, 0.0)
+    mean, squares = tile_moments(x, mask, n, LAST)
+    rstd = reciprocal_std(squares, n, eps)
+    y = (x - mean) * (rstd * w) + b
+    tl.store(y_ptr + start + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    numbers = image.to(tl.int64) * groups + lines
+    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, True)
+
+
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "eps"))
+def group_norm_long_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, blocks, groups, depth, spatial, n, eps,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
+    VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines that registers cannot hold, read twice."""
+    CHANNELS: tl.constexpr = BLOCK // PLACES
+    image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
+    lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
+    mean = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
+    squares = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
+    count = n * 0  # of the type of n
+    for channel in range(0, depth, CHANNELS):
+        for place in range(0, spatial, PLACES):
+            start = tile_start(image, block, channel, place, groups, depth, spatial, LAST, ROWS)
+            offs, _, _, mask = tile_offsets(
+                channel, place, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
+            )
+            x = tl.load(x_ptr + start + offs, mask=mask, other=0.0, eviction_policy="evict_last")
+            some = min(CHANNELS, depth - channel) * min(PLACES, spatial - place)
+            tile_mean, tile_squares = tile_moments(x.to(tl.float32), mask, some, LAST)
+            mean, squares = merge_moments(tile_mean, tile_squares, some, mean, squares, count)
+            count += some
+    rstd = reciprocal_std(squares, n, eps)
+    for channel in range(0, depth, CHANNELS):
+        for back in range(0, spatial, PLACES):
+            place = (spatial - 1) // PLACES * PLACES - back
+            start = tile_start(image, block, channel, place, groups, depth, spatial, LAST, ROWS)
+            offs, channels, given, mask = tile_offsets(
+                channel, place, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
+            )
+            x = tl.load(x_ptr + start + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+            w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
+            b = of_channels(b_ptr, lines, channels, depth, given, BIAS, 0.0)
+            y = ((x.to(tl.float32) - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + start + offs, y, mask=mask, eviction_policy="evict_first")
+    numbers = image.to(tl.int64) * groups + lines
+    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, True)
 
 
 def group_norm_triton(
@@ -100,16 +116,15 @@ def group_norm_triton(
     stats = x.new_empty(2, x.shape[0] * groups, dtype=torch.float32)
     if x.numel() == 0:
         return y, stats
-    t = walk(
-        tuple(x.shape), groups, form is not torch.contiguous_format, x.itemsize, PER_THREAD, LONGEST
-    )
+    last = form is not torch.contiguous_format
+    t = walk(tuple(x.shape), groups, last, x.itemsize, PER_THREAD, LONGEST)
     # a pointer has to point somewhere, also where nothing is loaded
     w, b = (x if given is None else given.contiguous() for given in (weight, bias))
     launch(
-        group_norm_kernel,
-        (t.lines, 1, 1),
+        group_norm_kernel if t.whole else group_norm_long_kernel,
+        (t.images * t.blocks, 1, 1),
         (x, w, b, y, stats[0], stats[1]),
-        (*t.sizes, float(eps)),
+        (t.blocks, *t.sizes, float(eps)),
         (weight is not None, bias is not None, *t.layout),
         t.num_warps,
     )
@@ -119,17 +134,28 @@ def group_norm_triton(
 def group_norm_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    lines = x.reshape(x.shape[0] * groups, -1).float()
-    mean = lines.mean(1, keepdim=True)
-    rstd = torch.rsqrt((lines - mean).square().mean(1, keepdim=True) + eps)
-    y = ((lines - mean) * rstd).view(x.shape)
+    # torch's own multiplies x, not its distance from the mean, and rounds the mean's multiple
+    stats = statistics(x, groups, eps)
+    mean, rstd = stats.view(2, x.shape[0], groups, 1)
+    y = (
+        ((x.reshape(x.shape[0], groups, -1).float() - mean) * rstd).view(x.shape)
+        if x.numel()
+        else x
+    )
     of_channels = (1, -1) + (1,) * (x.dim() - 2)
     if weight is not None:
         y = y * weight.float().view(of_channels)
     if bias is not None:
         y = y + bias.float().view(of_channels)
-    y = y.to(x.dtype).contiguous(memory_format=memory_format(x))
-    return y, torch.stack([mean.view(-1), rstd.view(-1)])
+    return y.to(x.dtype).contiguous(memory_format=memory_format(x)), stats
+
+
+def statistics(x: Tensor, groups: int, eps: float) -> Tensor:
+    """Return FP32 [2, N * groups], mean and 1 / sqrt(variance + eps) of each group of an image."""
+    lines = x.reshape(x.shape[0] * groups, x.shape[1:].numel() // groups).float()
+    mean = lines.mean(1, keepdim=True)
+    rstd = torch.rsqrt((lines - mean).square().mean(1) + eps)
+    return torch.stack([mean[:, 0], rstd])
 
 
 def group_norm(
@@ -157,35 +183,40 @@ def group_norm(
 
 
 def group_args(x: Tensor, dim: int, affine: bool) -> tuple[Any, ...]:
-    """Return the arguments of a sample's call: two images, lines are places of channels."""
+    """Return the arguments of a sample's call: one or two images, lines are channels' places.
+
+    Without weights each channel is a group.
+    """
     lines = x.movedim(dim, -1)
-    lines = lines.reshape(1, -1, lines.shape[-1])
+    rows, n = lines.shape[:-1].numel(), lines.shape[-1]
+    lines = lines.reshape(2 - rows % 2, -1, n) if n else lines.new_empty(1, 1, 0)
     channels = lines.shape[1]
     w = torch.linspace(0.5, 2, channels, device=x.device) if affine else None
     b = torch.linspace(-1, 1, channels, device=x.device).to(x.dtype) if affine else None
-    groups = next(g for g in (3, 2, 1) if channels % g == 0)
-    return lines, w, b, groups, 1e-5
+    depth = next(size for size in (4, 3, 2, 1) if channels % size == 0) if affine else 1
+    return lines, w, b, max(channels // depth, 1), 1e-5
+
+
+def _sample(affine: bool) -> Sample:
+    sample = Sample(lambda x, dim: group_args(x, dim, affine), any_order=True, rows_only=True)
+    if affine:
+        return sample._replace(variant="affine")
+    return sample._replace(reads=2, writes=2, of_line=(0, 8))
 
 
 GROUP_NORM = TraceableOp(
-    group_norm_triton,
-    group_norm_torch,
-    [
-        Sample(
-            lambda x, dim, affine=affine: group_args(x, dim, affine),
-            any_order=True,
-            rows_only=True,
-            variant="affine" if affine else "",
-        )
-        for affine in (False, True)
-    ],
+    group_norm_triton, group_norm_torch, [_sample(affine) for affine in (False, True)]
 )
 
 
 def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
     """Yield name, shape, dtype, and whether channels are neighbours."""
     half, bf16 = torch.float16, torch.bfloat16
-    for shape, dtype in [((8, 512, 4, 4), half), ((8, 320, 64, 64), bf16), ((8, 512, 32, 32), half)]:
+    for shape, dtype in [
+        ((8, 512, 4, 4), half),
+        ((8, 320, 64, 64), bf16),
+        ((8, 512, 32, 32), half),
+    ]:
         for last in (False, True):
             name = f"group_norm {dtype} {list(shape[1:])}{' channels last' if last else ''}"
             yield name.replace("torch.", ""), shape, dtype, last
@@ -197,4 +228,4 @@ def shipped() -> Iterator[Shipped]:
         form = torch.channels_last if last else torch.contiguous_format
         x = torch.empty(shape, dtype=dtype, device="meta", memory_format=form)
         w = torch.empty(shape[1], device="meta")
-        yield Shipped(name, group_norm_triton, (x, w, w, 32, 1e-5), 64, 16, 0)
+        yield Shipped(name, group_norm_triton, (x, w, w, 32, 1e-5), 64, 18, 0)

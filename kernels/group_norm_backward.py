@@ -1,12 +1,13 @@
 """Gradients of group_norm from its input, in FP32. 6 B/element.
 
-With h = (x - mean) * rstd and g = grad * weight, and means over the line that a group of an image is
+With h = (x - mean) * rstd and g = grad * weight, and means over a line, the group of an image,
 
     dx = rstd * (g - mean(g) - h * mean(g * h)),  dweight = sum(grad * h),  dbias = sum(grad)
 
-where the last two sum over images and places. A program adds up grad * h and grad over the places of
-its line's channels, which gives both means, and leaves them for a launch that adds up images. A long
-line is read twice, the second time out of L2.
+where the last two sum over images and places. A program walks over the same groups of neighbouring
+images, and keeps sums of its own in FP32. There are as many as the shape says, whatever the GPU;
+another launch adds them up. A long line is read twice, the second time out of L2, and leaves sums
+over its places.
 """
 
 from collections.abc import Iterator
@@ -18,107 +19,138 @@ from torch import Tensor
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import reduce
 from tritonamp.kernels._group_norms import (
-    line_start,
-    load_of_channels,
+    known_to_divide,
     memory_format,
+    of_channels,
+    sum_of_lines,
+    tile_lines,
     tile_offsets,
+    tile_start,
     walk,
 )
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import launch
+from tritonamp.kernels._norm_weights import new_parts
+from tritonamp.kernels._norms import input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 8  # elements that a thread holds of four tiles
 LONGEST = 8192  # line that registers hold
+MAX_REGISTERS = 96  # of many addresses in a loop: left alone, ptxas spills a few
+PARTS = 512  # programs that keep sums of their own, about
 
 
 @triton.jit
-def _load(g_ptr, x_ptr, offs, mask, mean, rstd, EVICT: tl.constexpr):
-    """Return grad and the normalised x."""
-    grad = tl.load(g_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    return grad, tl.where(mask, (x - mean) * rstd, 0.0)
-
-
-@triton.jit
-def _finish_channels(
-    dw, db, w_ptr, dw_ptr, db_ptr, group, image, groups, depth, channels,
-    WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AXIS: tl.constexpr,
+def _store_channels(
+    part_ptr, row, sums, lines, channels, groups, depth, given, LAST: tl.constexpr
 ):  # fmt: skip
-    """Write the sums over places that are wanted; return those over channels, with their weights."""
-    dw = tl.sum(dw, AXIS, keep_dims=True)
-    db = tl.sum(db, AXIS, keep_dims=True)
-    at = (image * groups + group) * depth + channels
-    if DW:
-        tl.store(dw_ptr + at, dw, mask=channels < depth)
-    if DB:
-        tl.store(db_ptr + at, db, mask=channels < depth)
-    w = load_of_channels(w_ptr, group, depth, channels, WEIGHT, 1.0)
-    return tl.sum(tl.sum(dw * w, 1), 0), tl.sum(tl.sum(db * w, 1), 0)
+    """Write a tile's sums over places into one row of partial sums, [parts, C]."""
+    at = row.to(tl.int64) * groups * depth + (lines * depth + channels)
+    tl.store(part_ptr + at, tl.sum(sums, 0 if LAST else 2, keep_dims=True), mask=given)
 
 
-@triton.jit(do_not_specialize=("groups", "depth", "spatial"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "images", "steps"))
 def group_norm_backward_kernel(
-    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, groups, depth, spatial,
-    WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    LAST: tl.constexpr, WHOLE: tl.constexpr,
-    VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    blocks, groups, depth, spatial, n, images, steps,
+    WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One line."""
-    group, image, start, stride = line_start(groups, depth, spatial, LAST, VEC)
-    mean, rstd = tl.load(mean_ptr + tl.program_id(0)), tl.load(rstd_ptr + tl.program_id(0))
-    n = depth * spatial
-    CHANNELS: tl.constexpr = BLOCK if LAST else ROWS
-    PLACES: tl.constexpr = ROWS if LAST else BLOCK
-    AXIS: tl.constexpr = 0 if LAST else 1
-    g_ptr += start
-    x_ptr += start
-    dx_ptr += start
-    if WHOLE:
-        offs, channels, mask = tile_offsets(0, 0, depth, spatial, stride, LAST, VEC, ROWS, BLOCK)
-        grad, h = _load(g_ptr, x_ptr, offs, mask, mean, rstd, "")
-        along, level = _finish_channels(
-            tl.where(mask, grad * h, 0.0), grad, w_ptr, dw_ptr, db_ptr, group, image, groups, depth, channels,
-            WEIGHT, DW, DB, AXIS,
-        )  # fmt: skip
-        w = load_of_channels(w_ptr, group, depth, channels, WEIGHT, 1.0)
-        dx = rstd * (grad * w - level / n - h * (along / n))
-        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    else:
-        along = 0.0
-        level = 0.0
-        for channel in range(0, depth, CHANNELS):
-            dw = tl.zeros([ROWS, BLOCK], tl.float32)
-            db = tl.zeros([ROWS, BLOCK], tl.float32)
-            for place in range(0, spatial, PLACES):
-                offs, channels, mask = tile_offsets(
-                    channel, place, depth, spatial, stride, LAST, VEC, ROWS, BLOCK
-                )
-                grad, h = _load(g_ptr, x_ptr, offs, mask, mean, rstd, "evict_last")
-                dw += tl.where(mask, grad * h, 0.0)
-                db += grad
-            offs, channels, mask = tile_offsets(
-                channel, 0, depth, spatial, stride, LAST, VEC, ROWS, BLOCK
+    """Whole lines in registers: the same groups of ``steps`` images, and their sums over these."""
+    CHANNELS: tl.constexpr = BLOCK // PLACES
+    part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
+    lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
+    offs, channels, given, mask = tile_offsets(
+        0, 0, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
+    )
+    w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
+    dw = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
+    db = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
+    for step in range(0, min(steps, images - part * steps)):
+        image = part * steps + step
+        start = tile_start(image, block, 0, 0, groups, depth, spatial, LAST, ROWS)
+        numbers = image.to(tl.int64) * groups + lines
+        mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, True)
+        grad, _, h = load_gradients(
+            g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd, True, False, ""
+        )
+        g = grad * w
+        along = sum_of_lines(tl.where(mask, g * h, 0.0), LAST) / n
+        level = sum_of_lines(g, LAST) / n
+        dx = input_gradient(g, h, rstd, along, level, x_ptr, offs, mask, True, False, "")
+        tl.store(dx_ptr + start + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if DW:
+            dw += grad * h
+        if DB:
+            db += grad
+    if DW:
+        _store_channels(dw_ptr, part, dw, lines, channels, groups, depth, given, LAST)
+    if DB:
+        _store_channels(db_ptr, part, db, lines, channels, groups, depth, given, LAST)
+
+
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n"))
+def group_norm_backward_long_kernel(
+    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    blocks, groups, depth, spatial, n,
+    WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines that registers cannot hold, read twice, and their sums over places."""
+    CHANNELS: tl.constexpr = BLOCK // PLACES
+    image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
+    lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
+    mean, rstd = load_stats(mean_ptr, rstd_ptr, image.to(tl.int64) * groups + lines, valid, True)
+    along = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
+    level = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
+    for channel in range(0, depth, CHANNELS):
+        dw = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
+        db = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
+        for place in range(0, spatial, PLACES):
+            start = tile_start(image, block, channel, place, groups, depth, spatial, LAST, ROWS)
+            offs, _, _, mask = tile_offsets(
+                channel, place, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
             )
-            more_along, more_level = _finish_channels(
-                dw, db, w_ptr, dw_ptr, db_ptr, group, image, groups, depth, channels,
-                WEIGHT, DW, DB, AXIS,
+            grad, _, h = load_gradients(
+                g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd,
+                True, False, "evict_last",
             )  # fmt: skip
-            along += more_along
-            level += more_level
-        along /= n
-        level /= n
-        for channel in range(0, depth, CHANNELS):
-            for place in range(0, spatial, PLACES):
-                offs, channels, mask = tile_offsets(
-                    channel, place, depth, spatial, stride, LAST, VEC, ROWS, BLOCK
-                )
-                grad, h = _load(g_ptr, x_ptr, offs, mask, mean, rstd, "evict_first")
-                w = load_of_channels(w_ptr, group, depth, channels, WEIGHT, 1.0)
-                dx = (rstd * (grad * w - level - h * along)).to(dx_ptr.dtype.element_ty)
-                tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
+            dw += grad * h
+            db += grad
+        _, channels, given, _ = tile_offsets(
+            channel, 0, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
+        )
+        w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
+        # behind the mask for the reason given in ``softmax_rest_kernel``
+        along += sum_of_lines(tl.where(given, dw * w, 0.0), LAST)
+        level += sum_of_lines(tl.where(given, db * w, 0.0), LAST)
+        if DW:
+            _store_channels(dw_ptr, image, dw, lines, channels, groups, depth, given, LAST)
+        if DB:
+            _store_channels(db_ptr, image, db, lines, channels, groups, depth, given, LAST)
+    along, level = along / n, level / n
+    for channel in range(0, depth, CHANNELS):
+        for back in range(0, spatial, PLACES):
+            place = (spatial - 1) // PLACES * PLACES - back
+            start = tile_start(image, block, channel, place, groups, depth, spatial, LAST, ROWS)
+            offs, channels, given, mask = tile_offsets(
+                channel, place, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
+            )
+            grad, _, h = load_gradients(
+                g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd,
+                True, False, "evict_first",
+            )  # fmt: skip
+            g = grad * of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
+            dx = input_gradient(g, h, rstd, along, level, x_ptr, offs, mask, True, False, "").to(
+                dx_ptr.dtype.element_ty
+            )
+            tl.store(dx_ptr + start + offs, dx, mask=mask, eviction_policy="evict_first")
 
 
 def group_norm_backward_triton(
@@ -132,23 +164,25 @@ def group_norm_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     form = memory_format(x)
     grad, x = (t.contiguous(memory_format=form) for t in (grad, x))
-    dx, (images, channels) = torch.empty_like(x), x.shape[:2]
-    # one row at least: a pointer has to point somewhere
-    parts = x.new_empty(max(dweight + dbias, 1), images, channels, dtype=torch.float32)
+    dx, channels, wanted = torch.empty_like(x), x.shape[1], dweight + dbias
     if x.numel() == 0:
-        return dx, parts[: dweight + dbias].new_zeros(dweight + dbias, channels)
+        return dx, x.new_zeros(wanted, channels, dtype=torch.float32)
     widest, last = max(grad.itemsize, x.itemsize), form is not torch.contiguous_format
     t = walk(tuple(x.shape), groups, last, widest, PER_THREAD, LONGEST)
+    steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
+    parts = new_parts(x, -(-t.images // steps), channels, (dweight, dbias))
+    w = x if weight is None else weight.contiguous()
     launch(
-        group_norm_backward_kernel,
-        (t.lines, 1, 1),
-        (grad, x, x if weight is None else weight.contiguous(), *stats, dx, parts[0], parts[-1]),
-        t.sizes,
+        group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
+        (parts.shape[1] * t.blocks, 1, 1),
+        (grad, x, w, stats[0], stats[1], dx, parts[0], parts[-1]),
+        (t.blocks, *t.sizes, t.images, steps) if t.whole else (t.blocks, *t.sizes),
         (weight is not None, dweight, dbias, *t.layout),
         t.num_warps,
+        MAX_REGISTERS if t.scattered and not t.whole else None,
     )
-    if not dweight and not dbias:
-        return dx, parts.new_empty(0, channels)
+    if not wanted:
+        return dx, x.new_empty(0, channels, dtype=torch.float32)
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
 
 
@@ -205,35 +239,36 @@ def group_norm_backward(
     return GROUP_NORM_BACKWARD(backend, grad, x, weight, stats, groups, dweight, dbias)
 
 
-def _args(grad: Tensor, dim: int, affine: bool) -> tuple[Any, ...]:
-    """Return gradients of places; x is small: eager torch adds up grad * weight * x."""
-    lines, weight, _, groups, eps = _group_norm.group_args(grad, dim, affine)
-    x = lines.flip(-1) / 64
-    stats = _group_norm.group_norm_torch(x, None, None, groups, eps)[1]
-    return lines, x, weight, stats, groups, affine, affine
+def _sample(affine: bool) -> Sample:
+    """Return the call on gradients of places; x is small: eager torch adds up grad * weight * x."""
+
+    def args(grad: Tensor, dim: int) -> tuple[Any, ...]:
+        lines, weight, _, groups, eps = _group_norm.group_args(grad, dim, affine)
+        x = lines.flip(-1) / 64
+        stats = _group_norm.statistics(x, groups, eps)
+        return lines, x, weight, stats, groups, affine, affine
+
+    sample = Sample(args, any_order=True, rows_only=True)
+    if affine:
+        return sample._replace(variant="affine")
+    return sample._replace(reads=4, writes=2, of_line=(8, 0))
 
 
 GROUP_NORM_BACKWARD = TraceableOp(
     group_norm_backward_triton,
     group_norm_backward_torch,
-    [
-        Sample(
-            lambda grad, dim, affine=affine: _args(grad, dim, affine),
-            any_order=True,
-            rows_only=True,
-            variant="affine" if affine else "",
-        )
-        for affine in (False, True)
-    ],
+    [_sample(affine) for affine in (False, True)],
 )
 
 
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked, for cases of the forward."""
     for name, shape, dtype, last in _group_norm.shipped_cases():
+        if shape[2] == 32 and not last:
+            continue
         form = torch.channels_last if last else torch.contiguous_format
         x = torch.empty(shape, dtype=dtype, device="meta", memory_format=form)
         w = torch.empty(shape[1], device="meta")
         stats = torch.empty(2, 32 * shape[0], device="meta")
         args = x, x, w, stats, 32, True, True
-        yield Shipped(f"{name} backward", group_norm_backward_triton, args, 128, 40, 0)
+        yield Shipped(f"{name} backward", group_norm_backward_triton, args, 96, 40, 0)

@@ -15,7 +15,7 @@ import torch
 from gpuless.interpreter import prepared_once
 from torch import Tensor
 
-from tritonamp.kernels import _lines, softmax, softmax_backward
+from tritonamp.kernels import softmax, softmax_backward
 from tritonamp.kernels._implementations import TraceableOp, operations
 from tritonamp.kernels._sample import Sample, as_list
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
@@ -195,11 +195,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]
     def shrink(many: int | None) -> None:
         if many is None:
             return
-        for name, value in {"SHORT": 64, "LOOP_WARPS": 1, "MANY": many}.items():
-            monkeypatch.setattr(_lines, name, value)
+        for name, value in {"SHORT": 64, "LOOP_WARPS": 1, "LOOP": 128, "MANY": many}.items():
+            for module in kernel_modules(name):
+                monkeypatch.setattr(module, name, value)
         for module in kernel_modules("LONGEST"):
-            remembers_nothing = inspect.unwrap(_lines.tiling)
-            monkeypatch.setattr(module, "tiling", remembers_nothing)
+            for name in {"tiling", "walk"} & vars(module).keys():
+                remembers_nothing = inspect.unwrap(getattr(module, name))
+                monkeypatch.setattr(module, name, remembers_nothing)
             monkeypatch.setattr(module, "PER_THREAD", 4)
             monkeypatch.setattr(module, "LONGEST", 64 if module is softmax_backward else 128)
 
