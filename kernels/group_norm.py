@@ -147,7 +147,8 @@ def group_norm_torch(
         y = y * weight.float().view(of_channels)
     if bias is not None:
         y = y + bias.float().view(of_channels)
-    return y.to(x.dtype).contiguous(memory_format=memory_format(x)), stats
+    # not by .contiguous(): where that does nothing, torch 2.11 compiles gradients of 0
+    return y.to(x.dtype, memory_format=memory_format(x)), stats
 
 
 def statistics(x: Tensor, groups: int, eps: float) -> Tensor:

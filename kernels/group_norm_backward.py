@@ -204,7 +204,7 @@ def group_norm_backward_torch(
     h = (x.reshape(lines).float() - mean) * rstd
     g = (grad if weight is None else grad * weight.float().view(of_channels)).reshape(lines)
     dx = rstd * (g - g.mean(1, keepdim=True) - h * (g * h).mean(1, keepdim=True))
-    dx = dx.view(x.shape).to(x.dtype).contiguous(memory_format=memory_format(x))
+    dx = dx.view(x.shape).to(x.dtype, memory_format=memory_format(x))
     others = [dim for dim in range(x.dim()) if dim != 1]
     sums = [(grad * h.view(x.shape)).sum(others)] * dweight + [grad.sum(others)] * dbias
     return dx, torch.stack(sums) if sums else stats.new_empty(0, x.shape[1])

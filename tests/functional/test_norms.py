@@ -113,42 +113,6 @@ def test_other_dtypes_are_torchs(device: torch.device, center: bool, dtype: torc
     assert torch.equal(call(center, functional, x, w, b), call(center, F, x, w, b))
 
 
-@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("of_weights", [*HALVES, FP32], ids=str)
-@each_half
-def test_groups(
-    device: torch.device, half: torch.dtype, of_weights: torch.dtype, format: torch.memory_format
-) -> None:
-    """Each result is rounded once. Before that 30 numbers are summed and scaled, as above; over
-    samples and places 45.
-    """
-    x = torch.randn(3, 4, 3, 5, device=device).to(half).contiguous(memory_format=format)
-    tensors = [x, *(torch.rand(2, 4, device=device) + 1).to(of_weights)]
-    tensors = [t.detach().requires_grad_() for t in tensors]
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    y, expected = (
-        functional.group_norm(tensors[0], 2, *tensors[1:]),
-        F.group_norm(exact[0], 2, *exact[1:]),
-    )
-    grad = torch.randn(y.shape, device=device).to(half)
-    y.backward(grad)
-    expected.backward(grad.double())
-    assert y.dtype is half and y.is_contiguous(memory_format=format)
-    pairs = [(y, expected), *((t.grad, e.grad) for t, e in zip(tensors, exact, strict=True))]
-    for got, right in pairs:
-        slack = (64 + 45) * U32 * max(right.abs().max().item(), 45.0)
-        bound = unit(got.dtype) * right.abs() + slack + torch.finfo(got.dtype).smallest_normal
-        assert ((got.double() - right).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, FP32], ids=str)
-def test_groups_that_torch_refuses_are_its_errors(device: torch.device, dtype: torch.dtype) -> None:
-    with pytest.raises(RuntimeError, match="divisible by num_groups"):
-        functional.group_norm(torch.ones(2, 4, 3, device=device, dtype=dtype), 3)
-    x = torch.ones(2, 4, 3, device=device, dtype=dtype)
-    assert torch.equal(functional.group_norm(x, 2), F.group_norm(x, 2))
-
-
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm"])
 def test_arguments_are_torchs(name: str) -> None:
     ours, torchs = (inspect.signature(getattr(library, name)) for library in (functional, F))
@@ -372,23 +336,6 @@ class Norms(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.result = self.norm(self.lift(x))
         return self.result
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the norms' kernels, in the order of their launches."""
-    from tritonamp.kernels import norm, norm_backward
-
-    names: list[str] = []
-    for module in (norm, norm_backward):
-        launch: Callable[..., None] = module.launch
-
-        def noted(kernel: Any, *args: Any, launch: Callable[..., None] = launch) -> None:
-            names.append(kernel.__name__)
-            launch(kernel, *args)
-
-        monkeypatch.setattr(module, "launch", noted)
-    return names
 
 
 @pytest.mark.parametrize("backend", ["triton", "eager"])

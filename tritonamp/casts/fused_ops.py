@@ -8,12 +8,14 @@ from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
 from tritonamp.casts.op_table import Rule, Stock, fp32_rule, storage_rule
+from tritonamp.functional import group_norms, norms
 from tritonamp.functional import losses as _losses
-from tritonamp.functional import norms
 from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, as_dims, is_ours
+from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
+from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -109,9 +111,37 @@ def _rms_norm_rule(
 
 
 def _run_norm(stock: Stock, active: ActivePolicy, input: Tensor, *args: Any) -> Tensor:
-    if _norm.NORM.uses_triton(active.backend, input):
-        return norms.Norm.apply(input, *args, input.dtype, active.backend)
-    return stock.run(norms.Norm.apply, input, *args, input.dtype, "eager")
+    return _run(norms.Norm, _norm.NORM, stock, active, input, *args, input.dtype)
+
+
+def _group_norm_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    if not active.policy.op_policy or not group_norms.is_ours(input, num_groups, weight, bias):
+        return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
+    args = input, weight, bias, num_groups, eps
+    return _run(group_norms.GroupNorm, _group_norm.GROUP_NORM, stock, active, *args)
+
+
+def _run(
+    function: Any,
+    operation: TraceableOp,
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    *args: Any,
+) -> Tensor:
+    """Apply a norm's function by its kernel, or by eager torch without any rules."""
+    if operation.uses_triton(active.backend, input):
+        return function.apply(input, *args, active.backend)
+    return stock.run(function.apply, input, *args, "eager")
 
 
 def _cross_entropy_rule(
@@ -137,6 +167,7 @@ def _cross_entropy_rule(
 
 
 FUSED: dict[str, Rule] = {
+    "group_norm": _group_norm_rule,
     "layer_norm": _layer_norm_rule,
     "rms_norm": _rms_norm_rule,
     "cross_entropy_loss": _cross_entropy_rule,

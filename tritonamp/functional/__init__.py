@@ -5,11 +5,11 @@ arithmetic is FP32 and each result is rounded once; every other dtype is handed 
 inputs on a GPU that are too small to gain by a kernel: torch's own do the same there.
 """
 
+from tritonamp.functional.group_norms import group_norm as group_norm
 from tritonamp.functional.linear_losses import linear_cross_entropy as linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy as cross_entropy
 from tritonamp.functional.norms import add_layer_norm as add_layer_norm
 from tritonamp.functional.norms import add_rms_norm as add_rms_norm
-from tritonamp.functional.norms import group_norm as group_norm
 from tritonamp.functional.norms import layer_norm as layer_norm
 from tritonamp.functional.norms import rms_norm as rms_norm
 from tritonamp.functional.rows import log_softmax as log_softmax

@@ -87,9 +87,16 @@ def _gradients(
     dx, sums = _norm_backward.norm_backward(
         grad, x, weight, stats, n, dweight, dbias, added, backend
     )
-    dw = sums[0].to(weight.dtype).view(weight.shape) if dweight else None
-    db = sums[-1].to(bias.dtype).view(bias.shape) if dbias else None
-    return dx, dw, db
+    return dx, *of_weights(sums, weight if dweight else None, bias if dbias else None)
+
+
+def of_weights(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of those that are given, from FP32 [given, elements]."""
+    dw = None if weight is None else sums[0].to(weight.dtype).view(weight.shape)
+    db = None if bias is None else sums[-1].to(bias.dtype).view(bias.shape)
+    return dw, db
 
 
 def layer_norm(
@@ -133,32 +140,6 @@ def rms_norm(
     n = numel(normalized_shape)
     eps = RMS_EPS if eps is None else eps
     return Norm.apply(input, weight, None, n, eps, False, input.dtype, "auto")
-
-
-def group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Return ``torch.nn.functional.group_norm``, of half input computed in FP32, rounded once.
-
-    By torch's operations on an FP32 copy: it has no kernel here.
-
-    Args:
-        input: [N, C, ...], in any memory format, which the result has, too.
-        num_groups: into which the channels are divided.
-        weight: [C], half or float32.
-        bias: as ``weight``.
-        eps: added to the variance.
-    """
-    given = [w for w in (weight, bias) if w is not None]
-    halves = isinstance(input, Tensor) and input.dtype in HALF_DTYPES
-    if not halves or any(w.dtype not in (*HALF_DTYPES, torch.float32) for w in given):
-        return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
-    w, b = (given if given is None else given.float() for given in (weight, bias))
-    return torch.nn.functional.group_norm(input.float(), num_groups, w, b, eps).to(input.dtype)
 
 
 def add_layer_norm(
@@ -242,11 +223,16 @@ def is_ours(
     shape, given = tuple(normalized_shape), [w for w in weights if w is not None]
     if not shape or 0 in shape or tuple(input.shape[-len(shape) :]) != shape:
         return False
-    if any(tuple(w.shape) != shape or w.device != input.device for w in given):
+    return fit(input, shape, given, least)
+
+
+def fit(input: Tensor, shape: tuple[int, ...], weights: list[Tensor], least: int) -> bool:
+    """Return whether the weights have this shape, dtypes for a kernel, and the input the size."""
+    if any(tuple(w.shape) != shape or w.device != input.device for w in weights):
         return False
-    if any(w.dtype not in (*HALF_DTYPES, torch.float32) for w in given):
+    if any(w.dtype not in (*HALF_DTYPES, torch.float32) for w in weights):
         return False
-    mixed = any(w.dtype is not input.dtype for w in given)
+    mixed = any(w.dtype is not input.dtype for w in weights)
     return mixed or not input.is_cuda or input.numel() >= least
 
 

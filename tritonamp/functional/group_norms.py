@@ -1,0 +1,83 @@
+"""A differentiable group_norm: half storage, FP32 arithmetic, weights half or FP32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tritonamp.functional.inputs import is_half, min_numel
+from tritonamp.functional.norms import fit, of_weights
+from tritonamp.kernels import group_norm as _group_norm
+from tritonamp.kernels import group_norm_backward as _group_norm_backward
+from tritonamp.kernels._implementations import MIN_NUMEL
+
+
+class GroupNorm(torch.autograd.Function):
+    """group_norm that saves its half input, and two FP32 numbers of each group of an image."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        groups: int,
+        eps: float,
+        backend: str,
+    ) -> Tensor:
+        y, stats = _group_norm.group_norm(x, weight, bias, groups, eps, backend)
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.args = groups, eps, backend
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, stats = ctx.saved_tensors
+        groups, eps, backend = ctx.args
+        _, dweight, dbias, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # it is differentiated again: stats, too, are functions of x
+            stats, backend = _group_norm.statistics(x, groups, eps), "eager"
+        dx, sums = _group_norm_backward.group_norm_backward(
+            grads[0], x, weight, stats, groups, dweight, dbias, backend
+        )
+        wanted = weight if dweight else None, bias if dbias else None
+        return dx, *of_weights(sums, *wanted), None, None, None
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``torch.nn.functional.group_norm``, of half input computed in FP32, rounded once.
+
+    Args:
+        input: [N, C, ...], contiguous or channels last, as the result is then, too.
+        num_groups: into which the channels are divided.
+        weight: [C], half or float32.
+        bias: as ``weight``.
+        eps: added to the variance.
+    """
+    if not is_ours(input, num_groups, weight, bias, least=min_numel()):
+        return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
+    return GroupNorm.apply(input, weight, bias, num_groups, eps, "auto")
+
+
+def is_ours(
+    input: Tensor, num_groups: int, *weights: Tensor | None, least: int = MIN_NUMEL
+) -> bool:
+    """Return whether this package computes the norm; else torch does, or refuses.
+
+    On a GPU from ``least`` elements on, and what torch's kernels cannot: weights of other dtypes.
+    """
+    if not is_half(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
+        return False
+    if input.dim() < 2 or num_groups < 1 or input.shape[1] % num_groups:
+        return False
+    if 0 in input.shape[1:] or input.numel() == num_groups:  # one value is no statistic
+        return False
+    given = [w for w in weights if w is not None]
+    return fit(input, (input.shape[1],), given, least)
