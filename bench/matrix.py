@@ -1,5 +1,6 @@
 """Everything that is measured, for ``run.py`` and the pytest files."""
 
+import group_norm_ops
 import loss_ops
 import norm_ops
 import row_ops
@@ -17,6 +18,7 @@ def all_cases(toy: bool = False) -> list[Case]:
     return [
         *row_ops.cases(toy),
         *norm_ops.cases(toy),
+        *group_norm_ops.cases(toy),
         *loss_ops.cases(toy),
         *steps.cases(toy),
         *training.cases(toy),

@@ -111,17 +111,17 @@ def peers() -> dict[str, tuple[Callable[[torch.device], Norm], bool]]:
         "tritonamp": (lambda _: tritonamp, False),
         "eager": (lambda _: torchs, True),
         "autocast": (lambda _: autocast, False),
-        "compile": (compiled, False),
+        "compile": (functools.partial(compiled, widened), False),
         "Liger-Kernel": (lambda _: liger, False),
         "apex": (lambda _: apex, True),
     }
 
 
-def compiled(device: torch.device) -> Norm:
+def compiled(norm: Any, device: torch.device) -> Any:
     torch._dynamo.reset()  # a shape of its own for each case, not a dynamic one
     # on a CPU inductor would wait for a C++ compiler
     backend = "inductor" if device.type == "cuda" else "eager"
-    return torch.compile(widened, dynamic=False, backend=backend)
+    return torch.compile(norm, dynamic=False, backend=backend)
 
 
 def inputs(
@@ -151,8 +151,11 @@ def work(
     device: torch.device,
 ) -> Work:
     """Make a forward without autograd, or the gradients of input and weights."""
-    norm = make(device)
-    given = inputs(kind, shape, dtype, half_weights, device)
+    return differentiated(make(device), inputs(kind, shape, dtype, half_weights, device), backward)
+
+
+def differentiated(norm: Callable[[Any], Any], given: Any, backward: bool) -> Work:
+    """Make what a norm of these tensors takes: the forward, or its gradients from results."""
     if not backward:
         return Work([torch.no_grad()(functools.partial(norm, given))])
     wanted = [t for t in given if t is not None]

@@ -18,6 +18,8 @@ GROUPS = (
     "rms_norm backward",
     "add_rms_norm forward",
     "add_rms_norm backward",
+    "group_norm forward",
+    "group_norm backward",
     "cross_entropy forward",
     "cross_entropy backward",
     "linear cross entropy",

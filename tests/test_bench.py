@@ -34,6 +34,7 @@ def bench() -> SimpleNamespace:
     """The modules of bench/, which pytest's ``pythonpath`` finds by name."""
     names = (
         "convergence",
+        "group_norm_ops",
         "host",
         "loss_ops",
         "matrix",
@@ -160,6 +161,22 @@ def test_norms_of_peers_are_the_same(bench: SimpleNamespace, kind: str, backward
         torch.manual_seed(0)
         args = kind, (4, 64), torch.bfloat16, backward, CPU
         (call,) = bench.norm_ops.work(*peers[peer], *args).calls
+        results[peer] = call()
+    for result in results.values():
+        for got, expected in zip(result, results["eager"], strict=True):
+            torch.testing.assert_close(got.float(), expected.float(), rtol=3e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("form", ["", " channels last"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_group_norms_of_peers_are_the_same(
+    bench: SimpleNamespace, form: str, backward: bool
+) -> None:
+    ops, results = bench.group_norm_ops, {}
+    for peer in ("tritonamp", "eager", "compile"):
+        torch.manual_seed(0)
+        args = ops.TOY, ops.FORMATS[form], torch.bfloat16, backward, CPU
+        (call,) = ops.work(*ops.peers()[peer], *args).calls
         results[peer] = call()
     for result in results.values():
         for got, expected in zip(result, results["eager"], strict=True):
