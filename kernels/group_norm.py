@@ -36,7 +36,7 @@ LONGEST = 16384  # line that registers hold
 def tile_moments(x, mask, count, LAST: tl.constexpr):
     """Return of ``count`` elements of each line the mean, and the sum of squares around it."""
     mean = sum_of_lines(x, LAST) / count
-    d = tl.where(mask, x - mean, 0.0)
+    d = x - mean
     return mean, sum_of_lines(tl.where(mask, d * d, 0.0), LAST)
 
 

@@ -168,12 +168,16 @@ def test_bytes(
         ((9, 10, 64), 10),
         ((8, 4096, 2), 1),
         ((3, 5, 7), 5),
+        ((9, 64, 1), 4),
     ],
     ids=str,
 )
 def test_tiles(shape: tuple[int, ...], groups: int, last: bool) -> None:
-    """Tiles are no larger than they may be, cover what they say, and offsets fit 32 bits."""
+    """Tiles are no larger than they may be, cover what they say, and offsets fit 32 bits. Where
+    there is one place, channels are neighbours.
+    """
     t = walk(shape, groups, last, 2, 16, 16384)
+    assert t.layout[0] == (last or shape[2:] == (1,))
     last, align, vec, places, rows, block = t.layout
     _, depth, spatial, n = t.sizes
     channels = block // places
