@@ -1,15 +1,18 @@
 """Losses of transformers on half logits, which they widen before cross entropy."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import has_compiled_regions
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from tritonamp import functional
+from tritonamp.integrations.unread_logits import Head, UnreadLogits, leaves_logits_unread
 
 # what they compute of logits is cross entropy alone (transformers 5.23)
 _LOSSES = frozenset(
@@ -33,10 +36,47 @@ class _StaysHalf(torch.Tensor):
         return functional.cross_entropy(logits.as_subclass(torch.Tensor), *others, **(kwargs or {}))
 
 
+class _Rows(_StaysHalf):
+    """What logits are made of, in their place: ``linear_cross_entropy`` reads it.
+
+    Attributes:
+        head: the logits'.
+    """
+
+    head: Head
+
+    @classmethod
+    def of(cls, head: Head) -> "_Rows":
+        """Return the rows of ``head``."""
+        rows = head.rows.as_subclass(cls)
+        rows.head = head
+        return rows
+
+    def view(self, *size: Any) -> Tensor:
+        """Return rows of logits; of all that is asked for, (-1, v) is what a loss asks for."""
+        rows, weight = self.head.rows, self.head.weight
+        if size != (-1, len(weight)):
+            return self.head.logits().view(*size)
+        return _Rows.of(self.head._replace(rows=rows.reshape(-1, rows.shape[-1])))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.nn.functional.cross_entropy:
+            return super().__torch_function__(func, types, args, kwargs)
+        target, head = args[1], args[0].head
+        given = {name: kwargs[name] for name in ("ignore_index", "reduction") if name in kwargs}
+        return functional.linear_cross_entropy(
+            head.rows, head.weight, target, head.bias, chunk_rows=head.chunk_rows, **given
+        )
+
+
 class FusedLoss:
     """A loss whose cross entropy reads half logits: no FP32 copy of them, nor of their gradient.
 
-    It is ``tritonamp.functional.cross_entropy``, which computes in FP32 anyway.
+    It is ``tritonamp.functional.cross_entropy``, which computes in FP32 anyway; of ``UnreadLogits``
+    it is ``linear_cross_entropy``, for which they are never all there.
 
     Args:
         stock: one of transformers' own, that does nothing else with logits.
@@ -51,6 +91,10 @@ class FusedLoss:
         half = logits.dtype in (torch.float16, torch.bfloat16)
         if not half or torch.compiler.is_compiling():  # which leaves the copy out by itself
             return self._stock(logits, *args, **kwargs)
+        if isinstance(logits, UnreadLogits):
+            if logits.computed is None:
+                return self._stock(_Rows.of(logits.head), *args, **kwargs)
+            logits = logits.view(logits.shape)  # which is of torch's class
         return self._stock(logits.as_subclass(_StaysHalf), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,6 +108,26 @@ def fuse_loss(model: nn.Module) -> None:
     Args:
         model: of transformers, or around one, as PEFT's are.
     """
-    own = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    own = _pretrained(model)
     if own is not None and own.loss_function in _LOSSES:
         own.loss_function = FusedLoss(own.loss_function)
+
+
+def without_logits(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which the model's fused loss is computed without all logits at once.
+
+    Where that cannot be, because its last layer is no plain linear one, is sharded, has adapters or
+    is compiled, nothing is different in it.
+    """
+    own = _pretrained(model)
+    if own is None or not isinstance(own.loss_function, FusedLoss):
+        return contextlib.nullcontext()
+    layer = own.get_output_embeddings()
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer)
+    if not plain or type(layer.weight) is not nn.Parameter or has_compiled_regions(model):
+        return contextlib.nullcontext()
+    return leaves_logits_unread(layer)
+
+
+def _pretrained(model: nn.Module) -> PreTrainedModel | None:
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)

@@ -1,11 +1,12 @@
 """Hugging Face's Trainer: ``enable(trainer, level="O2")`` before ``trainer.train()``."""
 
+import contextlib
 from typing import Any
 
 import transformers
 
 from tritonamp.integrations import accelerate
-from tritonamp.integrations.fused_loss import fuse_loss
+from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
 
 def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings: Any) -> None:
@@ -19,7 +20,8 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
         trainer: of any subclass. Its ``fp16`` or ``bf16`` is the ``dtype`` where the settings do
             not say one; the casts are tritonamp's.
         fused_loss: the model's own loss (causal and masked language models, token classification)
-            reads half logits, and makes no FP32 copy of them.
+            reads half logits, and makes no FP32 copy of them; where the Trainer's own
+            ``compute_loss`` trains with it, many logits are never there all at once.
         settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
             ``fp16`` or ``bf16``, else the one that the model was loaded in), ``scaler``, fields of
             ``Policy``...
@@ -54,6 +56,17 @@ class _EnabledTrainer(transformers.Trainer):
         if amp is not None and "loss" in logs:  # else of an evaluation, or of the whole run
             logs.update(amp.metrics())
         super().log(logs, *args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss, in training without the logits, where nobody else reads them."""
+        stock = super().compute_loss
+        others = return_outputs or self.compute_loss_func or self.label_smoother
+        own = stock.__func__ is transformers.Trainer.compute_loss  # type: ignore[attr-defined]
+        alone = own and not others and model.training and not self.is_fsdp_enabled
+        with without_logits(model) if alone else contextlib.nullcontext():
+            return stock(model, inputs, return_outputs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save what training resumes from; ``_save`` is called for it, too."""

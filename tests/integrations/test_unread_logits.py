@@ -1,0 +1,358 @@
+"""Losses of transformers without all logits at once, and who gets the logits all the same."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import peft, transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tritonamp.integrations import unread_logits
+from tritonamp.integrations.transformers import enable
+from tritonamp.integrations.unread_logits import Head, UnreadLogits, leaves_logits_unread
+
+pytestmark = [
+    pytest.mark.clients,
+    # of PEFT to transformers
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.*` is deprecated"),
+]
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+WORDS, WIDTH, LENGTH, SIZE, BATCHES = 37, 8, 8, 4, 2
+ROWS = SIZE * LENGTH
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread_logits, "MIN_ROWS", 12)  # 2 d = 16 rows at a time
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most rows of logits, or of their gradients, that an operation made."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.shape[-1:] == (WORDS,):
+                self.rows = max(self.rows, made.numel() // WORDS)
+        return result
+
+
+# What is computed when it is read
+
+
+class Doubled(torch.autograd.Function):
+    """A function of somebody else's, which Python's overrides do not reach."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+def changed_in_place(x: Tensor) -> Tensor:
+    x = 1 * x if x.is_leaf else x
+    x[..., :3] = 0
+    x /= 4
+    return x.tanh()
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "arithmetic": lambda x: torch.tanh(x / 30) * 30,
+    "widened": lambda x: x.float().softmax(-1),
+    "to": lambda x: x.to(torch.float64) ** 2,
+    "indexed": lambda x: x[..., :-1, :].reshape(-1, WORDS),
+    "function": lambda x: Doubled.apply(x),  # type: ignore[no-any-return]
+    "in place": changed_in_place,
+    "twice": lambda x: x.exp() + x.float(),
+    "product": lambda x: x @ x.transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("half", [FP16, BF16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_who_reads_them_gets_them_and_their_gradients(
+    reader: Callable[[Tensor], Tensor], bias: bool, half: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(WIDTH, WORDS, bias=bias), torch.randn(SIZE, LENGTH, WIDTH)
+    results = []
+    for unread in (False, True):
+        given = x.clone().requires_grad_()
+        left = leaves_logits_unread(layer) if unread else contextlib.nullcontext()
+        with left, torch.autocast("cpu", half):
+            logits = layer(given)
+        assert isinstance(logits, UnreadLogits) is unread and logits.dtype is half
+        assert logits.shape == (SIZE, LENGTH, WORDS) and logits.requires_grad
+        y = reader(logits)
+        assert type(y) is Tensor
+        assert not unread or logits.computed is not None or reader is READERS["widened"]
+        y.double().square().sum().backward()
+        grads = given.grad, *(p.grad for p in layer.parameters())
+        results.append((y.dtype, y.detach().double(), *grads))
+        layer.zero_grad()
+    (dtype, *expected), (found_dtype, *found) = results
+    assert found_dtype is dtype and "forward" not in vars(layer)
+    eps = torch.finfo(half).eps
+    for a, b in zip(found, expected, strict=True):
+        # sums of few products, each rounded to half: another order, another neighbour
+        torch.testing.assert_close(a, b, rtol=4 * eps, atol=4 * eps * b.abs().max().item())
+
+
+def test_nothing_is_computed_to_ask_what_they_are() -> None:
+    head = Head(torch.randn(SIZE, WIDTH), torch.randn(WORDS, WIDTH), None, FP16)
+    unread = UnreadLogits.of(head, FP16)
+    wide = unread.float()
+    assert isinstance(wide, UnreadLogits) and wide.dtype is FP32 and wide.float() is wide
+    assert (wide.size(-1), wide.dim(), wide.device) == (WORDS, 2, head.rows.device)
+    assert unread.computed is None and wide.computed is None
+    assert torch.equal(wide + 0, head.logits().float())
+
+
+def test_a_layer_whose_forward_raises_has_its_own_again() -> None:
+    layer = nn.Linear(WIDTH, WORDS)
+    message = "shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match=message), leaves_logits_unread(layer):
+        layer(torch.zeros(1, WIDTH + 1))
+    assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize("how", ["FP32", "no gradients", "few"])
+def test_when_they_are_computed_at_once(how: str) -> None:
+    layer, x = nn.Linear(WIDTH, WORDS), torch.randn(16 if how == "few" else 17, WIDTH)
+    autocast = torch.autocast("cpu", BF16, enabled=how != "FP32")
+    with autocast, leaves_logits_unread(layer), torch.set_grad_enabled(how != "no gradients"):
+        assert type(layer(x)) is Tensor
+
+
+# Models
+
+
+def shape(**more: Any) -> dict[str, Any]:
+    return dict(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        **more,
+    )
+
+
+def gpt2() -> Any:
+    sizes = dict(vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=1, n_head=2)
+    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return transformers.GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)
+
+
+def bert() -> Any:
+    no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertConfig(**shape(), **no_dropout)
+
+
+def phi() -> Any:
+    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
+    return transformers.PhiConfig(**shape(), **no_dropout)
+
+
+def mixtral() -> Any:
+    experts = dict(num_local_experts=2, num_experts_per_tok=1, output_router_logits=True)
+    return transformers.MixtralConfig(**shape(), **experts)
+
+
+MODELS: dict[str, tuple[type, Any, bool]] = {
+    "tied": (transformers.GPT2LMHeadModel, gpt2(), False),
+    "own head": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**shape()), False),
+    "auxiliary loss": (transformers.MixtralForCausalLM, mixtral(), False),
+    "bias": (transformers.PhiForCausalLM, phi(), False),
+    "own cross entropy": (transformers.BertForMaskedLM, bert(), True),
+    "soft cap": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**shape()), True),
+    "scaled": (transformers.CohereForCausalLM, transformers.CohereConfig(**shape()), True),
+}
+"""Class, config, and whether something else reads the logits."""
+
+
+def made(name: str) -> Any:
+    cls, config, _ = MODELS[name]
+    torch.manual_seed(3)
+    return cls(config)
+
+
+def data() -> list[dict[str, Tensor]]:
+    """Rows of which some have few targets, so that the mean over a batch is not that of means."""
+    tokens = torch.randint(0, WORDS, (SIZE * BATCHES, LENGTH), generator=torch.Generator())
+    labels = tokens.clone()
+    labels[:2, 2:] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+
+
+def trained(
+    folder: Path,
+    model: nn.Module,
+    kind: type = transformers.Trainer,
+    more: Any = None,
+    fused_loss: bool = True,
+    level: str = "O2",
+    resume: Any = None,
+    **arguments: Any,
+) -> tuple[list[float], dict[str, Tensor], int]:
+    """Train, and return losses, what the steps subtracted, and the most rows of logits made."""
+    settings: dict[str, Any] = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=1,
+        logging_steps=1,
+        max_grad_norm=0.0,
+        per_device_train_batch_size=SIZE,
+        per_device_eval_batch_size=SIZE,
+        gradient_accumulation_steps=BATCHES,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = kind(
+        model=model,
+        args=transformers.TrainingArguments(**{**settings, **arguments}),
+        train_dataset=data(),
+        eval_dataset=data()[:SIZE],
+        optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
+        **(more or {}),
+    )
+    enable(trainer, level=level, fused_loss=fused_loss)
+    with Largest() as largest:
+        trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    after = model.state_dict()
+    steps = {name: value - after[name] for name, value in before.items()}
+    trainer.accelerator.amp.disable()
+    return losses, steps, largest.rows
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [*((name, "O2") for name in MODELS), ("scaled", "O1"), ("tied", "O1"), ("own head", "O5")],
+)
+def test_the_loss_is_that_of_all_logits(name: str, level: str, tmp_path: Path) -> None:
+    """Over two batches that make one step, of which each has another number of targets."""
+    losses, steps, rows = trained(tmp_path, made(name), level=level)
+    expected, expected_steps, all_rows = trained(
+        tmp_path, made(name), level=level, fused_loss=False
+    )
+    assert all_rows == ROWS and rows == (ROWS if MODELS[name][2] else 16)
+    eps = torch.finfo(BF16 if level == "O5" else FP16).eps
+    # logits are below 1, and each may be rounded to its neighbour
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= eps
+    for name, step in expected_steps.items():
+        # gradients of half an ulp off in some places, behind them four times at most; weights
+        # below 2 are in FP32 what a step leaves of them
+        rounding = torch.finfo(FP32).eps * step.numel() ** 0.5
+        assert (steps[name] - step).norm() <= 2 * eps * step.norm() + rounding, name
+
+
+def test_resuming_is_not_stopping(tmp_path: Path) -> None:
+    saving = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    model, resumed = made("own head"), made("own head")
+    trained(tmp_path / "0", model, **saving)
+    _, _, rows = trained(
+        tmp_path / "1", resumed, resume=str(tmp_path / "0" / "checkpoint-2"), **saving
+    )
+    assert rows == 16
+    for name, value in model.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+# Who else needs them
+
+
+class ReadingTrainer(transformers.Trainer):
+    """Looks at the logits, as many people's do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        assert type(outputs.logits) is Tensor
+        return loss
+
+
+def their_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    assert type(outputs.logits) is Tensor
+    return outputs.logits.float().logsumexp(-1).mean()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "compute_loss": dict(kind=ReadingTrainer),
+    "compute_loss_func": dict(more={"compute_loss_func": their_loss}),
+    "label smoothing": dict(label_smoothing_factor=0.1),
+    "the user": dict(fused_loss=False),
+}
+
+
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_where_others_need_logits_they_are_all_there(settings: Any, tmp_path: Path) -> None:
+    _, _, rows = trained(tmp_path, made("own head"), **settings)
+    assert rows == ROWS
+
+
+def adapted() -> Any:
+    return peft.get_peft_model(
+        made("own head"), peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+    )
+
+
+def with_forward() -> Any:
+    model = made("own head")
+    model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
+    return model
+
+
+def with_loss() -> Any:
+    model = made("own head")
+    model.loss_function = lambda logits, labels, **_: logits.float().logsumexp(-1).mean()
+    return model
+
+
+@pytest.mark.parametrize("model", [adapted, with_forward, with_loss])
+def test_other_heads_and_losses_are_left_alone(model: Any, tmp_path: Path) -> None:
+    _, _, rows = trained(tmp_path, model())
+    assert rows == ROWS
+
+
+def test_evaluation_has_its_logits(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    metrics = {"compute_metrics": lambda found: seen.append(found.predictions.shape) or {}}
+    trained(tmp_path, made("own head"), more=metrics, eval_strategy="steps", eval_steps=1)
+    assert seen == [(SIZE, LENGTH, WORDS)]
+
+
+def test_prompts_of_peft_are_before_the_logits(tmp_path: Path) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(3)
+        cls, _, _ = MODELS["own head"]
+        base = cls(transformers.LlamaConfig(**{**shape(), "max_position_embeddings": LENGTH + 2}))
+        model = peft.get_peft_model(base, config)
+        results.append(trained(tmp_path, model, fused_loss=fused))
+    (losses, _, rows), (expected, _, all_rows) = results
+    assert rows == 16 and all_rows == ROWS + 2 * SIZE
+    assert abs(losses[0] - expected[0]) <= torch.finfo(FP16).eps
