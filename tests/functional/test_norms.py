@@ -80,6 +80,27 @@ def test_values_and_gradients(
         assert ((got.double() - right).abs() <= bound).all()
 
 
+@each_half
+@each_center
+def test_mixed_norms_round_to_what_is_asked_for(
+    device: torch.device, center: bool, half: torch.dtype
+) -> None:
+    x, w, b = (t.detach() for t in made(half, FP32, device))
+    rounded = call(center, functional, x, w, b)
+
+    def mixed(dtype: torch.dtype, *args: Any) -> Tensor:
+        if center:
+            return functional.mixed_layer_norm(args[0], (4, 5), *args[1:], 1e-3, dtype=dtype)
+        return functional.mixed_rms_norm(args[0], (4, 5), args[1], 1e-3, dtype=dtype)
+
+    assert torch.equal(mixed(half, x, w, b), rounded)
+    wide = mixed(FP32, x, w, b)
+    assert wide.dtype is FP32 and torch.equal(wide.to(half), rounded)
+    for args in ((x.float(), w, b), (x, w.double(), b.double())):  # the formula is torch's
+        torch.testing.assert_close(mixed(FP32, *args), wide, rtol=64 * U32, atol=64 * U32)
+        assert mixed(half, *args).dtype is half
+
+
 @each_center
 def test_a_gradient_may_be_differentiated_again(device: torch.device, center: bool) -> None:
     """y and dx are rounded to half before they are used: 2**-11 each, cubes thrice that."""

@@ -100,14 +100,17 @@ def exact(x: Tensor, center: bool) -> Exact:
     return Exact(d, mean, rstd, mean_error, rstd_error, h_error)
 
 
-def check_forward(given: Inputs, center: bool, backend: str) -> None:
+def check_forward(
+    given: Inputs, center: bool, backend: str, dtype: torch.dtype | None = None
+) -> None:
     x, w, b, _ = given
-    y, stats = norm(x, w, b, given.n, EPS, center, x.dtype, backend)
-    assert (y.dtype, stats.dtype, len(stats)) == (x.dtype, WIDE, 1 + center)
+    dtype = x.dtype if dtype is None else dtype
+    y, stats = norm(x, w, b, given.n, EPS, center, dtype, backend)
+    assert (y.dtype, stats.dtype, len(stats)) == (dtype, WIDE, 1 + center)
     e, wide_w = exact(x, center), w.double()
     expected = (e.h * wide_w + b.double()).view(x.shape)
     error = e.h_error * wide_w + 2 * U * ((e.h * wide_w).abs() + b.double())
-    assert_within(y, expected, ulp(expected, x.dtype) / 2 + error.view(x.shape))
+    assert_within(y, expected, ulp(expected, dtype) / 2 + error.view(x.shape))
     assert_within(stats[-1], e.rstd[:, 0], (e.rstd * (e.rstd_error + U))[:, 0])
     if center:
         assert_within(stats[0], e.mean[:, 0], (e.mean_error + U * e.mean.abs())[:, 0])
@@ -132,6 +135,16 @@ def test_results_of_long_lines(
 ) -> None:
     small_tiles(0)
     check_forward(inputs(shape, DTYPES[0], device), center, backend)
+
+
+@each_kind
+@pytest.mark.parametrize("limit", [None, 0], ids=["whole", "long"])
+def test_results_in_a_dtype_of_their_own(
+    device: torch.device, backend: str, small_tiles: Shrink, limit: int | None, center: bool
+) -> None:
+    small_tiles(limit)
+    check_forward(inputs((3, 258), (HALF, BF16), device), center, backend, WIDE)
+    check_forward(inputs((3, 258), (WIDE, HALF), device), center, backend, BF16)
 
 
 @each_kind

@@ -5,6 +5,7 @@ import torch
 
 from tests.kernels.conftest import U, assert_within, ulp
 from tests.kernels.test_norm import (
+    BF16,
     DTYPES,
     EPS,
     HALF,
@@ -74,6 +75,16 @@ def test_gradients_of_long_lines(
 ) -> None:
     small_tiles(0)
     check_backward(inputs(shape, DTYPES[0], device), center, backend)
+
+
+@each_kind
+@pytest.mark.parametrize("limit", [None, 0], ids=["whole", "long"])
+def test_gradients_of_another_dtype(
+    device: torch.device, backend: str, small_tiles: Shrink, limit: int | None, center: bool
+) -> None:
+    small_tiles(limit)
+    given = inputs((3, 258), (HALF, BF16), device)
+    check_backward(given._replace(grad=given.grad.float() * 1.001), center, backend)
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)

@@ -11,6 +11,8 @@ from tritonamp.functional.losses import cross_entropy as cross_entropy
 from tritonamp.functional.norms import add_layer_norm as add_layer_norm
 from tritonamp.functional.norms import add_rms_norm as add_rms_norm
 from tritonamp.functional.norms import layer_norm as layer_norm
+from tritonamp.functional.norms import mixed_layer_norm as mixed_layer_norm
+from tritonamp.functional.norms import mixed_rms_norm as mixed_rms_norm
 from tritonamp.functional.norms import rms_norm as rms_norm
 from tritonamp.functional.rows import log_softmax as log_softmax
 from tritonamp.functional.rows import softmax as softmax
@@ -24,6 +26,8 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "mixed_layer_norm",
+    "mixed_rms_norm",
     "rms_norm",
     "softmax",
     "sum",

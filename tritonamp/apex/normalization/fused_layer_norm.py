@@ -1,8 +1,8 @@
 """Layer norm and RMS norm of ``tritonamp.functional``, with apex's rules for dtypes.
 
 The arithmetic is FP32. The result has the dtype of the input, of the mixed forms that of the
-weight; under autocast input and result become autocast's. Where input and result are half, one pass
-reads the one and writes the other. ``memory_efficient`` makes no difference.
+weight; under autocast input and result become autocast's. One pass reads half input and writes the
+result, of whatever dtype. ``memory_efficient`` makes no difference.
 """
 
 import warnings
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 Shape = int | Sequence[int]
-HALF = torch.float16, torch.bfloat16
 
 
 def _norm(
@@ -40,28 +39,13 @@ def _norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute ``norm`` in FP32 (FP64 for FP64 input), rounded to ``dtype``.
-
-    It does that by itself where all have one dtype, or half input has FP32 weights.
-    """
+    """Return ``norm`` of the input, computed in FP32 (FP64 for FP64 input), in ``dtype``."""
     shape, device_type = [shape] if isinstance(shape, int) else list(shape), input.device.type
     if torch.is_autocast_enabled(device_type) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
         input = input.to(dtype)
-    one_dtype = all(t is None or t.dtype is dtype for t in (input, *parameters))
     with torch.autocast(device_type, enabled=False):
-        if one_dtype or (input.dtype is dtype and _are_half_or_fp32(dtype, parameters)):
-            return norm(input, shape, *parameters, eps)
-        wide = torch.promote_types(input.dtype, torch.float32)
-        return norm(
-            input.to(wide), shape, *(p if p is None else p.to(wide) for p in parameters), eps
-        ).to(dtype)
-
-
-def _are_half_or_fp32(dtype: torch.dtype, parameters: Sequence[Tensor | None]) -> bool:
-    """Tell whether ``tritonamp.functional`` takes weights of these dtypes beside half input."""
-    dtypes = {torch.float32, *(p.dtype for p in parameters if p is not None)}
-    return dtype in HALF and dtypes <= {torch.float32, *HALF}
+        return norm(input, shape, *parameters, eps, dtype=dtype)
 
 
 def fused_layer_norm_affine(
@@ -73,14 +57,18 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weights; the result has the input's dtype."""
-    return _norm(functional.layer_norm, input, normalized_shape, (weight, bias), eps, input.dtype)
+    return _norm(
+        functional.mixed_layer_norm, input, normalized_shape, (weight, bias), eps, input.dtype
+    )
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Layer norm without weights."""
-    return _norm(functional.layer_norm, input, normalized_shape, (None, None), eps, input.dtype)
+    return _norm(
+        functional.mixed_layer_norm, input, normalized_shape, (None, None), eps, input.dtype
+    )
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -92,7 +80,9 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weights; the result has the weight's dtype."""
-    return _norm(functional.layer_norm, input, normalized_shape, (weight, bias), eps, weight.dtype)
+    return _norm(
+        functional.mixed_layer_norm, input, normalized_shape, (weight, bias), eps, weight.dtype
+    )
 
 
 def fused_rms_norm_affine(
@@ -103,14 +93,14 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight; the result has the input's dtype."""
-    return _norm(functional.rms_norm, input, normalized_shape, (weight,), eps, input.dtype)
+    return _norm(functional.mixed_rms_norm, input, normalized_shape, (weight,), eps, input.dtype)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm without a weight."""
-    return _norm(functional.rms_norm, input, normalized_shape, (None,), eps, input.dtype)
+    return _norm(functional.mixed_rms_norm, input, normalized_shape, (None,), eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -121,7 +111,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight; the result has the weight's dtype."""
-    return _norm(functional.rms_norm, input, normalized_shape, (weight,), eps, weight.dtype)
+    return _norm(functional.mixed_rms_norm, input, normalized_shape, (weight,), eps, weight.dtype)
 
 
 def manual_rms_norm(
@@ -129,7 +119,7 @@ def manual_rms_norm(
 ) -> Tensor:
     """RMS norm; the result has the dtype of the weight, where there is one."""
     return _norm(
-        functional.rms_norm,
+        functional.mixed_rms_norm,
         input,
         normalized_shape,
         (weight,),
@@ -153,7 +143,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return _norm(
-            functional.layer_norm,
+            functional.mixed_layer_norm,
             input,
             self.normalized_shape,
             (self.weight, self.bias),
@@ -179,7 +169,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return _norm(
-            functional.rms_norm, x, self.normalized_shape, (self.weight,), self.eps, x.dtype
+            functional.mixed_rms_norm, x, self.normalized_shape, (self.weight,), self.eps, x.dtype
         )
 
 
@@ -203,7 +193,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return _norm(
-            functional.layer_norm,
+            functional.mixed_layer_norm,
             input,
             self.normalized_shape,
             (self.weight, self.bias),
@@ -232,7 +222,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return _norm(
-            functional.rms_norm,
+            functional.mixed_rms_norm,
             x,
             self.normalized_shape,
             (self.weight,),
