@@ -152,14 +152,14 @@ def norm_torch(
     w, b = (None if given is None else given.reshape(-1).float() for given in (weight, bias))
     if center:
         y, mean, rstd = torch.native_layer_norm(lines, (n,), w, b, eps)
-        return y.to(dtype).view(x.shape), torch.stack([mean.view(-1), rstd.view(-1)])
+        return y.view(x.shape).to(dtype), torch.stack([mean.view(-1), rstd.view(-1)])
     rstd = torch.rsqrt(lines.square().mean(1, keepdim=True) + eps)
     y = lines * rstd
     if w is not None:
         y = y * w
     if b is not None:
         y = y + b
-    return y.to(dtype).view(x.shape), rstd.view(1, -1)
+    return y.view(x.shape).to(dtype), rstd.view(1, -1)
 
 
 def norm(

@@ -332,6 +332,58 @@ def test_other_ways_lead_to_the_same(pair: Pair, way: str, level: str, fault: st
     assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
 
 
+# Norms that people write
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+def with_written_norm(level: str, own: bool) -> nn.Sequential:
+    """``own``: the norm is gathered by itself, else with the rest of the model."""
+    model = net()
+    model[1] = LlamaRMSNorm()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16 if level == "O2" else None)
+    for part in (model[0], *([model[1]] if own else []), model):
+        fully_shard(part, mp_policy=policy)
+    return model
+
+
+@on_ranks
+def normed(level: str, own: bool, fused: bool) -> list[Any]:
+    model = with_written_norm(level, own)
+    kind, ran, norms = type(model[1]), [], []
+    model[1].register_forward_hook(lambda _, __, y: ran.append(y.grad_fn.name()))
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    amp = tritonamp.enable(model, optimizer, level=level, fuse_norms=fused)
+    for x in batches():
+        amp.backward((model(x.chunk(RANKS)[dist.get_rank()]) - 1).square().mean())
+        norms.append(float(amp.clip_grad_norm_(math.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+    names = amp.stats()["fused"]
+    values = [whole(p.detach()) for p in amp.master_params()]
+    amp.disable()
+    return [names, ran[-1], type(model[1]) is kind, max(norms), values]
+
+
+@pytest.mark.parametrize(("level", "own"), [("O1", False), ("O2", True)])
+def test_written_norms_are_fused(pair: Pair, level: str, own: bool) -> None:
+    first, second = normed(pair, level=level, own=own, fused=True)
+    *_, largest, plain = normed(pair, level=level, own=own, fused=False)[0]
+    assert first == second and first[:3] == [["1"], "NormBackward", True]
+    bound = STEPS * STEP_SIZES["SGD"] * largest * 10 * 2.0**-11  # as above
+    pairs = zip(first[4], plain, strict=True)
+    assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
+
+
 # What is refused
 
 
@@ -351,8 +403,8 @@ def refused(what: str) -> str:
     elif what == "in part":
         fully_shard(model[0])
         options = {"level": "O1"}
-    elif what == "too late":
-        options = {"level": "O1"}
+    elif what.startswith("too late"):
+        model[1], options = LlamaRMSNorm(), {"level": "O1"}
     elif what == "offloaded":
         model = sharded("O2", offload_policy=CPUOffloadPolicy(pin_memory=False))
         next(model.parameters()).device_mesh._device_type = "cuda"  # where it would run with a GPU
@@ -364,7 +416,9 @@ def refused(what: str) -> str:
         model, options = sharded("O2"), {"level": "O2", "fp32_modules": ["3"]}
     try:
         amp = tritonamp.enable(model, OPTIMIZERS["SGD"](model.parameters()), **options)
-        if what == "too late":
+        if what.startswith("too late"):
+            if what == "too late, a norm":
+                fully_shard(model[1])
             fully_shard(model)
             try:
                 model(batches()[0])
@@ -394,6 +448,7 @@ REFUSED = {
     "heal": "ValueError: on_nonfinite: expected 'skip', got 'heal': running a batch again takes",
     "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in "
     "torch.float16",
+    "too late, a norm": "RuntimeError: fully_shard was called on an enabled model",
     "too late": "RuntimeError: fully_shard was called on an enabled model",
 }
 
