@@ -103,9 +103,12 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, True, fused) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
 
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return (N, context, width), what the last layer is given."""
+        return self.norm(self.blocks(self.token(tokens) + self.position))
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.blocks(self.token(tokens) + self.position))
-        return F.linear(x, self.token.weight)
+        return F.linear(self.features(tokens), self.token.weight)
 
 
 class ViT(nn.Module):

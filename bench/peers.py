@@ -23,6 +23,7 @@ PEERS = {
     "tritonamp": Peer("tritonamp"),
     "tritonamp O1": Peer("tritonamp"),
     "tritonamp O2": Peer("tritonamp"),
+    "tritonamp O2, linear loss": Peer("tritonamp"),
     "eager": Peer("torch"),
     "autocast": Peer("torch"),
     "fp32": Peer("torch"),
@@ -41,7 +42,8 @@ PEERS = {
 """In the order of tables. "eager": torch as it is; "autocast": torch under stock
 ``torch.autocast``, the result cast back to half where a half matmul would take it; "half pipeline":
 what a half model with FP32 masters takes in stock torch; "torch.amp": autocast, GradScaler and the
-fused optimizer on an FP32 model; "compile": ``torch.compile`` of "eager" or "torch.amp".
+fused optimizer on an FP32 model; "linear loss": of the last layer, of whose logits a part exists at
+a time; "compile": ``torch.compile`` of "eager" or "torch.amp".
 """
 
 
