@@ -74,7 +74,12 @@ class Implementations:
 
 
 class TraceableOp(Implementations):
-    """An operation on a tensor that tracers can follow; it returns one, or a tuple."""
+    """An operation on a tensor that tracers can follow; it returns one, or a tuple.
+
+    Attributes:
+        left_to_inductor: what torch.compile makes of the eager twin moves no more bytes, and fuses
+            it with its neighbours, which a kernel of ours would not let it.
+    """
 
     samples: tuple[Sample, ...]
 
@@ -83,8 +88,11 @@ class TraceableOp(Implementations):
         triton_function: Callable[..., Tensor | tuple[Tensor, ...]],
         torch_function: Callable[..., Tensor | tuple[Tensor, ...]],
         samples: Sequence[Sample] = (),
+        *,
+        left_to_inductor: bool = False,
     ) -> None:
         super().__init__(triton_function, torch_function, samples)
+        self.left_to_inductor = left_to_inductor
         # A partial has no source code: triton_op would look for kernels in it (in vain: ``launch``
         # gets them as arguments) with a helper of inductor's, which takes seconds to import.
         function: Any = functools.partial(triton_function)
@@ -108,6 +116,8 @@ class TraceableOp(Implementations):
         """Tell whether a call on ``x`` runs the kernel."""
         if backend != "auto":
             return backend == "triton"
+        if self.left_to_inductor and torch.compiler.is_compiling():
+            return False
         if x.numel() < MIN_NUMEL or not super().uses_triton(backend, x):
             return False
         # DTensor and its like shard eager operations

@@ -94,6 +94,7 @@ ADD_NORM = TraceableOp(
             variant="rms_norm affine",
         ),
     ],
+    left_to_inductor=True,
 )
 
 

@@ -216,6 +216,7 @@ NORM = TraceableOp(
     norm_triton,
     norm_torch,
     [_sample(center, affine) for center in (True, False) for affine in (False, True)],
+    left_to_inductor=True,
 )
 
 

@@ -260,6 +260,7 @@ NORM_BACKWARD = TraceableOp(
     norm_backward_triton,
     norm_backward_torch,
     [_sample(center, affine) for center in (True, False) for affine in (False, True)],
+    left_to_inductor=True,
 )
 
 

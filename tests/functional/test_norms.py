@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
+from tritonamp.kernels import _implementations
+from tritonamp.kernels.add_norm import ADD_NORM
+from tritonamp.kernels.cross_entropy import CROSS_ENTROPY
+from tritonamp.kernels.norm import NORM
+from tritonamp.kernels.norm_backward import NORM_BACKWARD
 
 HALVES = [torch.float16, torch.bfloat16]
 FP32 = torch.float32
@@ -380,3 +385,22 @@ def test_an_enabled_forward(
         # the linear's result is rounded to half before the norm: its error grows by at most rstd
         expected = exact(h.half().double(), (16,), eps=1e-5 if center else 2.0**-23)
     assert (model.result.double() - expected).abs().max() <= 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("operation", "fused"),
+    [(NORM, False), (NORM_BACKWARD, False), (ADD_NORM, False), (CROSS_ENTROPY, True)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_inductor_is_left_what_it_fuses(
+    monkeypatch: pytest.MonkeyPatch, operation: Any, fused: bool
+) -> None:
+    """Under torch.compile "auto" is the formula; asked for, it is the kernel."""
+    monkeypatch.setattr(_implementations, "runs_triton", lambda device: True)
+    x = torch.ones(1 << 16, dtype=torch.float16)
+
+    def uses(backend: str) -> Tensor:
+        return x.new_full((), operation.uses_triton(backend, x))
+
+    compiled = torch.compile(uses, backend="eager", fullgraph=True)
+    assert uses("auto") == 1 and compiled("auto") == fused and compiled("triton") == 1
