@@ -41,6 +41,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for made in tree_leaves(result):
+            if isinstance(made, UnreadLogits):  # which has no memory
+                continue
             if isinstance(made, Tensor) and made.shape[-1:] == (WORDS,):
                 self.rows = max(self.rows, made.numel() // WORDS)
         return result
@@ -76,6 +78,7 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "function": lambda x: Doubled.apply(x),  # type: ignore[no-any-return]
     "in place": changed_in_place,
     "twice": lambda x: x.exp() + x.float(),
+    "cloned": lambda x: x.clone().mul_(2) + x,
     "product": lambda x: x @ x.transpose(-1, -2),
 }
 
@@ -117,8 +120,32 @@ def test_nothing_is_computed_to_ask_what_they_are() -> None:
     wide = unread.float()
     assert isinstance(wide, UnreadLogits) and wide.dtype is FP32 and wide.float() is wide
     assert (wide.size(-1), wide.dim(), wide.device) == (WORDS, 2, head.rows.device)
+    clone = wide.clone()
+    assert isinstance(clone, UnreadLogits) and clone.computed is None
     assert unread.computed is None and wide.computed is None
     assert torch.equal(wide + 0, head.logits().float())
+
+
+class Cloned(torch.autograd.Function):
+    """What DistributedDataParallel does to all that a model returns."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(t.clone() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def test_a_function_of_all_outputs_computes_nothing() -> None:
+    head = Head(torch.randn(ROWS, WIDTH), torch.randn(WORDS, WIDTH).requires_grad_(), None, FP16)
+    with Largest() as largest:
+        loss, unread = Cloned.apply(head.weight.sum(), UnreadLogits.of(head, FP32))
+        loss.backward()
+    assert isinstance(unread, UnreadLogits) and unread.computed is None
+    assert torch.equal(head.weight.grad, torch.ones(WORDS, WIDTH)) and largest.rows == 0
 
 
 def test_a_layer_whose_forward_raises_has_its_own_again() -> None:
@@ -325,16 +352,25 @@ def with_forward() -> Any:
     return model
 
 
+def with_hook() -> Any:
+    """Halves the logits in place, of which the loss is then."""
+    model = made("own head")
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits.mul_(0.5))
+    return model
+
+
 def with_loss() -> Any:
     model = made("own head")
     model.loss_function = lambda logits, labels, **_: logits.float().logsumexp(-1).mean()
     return model
 
 
-@pytest.mark.parametrize("model", [adapted, with_forward, with_loss])
-def test_other_heads_and_losses_are_left_alone(model: Any, tmp_path: Path) -> None:
-    _, _, rows = trained(tmp_path, model())
+@pytest.mark.parametrize("model", [adapted, with_forward, with_hook, with_loss])
+def test_other_heads_and_losses_have_all_logits(model: Any, tmp_path: Path) -> None:
+    losses, _, rows = trained(tmp_path, model())
+    expected, *_ = trained(tmp_path, model(), fused_loss=False)
     assert rows == ROWS
+    assert abs(losses[0] - expected[0]) <= torch.finfo(FP16).eps  # as above
 
 
 def test_evaluation_has_its_logits(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class _Rows(_StaysHalf):
         """Return rows of logits; of all that is asked for, (-1, v) is what a loss asks for."""
         rows, weight = self.head.rows, self.head.weight
         if size != (-1, len(weight)):
-            return self.head.logits().view(*size)
+            return self.head.logits().as_subclass(_StaysHalf).view(*size)
         return _Rows.of(self.head._replace(rows=rows.reshape(-1, rows.shape[-1])))
 
     @classmethod

@@ -48,7 +48,7 @@ class Head(NamedTuple):
 class UnreadLogits(Tensor):
     """Logits of a layer that nobody has read: shape, dtype, device and a place in the graph.
 
-    ``float`` gives others; any other operation computes them, once.
+    ``float`` and ``clone`` give others; any other operation computes them, once.
 
     Attributes:
         head: what they are made of.
@@ -63,6 +63,15 @@ class UnreadLogits(Tensor):
         """Return the logits of ``head``, in ``dtype``."""
         unread: UnreadLogits = _Unread.apply(*head, dtype)
         unread.head = head
+        return unread
+
+    @classmethod
+    def made(cls, head: Head, dtype: torch.dtype) -> "UnreadLogits":
+        """Return the logits of ``head`` without a place in the graph."""
+        unread: Any = Tensor._make_wrapper_subclass(
+            cls, (*head.rows.shape[:-1], len(head.weight)), dtype=dtype, device=head.rows.device
+        )
+        unread.head, unread.computed = head, None
         return unread
 
     @classmethod
@@ -83,6 +92,8 @@ class UnreadLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.clone.default and args[0].computed is None:
+            return cls.made(args[0].head, args[0].dtype)  # DDP does it to all that a model returns
         read = functools.partial(tree_map_only, cls, cls._read)
         return func(*read(args), **read(kwargs or {}))
 
@@ -105,15 +116,14 @@ class _Unread(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias)
+        ctx.set_materialize_grads(False)
         ctx.half = half
-        unread: Any = Tensor._make_wrapper_subclass(
-            UnreadLogits, (*rows.shape[:-1], len(weight)), dtype=dtype, device=rows.device
-        )
-        unread.computed = None
-        return unread
+        return UnreadLogits.made(Head(rows, weight, bias, half), dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:  # of what nobody has read: a function of many outputs, as DDP has
+            return None, None, None, None, None
         rows, weight, bias = ctx.saved_tensors
         head = Head(rows, weight, bias, ctx.half)
         with torch.autocast(head.rows.device.type, enabled=False):
