@@ -116,12 +116,18 @@ class TraceableOp(Implementations):
         """Tell whether a call on ``x`` runs the kernel."""
         if backend != "auto":
             return backend == "triton"
-        if self.left_to_inductor and torch.compiler.is_compiling():
+        if self.left_to_inductor and _is_compiling():
             return False
         if x.numel() < MIN_NUMEL or not super().uses_triton(backend, x):
             return False
         # DTensor and its like shard eager operations
         return type(x) is Tensor or not is_traceable_wrapper_subclass(x)
+
+
+def _is_compiling() -> bool:
+    """Tell whether torch.compile traces what runs here."""
+    # private (torch 2.11 to 2.15): while AOTAutograd traces, the public name is False in 2.11
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 _operations: dict[str, Implementations] = {}

@@ -404,3 +404,23 @@ def test_inductor_is_left_what_it_fuses(
 
     compiled = torch.compile(uses, backend="eager", fullgraph=True)
     assert uses("auto") == 1 and compiled("auto") == fused and compiled("triton") == 1
+
+
+# torch 2.11 tracing a Function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("library", [functional, F], ids=["functional", "the op table"])
+def test_inductor_is_left_norms_of_a_forward(
+    monkeypatch: pytest.MonkeyPatch, handles: Any, library: Any
+) -> None:
+    """Whose rules run when AOTAutograd traces, after dynamo has."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return library.layer_norm(x, (1024,))
+
+    model, x = nn.Sequential(Norm(), nn.Linear(1024, 1)), torch.randn(64, 1024)
+    handles(model, level="O2")
+    expected = model(x)
+    monkeypatch.setattr(_implementations, "runs_triton", lambda device: True)
+    monkeypatch.setattr(NORM, "traceable", lambda *args: pytest.fail("the kernel is in the graph"))
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)

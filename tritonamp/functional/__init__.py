@@ -8,11 +8,11 @@ inputs on a GPU that are too small to gain by a kernel: torch's own do the same 
 from tritonamp.functional.group_norms import group_norm as group_norm
 from tritonamp.functional.linear_losses import linear_cross_entropy as linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy as cross_entropy
+from tritonamp.functional.mixed_norms import mixed_layer_norm as mixed_layer_norm
+from tritonamp.functional.mixed_norms import mixed_rms_norm as mixed_rms_norm
 from tritonamp.functional.norms import add_layer_norm as add_layer_norm
 from tritonamp.functional.norms import add_rms_norm as add_rms_norm
 from tritonamp.functional.norms import layer_norm as layer_norm
-from tritonamp.functional.norms import mixed_layer_norm as mixed_layer_norm
-from tritonamp.functional.norms import mixed_rms_norm as mixed_rms_norm
 from tritonamp.functional.norms import rms_norm as rms_norm
 from tritonamp.functional.rows import log_softmax as log_softmax
 from tritonamp.functional.rows import softmax as softmax

@@ -1,6 +1,6 @@
 """Differentiable norms, also of a sum: half storage, FP32 arithmetic, weights half or FP32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
 RMS_EPS = torch.finfo(torch.float32).eps  # torch's, of half input, too: it computes in FP32
-
-STORED = (*HALF_DTYPES, torch.float32)  # dtypes that the kernels write
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -144,61 +142,6 @@ def rms_norm(
     return Norm.apply(input, weight, None, n, eps, False, input.dtype, "auto")
 
 
-def mixed_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return ``layer_norm`` in a dtype of its own, computed in FP32 and rounded once.
-
-    Half input, of which no FP32 copy is made, half or FP32 weights and result are one pass.
-
-    Args:
-        input: as of ``layer_norm``.
-        normalized_shape: as of ``layer_norm``.
-        weight: as of ``layer_norm``; any floating dtype.
-        bias: as ``weight``.
-        eps: as of ``layer_norm``.
-        dtype: of the result.
-    """
-    if _is_ours_in(dtype, input, normalized_shape, weight, bias):
-        n = numel(normalized_shape)
-        return Norm.apply(input, weight, bias, n, eps, True, dtype, "auto")
-    x, w, b = _alike(dtype, input, weight, bias)
-    return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(dtype)
-
-
-def mixed_rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return ``rms_norm`` in a dtype of its own, computed in FP32 and rounded once.
-
-    Half input, of which no FP32 copy is made, half or FP32 weight and result are one pass.
-
-    Args:
-        input: as of ``rms_norm``.
-        normalized_shape: as of ``rms_norm``.
-        weight: as of ``rms_norm``; any floating dtype.
-        eps: as of ``rms_norm``.
-        dtype: of the result.
-    """
-    if _is_ours_in(dtype, input, normalized_shape, weight):
-        n = numel(normalized_shape)
-        eps = RMS_EPS if eps is None else eps
-        return Norm.apply(input, weight, None, n, eps, False, dtype, "auto")
-    x, w = _alike(dtype, input, weight)
-    return torch.nn.functional.rms_norm(x, normalized_shape, w, eps).to(dtype)
-
-
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -252,20 +195,6 @@ def add_rms_norm(
     n = numel(normalized_shape)
     eps = RMS_EPS if eps is None else eps
     return AddNorm.apply(input, residual, weight, None, n, eps, False, "auto")
-
-
-def _is_ours_in(
-    dtype: torch.dtype, input: Tensor, shape: Sequence[int], *weights: Tensor | None
-) -> bool:
-    return dtype in STORED and is_ours(input, shape, *weights, least=min_numel())
-
-
-def _alike(dtype: torch.dtype, input: Tensor, *weights: Tensor | None) -> Iterator[Any]:
-    """Return tensors as torch takes them: in FP32 at least, unless all are of ``dtype``."""
-    given = input, *weights
-    if any(t is not None and t.dtype is not dtype for t in given):
-        dtype = torch.promote_types(input.dtype, torch.float32)
-    return (None if t is None else t.to(dtype) for t in given)
 
 
 def _is_our_sum(
