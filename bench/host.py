@@ -1,6 +1,7 @@
 """What the host pays for a call, without a GPU: a stub stands for kernel launches.
 
     python bench/host.py
+    python bench/host.py --json  # host time as ratios to torch's own alone, see host_ratios.py
 
 Then, on the CPU in eager torch: a whole step (unscale, check, clip, update) of 11.5 M parameters
 at O0 and O2, as a ratio to ``torch.optim``'s own with ``foreach=True``, unscaling and clipping.
@@ -11,74 +12,19 @@ to 3 us for each real launch.
 """
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
+import host_ratios
 import provenance
 import steps
 import torch
+from host_stubs import least_us, stub_launches
 
 import tritonamp
-from tritonamp.kernels import (
-    _update_lists,
-    cast,
-    decide,
-    grad_stats,
-    reduce,
-    softmax,
-    softmax_backward,
-)
-from tritonamp.kernels import device as hardware
-
-LAUNCHING = _update_lists, cast, decide, grad_stats, reduce, softmax, softmax_backward
-
-
-@contextmanager
-def stub_launches() -> Iterator[list[int]]:
-    """Take kernels for CPU tensors, run none; yield a list whose one number counts launches."""
-    count, compiled = [0], {}
-
-    def launch(
-        kernel: Any,
-        grid: Any,
-        tensors: Any,
-        sizes: Any,
-        constants: Any,
-        num_warps: int,
-        maxnreg: int | None = None,
-    ) -> None:
-        count[0] += 1
-        key: list[Any] = [id(kernel), 0, num_warps, maxnreg, constants]
-        pointers = 0
-        for tensor in tensors:
-            key.append(tensor.dtype)
-            pointers |= tensor.data_ptr()
-        compiled.setdefault(tuple(key), pointers & 15 or max(sizes) >= 1 << 31)
-
-    patches = [mock.patch.object(module, "launch", launch) for module in LAUNCHING]
-    patches.append(mock.patch.dict(hardware._answers, {torch.device("cpu"): True}))
-    for patch in patches:
-        patch.start()
-    try:
-        yield count
-    finally:
-        for patch in patches:
-            patch.stop()
-
-
-def least_us(call: Callable[[], Any], repeats: int, inner: int) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(inner):
-            call()
-        times.append(time.perf_counter() - start)
-    return 1e6 * min(times) / inner
 
 
 def measure(repeats: int) -> dict[str, float]:
@@ -180,8 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
         description="Host microseconds of a call, launches replaced by a stub."
     )
     parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--json", action="store_true", help="host time beside torch's own, as JSON")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if args.json:
+        print(json.dumps(host_ratios.measure(args.repeats), indent=2))
+        return 0
     print(
         "{device}, torch {torch}, commit {commit}".format(**provenance.machine(torch.device("cpu")))
     )

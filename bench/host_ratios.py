@@ -1,0 +1,135 @@
+"""Host time as ratios to torch's own, both in one process, without kernels."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import steps
+import torch
+from host_stubs import PARTS_OF_TORCHS_STEP, least_us, no_kernels_of_torchs_step, stub_launches
+from torch import Tensor, nn
+
+import tritonamp
+
+Call = Callable[[], Any]
+CPU = torch.device("cpu")
+
+
+class Empty(torch.autograd.Function):
+    """What any Function costs: the memory of a result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def of_groups(optimizer: Any, params: list[nn.Parameter], apart: bool, **kwargs: Any) -> Any:
+    groups = [{"params": [p]} for p in params] if apart else params
+    return optimizer(groups, lr=steps.LR, **kwargs)
+
+
+def our_step(model: nn.Module, apart: bool) -> Call:
+    """Return what follows a backward: its decision, the clipping, the step."""
+    optimizer = of_groups(torch.optim.AdamW, list(model.parameters()), apart)
+    amp = tritonamp.enable(model, optimizer, level="O2", dtype=torch.float16)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    loss = torch.ones(())
+
+    def call() -> None:
+        with amp.scale_loss(loss):
+            pass
+        amp.clip_grad_norm_(steps.MAX_NORM)
+        optimizer.step()
+
+    return call
+
+
+def torchs_step(model: nn.Module, apart: bool) -> Call:
+    """Return torch.amp's three calls, and the update of its scale."""
+    params = list(model.parameters())
+    optimizer = of_groups(torch.optim.AdamW, params, apart, fused=True)
+    scaler = steps.scaler_of_one(CPU)
+    for p in params:
+        p.grad = torch.randn_like(p)
+
+    def call() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, steps.MAX_NORM, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return call
+
+
+def whole_step(apart: bool, repeats: int) -> dict[str, float]:
+    """Return our O2 step beside torch.amp's, of 148 tensors or of 465 in groups of their own."""
+    build = (lambda: steps.tiny(466)) if apart else steps.SETS["148 small"][1]
+    tensors = 465 if apart else 148
+    with no_kernels_of_torchs_step(tensors) as called:
+        theirs = torchs_step(build(), apart)
+        theirs_us = least_us(theirs, repeats, 1)
+    if missing := set(PARTS_OF_TORCHS_STEP) - set(called):
+        raise RuntimeError(f"torch's step does not call {sorted(missing)} any more")
+    with stub_launches():
+        return beside(least_us(our_step(build(), apart), repeats, 1), theirs_us)
+
+
+def forward(level: str, repeats: int) -> dict[str, float]:
+    """Return a forward of an empty module with gradients, enabled beside plain."""
+    x = torch.zeros(2, 2, requires_grad=True)
+    enabled, plain = Nothing(), Nothing()
+    optimizer = torch.optim.SGD(enabled.parameters(), lr=0.1)
+    with tritonamp.enable(enabled, optimizer, level=level):
+        ours_us = least_us(lambda: enabled(x), repeats, 20)
+    return beside(ours_us, least_us(lambda: plain(x), repeats, 20))
+
+
+def softmax(repeats: int) -> dict[str, float]:
+    """Return an overridden softmax with autograd beside an empty Function."""
+    x = torch.randn(256, 1024).half().requires_grad_()
+    with stub_launches(), tritonamp.enable(nn.Linear(2, 2), level="O1") as amp, amp.autocast():
+        ours_us = least_us(lambda: torch.softmax(x, -1), repeats, 20)
+    return beside(ours_us, least_us(lambda: Empty.apply(x), repeats, 20))
+
+
+def enable(repeats: int) -> dict[str, float]:
+    """Return ``enable`` of 3000 tensors beside ``copy.deepcopy`` of their model."""
+    model, times = steps.tiny(3000), []
+    for _ in range(max(repeats // 20, 1)):
+        start = time.perf_counter()
+        amp = tritonamp.enable(model, level="O2")
+        times.append(time.perf_counter() - start)
+        amp.disable()
+    copying_us = least_us(lambda: copy.deepcopy(model), max(repeats // 20, 1), 1)
+    return beside(1e6 * min(times), copying_us)
+
+
+def beside(ours_us: float, theirs_us: float) -> dict[str, float]:
+    return {"us": ours_us, "ratio": ours_us / theirs_us}
+
+
+def measure(repeats: int) -> dict[str, dict[str, float]]:
+    """Return microseconds, and ratios to torch's own, by name."""
+    return {
+        "step_148": whole_step(False, repeats),
+        "step_465_groups": whole_step(True, repeats),
+        "forward_empty_O1": forward("O1", repeats),
+        "forward_empty": forward("O2", repeats),
+        "softmax_autograd": softmax(repeats),
+        "enable_3000": enable(repeats),
+    }
