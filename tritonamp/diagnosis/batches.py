@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path
 
 from tritonamp.ambient import is_traced
 from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
 from tritonamp.kernels.device import is_capturing
+from tritonamp.nested import leaves, mapped
 
 MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
@@ -52,12 +53,12 @@ class Forwards:
         """
         if not torch.is_grad_enabled() or is_traced():
             return None
-        leaves = tree_leaves((args, kwargs))
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        values = leaves((args, kwargs))
+        devices = {value.device for value in values if isinstance(value, Tensor)}
         if any(map(is_capturing, devices)):  # which must not ask generators
             return None
-        snapshot = Snapshot(model, *tree_map(_detached, (args, kwargs)), method=method)
-        snapshot.made = frozenset(i for i, leaf in enumerate(leaves) if self._was_made(leaf))
+        snapshot = Snapshot(model, *mapped(_detached, (args, kwargs)), method=method)
+        snapshot.made = frozenset(i for i, value in enumerate(values) if self._was_made(value))
         self._snapshots.append(snapshot)
         return snapshot
 
@@ -69,15 +70,14 @@ class Forwards:
         if not isinstance(value, Tensor):
             return False
         # private (torch 2.11 to 2.15): the one identity that views and detached copies share; the
-        # weak references are those of torch.multiprocessing
-        made = (ref.cdata for ref in self._outputs if not ref.expired())
+        # weak references are those of torch.multiprocessing. While there is one, no other storage
+        # has its identity
+        made = (ref.cdata for ref in self._outputs)
         return value.grad_fn is not None or value.untyped_storage()._cdata in made
 
     def after(self, snapshot: Snapshot, output: Any) -> None:
         """Note the output of a forward."""
-        tensors = [
-            t for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided
-        ]
+        tensors = [t for t in leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided]
         self._outputs += [StorageWeakRef(t.untyped_storage()) for t in tensors]
         if self._gradients:
             snapshot.follow(output)

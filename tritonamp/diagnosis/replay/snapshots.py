@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tritonamp.ambient import AmbientState, Generators
+from tritonamp.nested import leaves, mapped
 
 
 class BatchGoneError(RuntimeError):
@@ -65,19 +65,20 @@ class Snapshot:
         self.method = method
         self.made: frozenset[int] = frozenset()  # which leaves of the arguments other models made
         given = (args, kwargs)
-        found = {t.device for t in tree_leaves(given) if isinstance(t, Tensor)}
+        values = leaves(given)
+        found = {t.device for t in values if isinstance(t, Tensor)}
         # without numpy's, which would double the price of what every forward pays for
         self.ambient = AmbientState.now(Generators.now(found, numpy=False))
         self.training = model.training
-        self._versions = [_version(t) for t in tree_leaves(given)]
-        self._given = tree_map(_weak, given) if weak else given
+        self._versions = [_version(t) for t in values]
+        self._given = mapped(_weak, given) if weak else given
         self._outputs: list[weakref.ref[Tensor]] = []
         self._grads: dict[int, Tensor] = {}
 
     def weakened(self) -> "Snapshot":
         """Return the same forward, with its batch held only as long as somebody else does."""
         weak = copy.copy(self)
-        weak._given = tree_map(_weak, self._given)
+        weak._given = mapped(_weak, self._given)
         weak._outputs, weak._grads = [], {}
         return weak
 
@@ -87,8 +88,8 @@ class Snapshot:
         Raises:
             BatchGoneError: a tensor among them is gone, or was written to since.
         """
-        given = tree_map(_alive, self._given)
-        versions = zip(map(_version, tree_leaves(given)), self._versions, strict=True)
+        given = mapped(_alive, self._given)
+        versions = zip(map(_version, leaves(given)), self._versions, strict=True)
         changed = [i for i, (now, then) in enumerate(versions) if now != then]
         if changed:
             raise BatchGoneError(
@@ -122,7 +123,7 @@ class Snapshot:
 
         Returns ``output``.
         """
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        tensors = [t for t in leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]
         for i, t in enumerate(tensors):
             if t.requires_grad:
