@@ -42,8 +42,8 @@ def of_groups(optimizer: Any, params: list[nn.Parameter], apart: bool, **kwargs:
     return optimizer(groups, lr=steps.LR, **kwargs)
 
 
-def our_step(model: nn.Module, apart: bool) -> Call:
-    """Return what follows a backward: its decision, the clipping, the step."""
+def our_step(model: nn.Module, apart: bool) -> tuple[Call, Call]:
+    """Return what follows a backward: its decision, the clipping, the step; and ``disable``."""
     optimizer = of_groups(torch.optim.AdamW, list(model.parameters()), apart)
     amp = tritonamp.enable(model, optimizer, level="O2", dtype=torch.float16)
     for p in model.parameters():
@@ -56,7 +56,7 @@ def our_step(model: nn.Module, apart: bool) -> Call:
         amp.clip_grad_norm_(steps.MAX_NORM)
         optimizer.step()
 
-    return call
+    return call, amp.disable
 
 
 def torchs_step(model: nn.Module, apart: bool) -> Call:
@@ -76,17 +76,22 @@ def torchs_step(model: nn.Module, apart: bool) -> Call:
     return call
 
 
-def whole_step(apart: bool, repeats: int) -> dict[str, float]:
-    """Return our O2 step beside torch.amp's, of 148 tensors or of 465 in groups of their own."""
-    build = (lambda: steps.tiny(466)) if apart else steps.SETS["148 small"][1]
-    tensors = 465 if apart else 148
+def of_465_tensors() -> nn.Module:
+    return nn.ModuleList([*steps.tiny(464).children(), nn.Linear(16, 16, bias=False)])
+
+
+def whole_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float]:
+    """Return our O2 step beside torch.amp's; apart: each tensor in a group of its own."""
+    tensors = len(list(build().parameters()))
     with no_kernels_of_torchs_step(tensors) as called:
-        theirs = torchs_step(build(), apart)
-        theirs_us = least_us(theirs, repeats, 1)
+        theirs_us = least_us(torchs_step(build(), apart), repeats, 1)
     if missing := set(PARTS_OF_TORCHS_STEP) - set(called):
         raise RuntimeError(f"torch's step does not call {sorted(missing)} any more")
     with stub_launches():
-        return beside(least_us(our_step(build(), apart), repeats, 1), theirs_us)
+        ours, close = our_step(build(), apart)
+        ours_us = least_us(ours, repeats, 1)
+        close()
+    return beside(ours_us, theirs_us)
 
 
 def forward(level: str, repeats: int) -> dict[str, float]:
@@ -126,8 +131,8 @@ def beside(ours_us: float, theirs_us: float) -> dict[str, float]:
 def measure(repeats: int) -> dict[str, dict[str, float]]:
     """Return microseconds, and ratios to torch's own, by name."""
     return {
-        "step_148": whole_step(False, repeats),
-        "step_465_groups": whole_step(True, repeats),
+        "step_148": whole_step(steps.SETS["148 small"][1], False, repeats),
+        "step_465_groups": whole_step(of_465_tensors, True, repeats),
         "forward_empty_O1": forward("O1", repeats),
         "forward_empty": forward("O2", repeats),
         "softmax_autograd": softmax(repeats),

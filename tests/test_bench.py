@@ -36,6 +36,7 @@ def bench() -> SimpleNamespace:
         "convergence",
         "group_norm_ops",
         "host",
+        "host_ratios",
         "loss_ops",
         "matrix",
         "norm_ops",
@@ -295,6 +296,14 @@ def test_imports_do_not_count(
     monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
     bench.run.child("torch", bench.run.Plan(), 5.0, tmp_path / "rows.jsonl")
     assert "us" in json.loads((tmp_path / "rows.jsonl").read_text())
+
+
+def test_host_time_is_put_beside_torchs(bench: SimpleNamespace) -> None:
+    found = bench.host_ratios.measure(repeats=1)
+    assert found.keys() >= {"step_148", "step_465_groups", "softmax_autograd", "enable_3000"}
+    assert found["forward_empty"]["ratio"] > 1
+    assert all(row["us"] > 0 and row["ratio"] > 0 for row in found.values())
+    assert hardware._answers.get(CPU) is not True
 
 
 def test_host_cost_runs(bench: SimpleNamespace) -> None:
