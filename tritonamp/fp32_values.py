@@ -1,15 +1,13 @@
 """The FP32 values behind half tensors."""
 
-import operator
+from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels.cast import fp32_value
-
-# private, but as old as autograd: counts in-place writes to a tensor
-_version = operator.attrgetter("_version")
 
 
 class Fp32Values:
@@ -29,9 +27,9 @@ class Fp32Values:
         self._index: dict[Tensor, int] = {}  # of a half tensor in the lists below
         self._halves: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._pointers: list[int] = []  # to the half tensors when both sides agreed
-        self._versions: list[int] = []  # of the half tensors then
-        self._value_versions: list[int] = []  # of the values when they were last rounded
+        self._pointers = array("Q")  # to the half tensors when both sides agreed
+        self._versions = array("Q")  # of the half tensors then
+        self._value_versions = array("Q")  # of the values when they were last rounded
         self.moves = 0
 
     def __contains__(self, half: Tensor) -> bool:
@@ -50,14 +48,11 @@ class Fp32Values:
 
     def refresh(self, indices: Sequence[int]) -> None:
         """Bring the FP32 values of these half tensors up to date in place."""
-        halves, pointers, versions = self._halves, self._pointers, self._versions
+        halves, at, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
-            pointers = [pointers[i] for i in indices]
-            versions = [versions[i] for i in indices]
-        if pointers != list(map(Tensor.data_ptr, halves)) or versions != list(
-            map(_version, halves)
-        ):
+            at, seen = (array("Q", [numbers[i] for i in indices]) for numbers in (at, seen))
+        if at.tobytes() != addresses(halves) or seen.tobytes() != versions(halves):
             for half in halves:
                 self.get(half)
 
@@ -76,7 +71,7 @@ class Fp32Values:
 
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
-        if list(map(_version, self._values)) != self._value_versions:
+        if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:
                     with torch.no_grad():
@@ -107,7 +102,7 @@ class Fp32Values:
             self._halves.append(half)
             self._values.append(value)
             for numbers in (self._pointers, self._versions, self._value_versions):
-                numbers.append(-1)
+                numbers.append(0)
         self._values[i] = value
         self._mark_agreed(i)
 
@@ -135,8 +130,8 @@ class Fp32Values:
         The others must not have changed since ``refresh``.
         """
         if len(indices) == len(self._halves):
-            self._versions = list(map(_version, self._halves))
-            self._value_versions = list(map(_version, self._values))
+            self._versions = array("Q", versions(self._halves))
+            self._value_versions = array("Q", versions(self._values))
             return
         for i in indices:
             self._versions[i] = self._halves[i]._version

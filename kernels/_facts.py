@@ -1,0 +1,89 @@
+"""What each step asks of many tensors at once, to compare it with the step before.
+
+The answers in Python are the specification. Once ``use_native`` was called, and could build
+``_facts.cpp``, that answers for lists of plain tensors, in a thirtieth of the time.
+"""
+
+import itertools
+import operator
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._native import PLAIN_STEPS, build
+
+_grad = operator.attrgetter("grad")
+_version = operator.attrgetter("_version")  # private, but as old as autograd: counts writes
+_dtype = operator.attrgetter("dtype")
+
+
+class _InPython:
+    """Answers nothing, so that Python does."""
+
+    @staticmethod
+    def ask(tensors: Any) -> Any:
+        return None
+
+    identities = addresses = versions = metadata = grads = count_write = ask
+
+
+_native: Any = _InPython
+
+
+def use_native() -> None:
+    """Have C++ answer from now on, where it can be built: for that, a first call takes seconds."""
+    global _native
+    if not PLAIN_STEPS:
+        _native = build("_facts") or _InPython
+
+
+def identities(tensors: Sequence[Tensor]) -> bytes:
+    """Return which objects they are, 64 bits each."""
+    return _native.identities(tensors) or _packed(map(id, tensors))
+
+
+def addresses(tensors: Sequence[Tensor]) -> bytes:
+    """Return where their elements begin, 64 bits each."""
+    return _native.addresses(tensors) or _packed(map(Tensor.data_ptr, tensors))
+
+
+def versions(tensors: Sequence[Tensor]) -> bytes:
+    """Return how many writes torch has counted of each, 64 bits each."""
+    return _native.versions(tensors) or _packed(map(_version, tensors))
+
+
+def numbers(answer: bytes) -> Sequence[int]:
+    """Return one of those answers as a number for each tensor."""
+    return array("Q", answer)
+
+
+def grads(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients."""
+    return _native.grads(params) or list(map(_grad, params))
+
+
+def metadata(tensors: Sequence[Tensor | None]) -> Any:
+    """Return how they lie: devices, dtypes, sizes, strides; None where one is missing."""
+    found = _native.metadata(tensors)
+    if found is not None or any(map(operator.is_, tensors, itertools.repeat(None))):
+        return found
+    there: Any = tensors
+    return [
+        there[0].device,
+        *map(_dtype, there),
+        *map(Tensor.stride, there),
+        *map(Tensor.numel, there),
+    ]
+
+
+def count_write(tensors: Sequence[Tensor]) -> None:
+    """Count a write to each, which torch has not seen."""
+    if not _native.count_write(tensors):
+        torch.autograd.graph.increment_version(tensors)
+
+
+def _packed(values: Any) -> bytes:
+    return array("Q", values).tobytes()

@@ -1,0 +1,81 @@
+"""C++ that stands in for Python, built on this machine where it has a compiler."""
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonamp.kernels.device import triton
+
+logger = logging.getLogger("tritonamp")
+
+PLAIN_STEPS = os.environ.get("TRITONAMP_PLAIN_STEPS") == "1"
+"""Whether each step is to look at everything, and in Python: what faster ways are compared with."""
+
+
+@functools.cache
+def build(name: str) -> Any:
+    """Return the module of ``name``.cpp, built where Triton keeps its kernels; None: it cannot be.
+
+    It takes seconds, once for each version of torch, of Python, and of the source.
+    """
+    try:
+        module = _loaded(f"{name}_native", _built(Path(__file__).with_name(f"{name}.cpp")))
+        sample = torch.empty(0)
+        # private (torch 2.11 to 2.15): the address of what a tensor's object stands for
+        if module.prepare(sample, sample._cdata, nn.Parameter):
+            return module
+        why = "a tensor's object is not as expected"
+    # a compiler can fail in any way, and so can a folder that nobody may write to
+    except Exception as error:
+        said = getattr(error, "stderr", None) or error  # by a compiler
+        why = f"{type(error).__name__}: {str(said)[:500]}"
+    logger.info("%s.cpp is not used, and steps take the host longer: %s", name, why)
+    return None
+
+
+def _built(source: Path) -> str:
+    """Return the path of the shared library."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler (g++, clang++, or CXX in the environment)")
+    torch_folder = Path(torch.__file__).parent
+    command = [
+        *compiler.split(),
+        *("-std=c++20", "-O1", "-shared", "-fPIC", "-w"),
+        f"-I{torch_folder / 'include'}",
+        f"-I{sysconfig.get_paths()['include']}",
+        str(source),
+        f"-L{torch_folder / 'lib'}",
+        *("-ltorch_python", "-ltorch_cpu", "-lc10"),
+    ]
+    key = "\n".join([source.read_text(), torch.__version__, sys.version, *command])
+    cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    library = source.stem + "_native" + sysconfig.get_config_var("EXT_SUFFIX")
+    found: str | None = cache.get_file(library)
+    if found is not None:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, library)
+        subprocess.run([*command, "-o", str(path)], check=True, capture_output=True, text=True)
+        return str(cache.put(path.read_bytes(), library, binary=True))
+
+
+def _loaded(name: str, path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
