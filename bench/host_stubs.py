@@ -9,63 +9,46 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import (
-    _update_lists,
-    cast,
-    decide,
-    grad_stats,
-    norm,
-    norm_backward,
-    reduce,
-    softmax,
-    softmax_backward,
-)
+from tritonamp.kernels import _launch
 from tritonamp.kernels import device as hardware
-
-LAUNCHING = (
-    _update_lists,
-    cast,
-    decide,
-    grad_stats,
-    norm,
-    norm_backward,
-    reduce,
-    softmax,
-    softmax_backward,
-)
 
 
 @contextmanager
 def stub_launches() -> Iterator[list[int]]:
     """Take kernels for CPU tensors, run none; yield a list whose one number counts launches."""
-    count, compiled = [0], {}
+    count = [0]
 
-    def launch(
-        kernel: Any,
-        grid: Any,
-        tensors: Any,
-        sizes: Any,
-        constants: Any,
-        num_warps: int,
-        maxnreg: int | None = None,
-    ) -> None:
+    def run(*args: Any, stream: int) -> None:
         count[0] += 1
-        key: list[Any] = [id(kernel), 0, num_warps, maxnreg, constants]
-        pointers = 0
-        for tensor in tensors:
-            key.append(tensor.dtype)
-            pointers |= tensor.data_ptr()
-        compiled.setdefault(tuple(key), pointers & 15 or max(sizes) >= 1 << 31)
 
-    patches = [mock.patch.object(module, "launch", launch) for module in LAUNCHING]
-    patches.append(mock.patch.dict(hardware._answers, {torch.device("cpu"): True}))
+    def nowhere(*args: Any) -> int:
+        return -1
+
+    patches = [
+        mock.patch.object(_launch, "INTERPRETED", new=False),
+        mock.patch.object(_launch, "_compile", return_value=_Compiled(run)),
+        mock.patch.dict(_launch._compiled, clear=True),
+        mock.patch.object(torch.cuda, "current_device", nowhere),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", nowhere, create=True),
+        mock.patch.dict(hardware._answers, {torch.device("cpu"): True}),
+    ]
     for patch in patches:
         patch.start()
     try:
         yield count
     finally:
-        for patch in patches:
+        for patch in reversed(patches):
             patch.stop()
+
+
+class _Compiled:
+    """A compiled kernel that does nothing but what ``run`` does."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._run
 
 
 def least_us(call: Callable[[], Any], repeats: int, inner: int) -> float:

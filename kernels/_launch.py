@@ -1,7 +1,8 @@
 """A kernel is looked up, compiled where it is new, and started."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -9,6 +10,13 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from tritonamp.kernels.device import INTERPRETED, require_triton
+
+
+class Operand(IntEnum):
+    """What is another tensor in each step, in the launches of an update."""
+
+    GRAD_SCALE = 0
+    FOUND_INF = 1
 
 
 class KernelError(RuntimeError):
@@ -50,12 +58,15 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
     maxnreg: int | None = None,
-) -> None:
+) -> Any:
     """Run ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
 
     ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled
     kernel is looked up by types, the pointers' alignment and the constants, in less time than
     Triton's own launch takes. ``maxnreg`` is the most registers that a thread may take.
+
+    Returns:
+        the compiled kernel; None where there is none: a tracer looks on, or Triton interprets.
 
     Raises:
         KernelError: it could not be compiled or loaded.
@@ -64,10 +75,10 @@ def launch(
     if is_traced(tensors[0]):
         options = _options(num_warps, maxnreg)
         torch.library.wrap_triton(kernel)[grid](*tensors, *sizes, *constants, **options)
-        return
+        return None
     if INTERPRETED:
         _interpret(kernel, grid, tensors, (*sizes, *constants))
-        return
+        return None
     device = tensors[0].get_device()
     if device < 0:
         require_triton(tensors[0].device)
@@ -76,6 +87,56 @@ def launch(
             return launch(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
     compiled = _find(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
     compiled[grid](*tensors, *sizes, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
+    return compiled
+
+
+class PreparedLaunch:
+    """A launch that is made in each step: its kernel and its tables are looked up once.
+
+    Args:
+        kernel: and what follows, as for ``launch``.
+        tensors: the first one has memory; ``Operand`` in the place of what each call gives.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        tensors: tuple[Any, ...],
+        sizes: tuple[float, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        maxnreg: int | None = None,
+    ) -> None:
+        self.device: torch.device = tensors[0].device
+        self._index: int = tensors[0].get_device()
+        self._grid = grid
+        self._call = kernel, grid, tensors, sizes, constants, num_warps, maxnreg
+        self._slots = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
+        self._args: list[Any] = [*tensors, *sizes, *constants]
+        self._compiled: dict[tuple[int, ...], Any] = {}  # by the operands' last four bits
+
+    def call(self, operands: Sequence[Tensor] = ()) -> tuple[Any, ...]:
+        """Return what ``launch`` takes, with operands by their numbers."""
+        kernel, grid, tensors, *rest = self._call
+        given = [operands[t] if isinstance(t, Operand) else t for t in tensors]
+        return kernel, grid, tuple(given), *rest
+
+    def __call__(self, operands: Sequence[Tensor] = ()) -> None:
+        """Run the kernel, with operands by their numbers."""
+        alignment = tuple([operands[operand].data_ptr() & 15 for _, operand in self._slots])
+        compiled = self._compiled.get(alignment)
+        if (
+            compiled is None
+            or torch._C._len_torch_dispatch_stack() > 0
+            or self._index != torch.cuda.current_device()
+        ):
+            self._compiled[alignment] = launch(*self.call(operands))
+            return
+        args = self._args.copy()
+        for i, operand in self._slots:
+            args[i] = operands[operand]
+        compiled[self._grid](*args, stream=torch._C._cuda_getCurrentRawStream(self._index))
 
 
 def prepare(kernel: Any, *args: Any) -> None:

@@ -1,29 +1,32 @@
 """The tables of lists that lie in memory in one way: rows, and the pointers that are there now."""
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._device_tables import DeviceTables
+from tritonamp.kernels._facts import numbers as numbers_of
 from tritonamp.kernels._tables import DTYPES, Table
+
+T = TypeVar("T")
 
 
 class Known(NamedTuple):
     """What is remembered of a list, without holding on to its tensors.
 
     Attributes:
-        ids: of the tensors.
-        pointers: to their memory.
-        metadata: device of the first one; dtypes, strides, and numbers of elements of all.
+        ids: which tensors they are, as ``identities`` has it.
+        pointers: to their memory, as ``addresses`` has it.
+        metadata: how they lie.
     """
 
-    ids: list[int]
-    pointers: list[int]
-    metadata: list[Any]
+    ids: bytes
+    pointers: bytes
+    metadata: Any
 
 
 class Layout:
@@ -39,6 +42,7 @@ class Layout:
         devices: where the tensors are; none where kernels do not take them.
         tables: of these devices.
         copies: list, place, and what kernels work on in the place of the tensor there.
+        known: of the lists whose pointers are in the tables.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Layout:
     ) -> None:
         self._numbers = numbers
         self._may_repeat = may_repeat
-        self._known = known
+        self.known = known
         self._repeats = _repeats(known, may_repeat)
         self._parts: list[DeviceTables] = []
         self.tables: list[Table] = []
@@ -62,6 +66,14 @@ class Layout:
             self._parts.append(part)
             self.tables += part.tables
         self.copies = [copy for part in self._parts for copy in part.copies]
+        self._prepared: dict[Any, Any] = {}
+
+    def prepared(self, name: str, prepare: Callable[[], T]) -> T:
+        """Return what ``prepare`` made of these tables when it was first asked for by this name."""
+        if name not in self._prepared:
+            self._prepared[name] = prepare()
+        found: T = self._prepared[name]
+        return found
 
     def follow(
         self, may_repeat: frozenset[str], numbers: Sequence[int], known: Mapping[str, Known]
@@ -72,24 +84,25 @@ class Layout:
         """
         if numbers != self._numbers or may_repeat != self._may_repeat:
             return False
-        new = [name for name, k in known.items() if k is not self._known[name]]
+        new = [name for name, k in known.items() if k is not self.known[name]]
         if not new:
             return True
-        if any(known[name].metadata != self._known[name].metadata for name in new):
+        if any(known[name].metadata != self.known[name].metadata for name in new):
             return False
-        if _repeats(known, may_repeat) != self._repeats:
+        can_repeat = any(name == "params" or name in may_repeat for name in new)
+        if can_repeat and _repeats(known, may_repeat) != self._repeats:
             return False
         moved = {
-            name: known[name].pointers
+            name: numbers_of(known[name].pointers)
             for name in new
-            if known[name].pointers != self._known[name].pointers
+            if known[name].pointers != self.known[name].pointers
         }
         if not all(part.takes(name, at) for part in self._parts for name, at in moved.items()):
             return False
         for part in self._parts:
             for name, pointers in moved.items():
                 part.follow(name, pointers)
-        self._known = known
+        self.known = known
         return True
 
 
@@ -111,7 +124,7 @@ def _suits_kernels(tensor: Tensor) -> bool:
 def _repeats(known: Mapping[str, Known], may_repeat: frozenset[str]) -> dict[str, list[bool]]:
     """Return by name where the lists that may repeat "params" do."""
     return {
-        name: list(map(operator.eq, k.ids, known["params"].ids))
+        name: list(map(operator.eq, numbers_of(k.ids), numbers_of(known["params"].ids)))
         for name, k in known.items()
         if name in may_repeat
     }

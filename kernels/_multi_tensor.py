@@ -1,6 +1,5 @@
 """Lists of tensors for kernels that take any number of tensors in one launch."""
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._facts import addresses, count_write, identities, metadata
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._layout import Known, Layout, kernel_devices
 from tritonamp.kernels._tables import Table
 from tritonamp.kernels.device import INTERPRETED, is_capturing, runs_triton
-
-_dtype = operator.attrgetter("dtype")
 
 _LAYOUTS = 8  # ways to lie in memory whose tables are kept: of losses and sets of gradients in turn
 
@@ -42,6 +40,7 @@ class TensorLists:
         self.numbers: Sequence[int] = ()
         self._lists: dict[str, Sequence[Tensor]] = {}
         self._to_check: dict[str, bool] = {}  # lists that were set, and whether they are lasting
+        self._lasting: dict[str, bool] = {}  # those that are
         self._known: dict[str, Known] = {}
         self._layouts: dict[tuple[str, ...], list[Layout]] = {}  # the last used one first
         self._current: dict[Any, Layout] = {}  # by names; until a list is set
@@ -68,7 +67,32 @@ class TensorLists:
             self.number(range(len(tensors)), len(tensors))
         self._lists[name] = _local(tensors)
         self._to_check[name] = lasting
+        if lasting:
+            self._lasting[name] = True
         self._current = {}
+
+    def renew(self, name: str, tensors: Sequence[Tensor | None]) -> bool:
+        """Put a list in the place of the last one of that name, which lay as it does but elsewhere.
+
+        Lasting lists are looked at again.
+
+        Args:
+            name: of a list that was looked at, and is not one that may repeat "params".
+            tensors: as many; None where one is missing.
+
+        Returns:
+            False: it does not lie so; nothing has changed.
+        """
+        known = self._known.get(name)
+        if known is None or metadata(tensors) != known.metadata:
+            return False
+        self._lists[name] = tensors  # type: ignore[assignment]
+        pointers = addresses(tensors)  # type: ignore[arg-type]
+        kept = (name,) if pointers == known.pointers else None
+        self._current = {names: at for names, at in self._current.items() if names == kept}
+        self._known[name] = known._replace(pointers=pointers)
+        self._to_check |= self._lasting
+        return True
 
     def number(self, numbers: Sequence[int], size: int) -> None:
         """Start anew, for lists of these ``numbers`` out of ``size``, unless they are those."""
@@ -76,14 +100,16 @@ class TensorLists:
             self._layouts = {}
         if numbers != self.numbers or size != self.size:
             self._n, self.numbers, self.size = len(numbers), numbers, size
-            self._lists, self._known, self._to_check, self._current = {}, {}, {}, {}
+            self._lists, self._known, self._current = {}, {}, {}
+            self._to_check, self._lasting = {}, {}
 
     def release(self, *names: str) -> None:
         """Let go of these lists' tensors until they are set again; remember where they were."""
         for name in names:
             self._lists[name] = ()
             self._to_check.pop(name, None)
-        self._current = {}
+            self._lasting.pop(name, None)
+        self._current.pop(None, None)
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -126,42 +152,51 @@ class TensorLists:
         if is_capturing(first.device):  # ``launches`` makes tables of the graph's own
             devices = kernel_devices({name: self._lists[name] for name in self._named(names)})
         else:
-            devices = self._layout(names).devices
+            devices = self.layout(names).devices
         return len(devices) > 0 and (INTERPRETED or all(map(runs_triton, devices)))
 
     @property
     def tables(self) -> list[Table]:
         """The tables of all lists."""
-        return self._layout(None).tables
+        return self.layout().tables
+
+    def renews(self, layout: Layout, name: str) -> bool:
+        """Put pointers to the list of this name into tables; False: it does not lie so."""
+        known = {**layout.known, name: self._known[name]}
+        return layout.follow(self.may_repeat, self.numbers, known)
 
     @contextmanager
     def launches(
         self, written: Sequence[str] = (), names: tuple[str, ...] | None = None
-    ) -> Iterator[list[Table]]:
+    ) -> Iterator[Layout]:
         """Yield the tables, for a ``with`` block that launches kernels on the lists.
 
         Args:
             written: lists that the kernels write to.
             names: lists that they work on; None: all.
         """
-        layout = self._layout(names)
+        layout = self.layout(names)
         for name, i, copy in layout.copies:
             copy.copy_(self._lists[name][i])
-        yield layout.tables
+        yield layout
         for name, i, copy in layout.copies:
             if name in written:
                 self._lists[name][i].copy_(copy)
-        for name in written:
-            if name in ("params", "copies"):  # autograd may have saved them
-                torch.autograd.graph.increment_version(self._lists[name])
+        self.mark_written(written)
+
+    def mark_written(self, names: Sequence[str]) -> None:
+        """Count a write to each tensor of these lists that autograd may have saved."""
+        for name in names:
+            if name in ("params", "copies"):
+                count_write(self._lists[name])
 
     def _named(self, names: tuple[str, ...] | None) -> tuple[str, ...]:
         if names is not None:
             return names
         return tuple(name for name, tensors in self._lists.items() if len(tensors) == self._n)
 
-    def _layout(self, names: tuple[str, ...] | None) -> Layout:
-        """Return the tables of these lists, with their pointers as they are now."""
+    def layout(self, names: tuple[str, ...] | None = None) -> Layout:
+        """Return the tables of these lists (None: of all) with the pointers as they are now."""
         capturing = is_capturing(next(iter(self._lists.values()))[0].device)
         layout = None if capturing else self._current.get(names)
         if layout is None:
@@ -209,22 +244,14 @@ def _known(tensors: Sequence[Tensor], lasting: bool, before: Known | None) -> Kn
         lasting: the same object at the same address is taken to be as it was.
         before: what was known of the list that had its name.
     """
-    pointers = list(map(Tensor.data_ptr, tensors))
-    ids = list(map(id, tensors))
+    pointers, ids = addresses(tensors), identities(tensors)
     same = before is not None and (pointers, ids) == (before.pointers, before.ids)
     if same and lasting and before:
         return before
-    metadata = [
-        tensors[0].device,
-        *map(_dtype, tensors),
-        *map(Tensor.stride, tensors),
-        *map(Tensor.numel, tensors),
-    ]
-    if before is not None and metadata == before.metadata:
-        if same:
-            return before
-        metadata = before.metadata  # faster to compare than an equal one
-    return Known(ids, pointers, metadata)
+    found = metadata(tensors)
+    if same and before and found == before.metadata:
+        return before
+    return Known(ids, pointers, found)
 
 
 def shipped_lists(

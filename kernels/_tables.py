@@ -51,7 +51,7 @@ class Table(NamedTuple):
         self,
         kernel: Any,
         names: Sequence[str],
-        operands: Sequence[Tensor],
+        operands: Sequence[Any],
         constants: tuple[Any, ...],
         vec: int,
     ) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, cut, overflows
-from tritonamp.kernels._launch import launch, prepare
+from tritonamp.kernels._facts import use_native
+from tritonamp.kernels._launch import PreparedLaunch, prepare
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._transfer import in_main_memory, transfer, upload
@@ -33,6 +34,7 @@ class UpdateLists:
         steps: "steps", the step counts, 0-d float32, of an optimizer that counts.
         rules: hyperparameters by group.
         groups: by number, which group a tensor belongs to.
+        launches: those of the last update.
         track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
             whose half value stayed the same although the update was not zero, and all those whose
             update was not zero; 0 for parameters that have no half value.
@@ -44,6 +46,7 @@ class UpdateLists:
         self.steps = TensorLists()
         self.rules: list[Hyperparameters] = []
         self.groups: list[int] = []
+        self.launches: Sequence[PreparedLaunch] = ()
         self._compiled: list[Any] = []  # launches whose kernels are known to compile
         self._sent: dict[torch.device, _Sent] = {}
 
@@ -78,15 +81,48 @@ class UpdateLists:
         lists = (map(_as_real, self.tensors[name]) for name in names)
         return zip(*lists, self.tensors.numbers, strict=True)
 
-    def launch_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Launch all of them, or, where one cannot be compiled, none."""
+    def launch_all(
+        self,
+        calls: Sequence[tuple[Any, ...]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Launch all of them, or, where one cannot be compiled, none.
+
+        Args:
+            calls: what ``launch`` takes, with ``Operand`` for the two that follow.
+            grad_scale: 0-d factor on the gradients, or None.
+            found_inf: 0-d, not 0: skip; or None.
+        """
+        launches = [PreparedLaunch(*call) for call in calls]
+        operands = self._operands(launches, grad_scale, found_inf)
         kinds = [(kernel, arrays[0].device, consts) for kernel, _, arrays, _, consts, *_ in calls]
         if kinds != self._compiled:
-            for call in calls:
-                prepare(*call)
+            use_native()  # here, where time goes by for compilers
+            for each in launches:
+                prepare(*each.call(operands[each.device]))
             self._compiled = kinds
-        for call in calls:
-            launch(*call)
+        for each in launches:
+            each(operands[each.device])
+        self.launches = launches
+
+    def launch_again(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Make the last update again, on tables that hold, with the hyperparameters of now."""
+        operands = self._operands(self.launches, grad_scale, found_inf)
+        for device in operands:
+            self.numbers(device)
+        for each in self.launches:
+            each(operands[each.device])
+
+    def _operands(
+        self,
+        launches: Sequence[PreparedLaunch],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        """Return by device what ``Operand`` numbers."""
+        devices = dict.fromkeys(each.device for each in launches)
+        return {device: self.scalars(device, grad_scale, found_inf) for device in devices}
 
 
 class EagerUpdate:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
 from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
@@ -155,21 +156,20 @@ def adamw_kernel(
 def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     tensors = lists.tensors
     with (
-        lists.steps.launches(("steps",)) as step_tables,
-        tensors.launches(_WRITTEN) as tables,
+        lists.steps.launches(("steps",)) as of_steps,
+        tensors.launches(_WRITTEN) as layout,
     ):
         calls: list[tuple[Any, ...]] = []
-        for on in step_tables:
+        for on in of_steps.tables:
             rules, groups = lists.numbers(on.device)
-            scale, skip = lists.scalars(on.device, grad_scale, found_inf)
             rates, lost = _rates(lists, on.device), _lost(lists, on.device)
-            counts = on.pointers["steps"], on.number, groups, rules, scale, skip, rates, lost
+            scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
+            counts = on.pointers["steps"], on.number, groups, rules, *scalars, rates, lost
             rows = len(on.number)
             grid = -(-rows // WARP_SIZE), 1, 1
             options = lists.track_lost, RATES, WARP_SIZE
             calls.append((adam_rates_kernel, grid, counts, (rows,), options, 1))
-        for t in tables:
-            _, skip = lists.scalars(t.device, grad_scale, found_inf)
+        for t in layout.tables:
             rates, lost, overflow = (
                 _rates(lists, t.device),
                 _lost(lists, t.device),
@@ -178,10 +178,10 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             amsgrad = t.type("max_exp_avg_sqs") is not None
             types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
             counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
-            operands = rates, skip, overflow, lost
+            operands = rates, Operand.FOUND_INF, overflow, lost
             constants = *types, counts_lost, RATES
             calls.append(t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC))
-        lists.launch_all(calls)
+        lists.launch_all(calls, grad_scale, found_inf)
 
 
 _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"

@@ -1,17 +1,17 @@
 """What the step needs to know of the gradients: largest magnitude, sum of squares. 2 B/param."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, blocks
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import PreparedLaunch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import chunk_bounds, element_pointer
+from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
@@ -69,45 +69,46 @@ def grad_stats_kernel(
 
 
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    with lists.launches(names=("grads",)) as tables:
-        results = []
-        chunks = sum(t.chunks for t in tables)
-        for on in dict.fromkeys(t.device for t in tables):
-            amax = lists.kept("amax", (lists.size,), torch.float32, on)
-            # powers of two, so that few sizes are kept
-            room = 1 << (chunks - 1).bit_length()
-            squares = lists.kept("squares", (room,), torch.float32, on)[:chunks]
-            if len({t.device for t in tables}) > 1:
+    with lists.launches(names=("grads",)) as layout:
+        results, launches = layout.prepared("grad_stats", lambda: _prepared(lists, layout.tables))
+        for amax, squares in results:
+            amax.zero_()
+            if len(results) > 1:
                 squares.zero_()  # chunks of other devices
-            results.append((amax.zero_(), squares))
-            for t in (t for t in tables if t.device == on):
-                kind, vec = (
-                    t.type("grads"),
-                    (8 if t.dtypes["grads"] is not torch.float32 else 4) if t.aligned else 1,
-                )
-                arrays = (
-                    t.pointers["grads"],
-                    t.numel,
-                    t.first,
-                    t.number,
-                    t.rows,
-                    amax.view(torch.int32),
-                    squares,
-                )
-                constants = kind, vec, WARP_SIZE * _WARPS * _VECTORS * vec
-                launch(
-                    grad_stats_kernel,
-                    (t.chunks, 1, 1),
-                    arrays,
-                    (t.chunk, t.before),
-                    constants,
-                    _WARPS,
-                )
+        for each in launches:
+            each()
     if len(results) == 1 and results[0][0].device == device:
         return results[0]
     # zeros where another device is in charge
     amaxes, sums = (torch.stack([transfer(r[k], device) for r in results]) for k in (0, 1))
     return amaxes.amax(0), sums.sum(0)
+
+
+def _prepared(
+    lists: TensorLists, tables: Sequence[Table]
+) -> tuple[list[tuple[Tensor, Tensor]], list[PreparedLaunch]]:
+    """Return results by device, and the launches that write them."""
+    results, launches = [], []
+    chunks = sum(t.chunks for t in tables)
+    devices = dict.fromkeys(t.device for t in tables)
+    for on in devices:
+        amax = lists.kept("amax", (lists.size,), torch.float32, on)
+        # powers of two, so that few sizes are kept
+        room = 1 << (chunks - 1).bit_length()
+        squares = lists.kept("squares", (room,), torch.float32, on)[:chunks]
+        results.append((amax, squares))
+        launches += [_launch_of(t, amax, squares) for t in tables if t.device == on]
+    return results, launches
+
+
+def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> PreparedLaunch:
+    per_vector = 4 if t.dtypes["grads"] is torch.float32 else 8
+    vec = per_vector if t.aligned else 1
+    pointers = t.pointers["grads"], t.numel, t.first, t.number, t.rows
+    arrays = *pointers, amax.view(torch.int32), squares
+    constants = t.type("grads"), vec, WARP_SIZE * _WARPS * _VECTORS * vec
+    sizes = t.chunk, t.before
+    return PreparedLaunch(grad_stats_kernel, (t.chunks, 1, 1), arrays, sizes, constants, _WARPS)
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
@@ -116,19 +117,24 @@ def sgd_kernel(
 
 def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     written = "params", "momentum_buffers", "copies"
-    with lists.tensors.launches(written) as tables:
+    with lists.tensors.launches(written) as layout:
         calls: list[tuple[Any, ...]] = []
-        for t in tables:
+        for t in layout.tables:
             rules, groups = lists.numbers(t.device)
-            scalars = lists.scalars(t.device, grad_scale, found_inf)
-            operands = groups, rules, *scalars, lists.overflow(t.device)
+            operands = (
+                groups,
+                rules,
+                Operand.GRAD_SCALE,
+                Operand.FOUND_INF,
+                lists.overflow(t.device),
+            )
             types = t.type("params"), t.type("grads"), t.type("copies")
             has_momentum = t.type("momentum_buffers") is not None
             constants = *types, has_momentum, _NUMBERS
             call = t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC)
             writes_all = has_momentum and t.type("copies") is not None
             calls.append((*call, MAX_REGISTERS if writes_all else None))
-        lists.launch_all(calls)
+        lists.launch_all(calls, grad_scale, found_inf)
 
 
 _LISTS = "params", "grads", "momentum_buffers", "copies"

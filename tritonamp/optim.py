@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, FusedStep, scalar
-from tritonamp.step.gradients import Gradients
+from tritonamp.step.gradients import GradientLists
 from tritonamp.step.lion import LION
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.state_loading import load_state
@@ -73,17 +72,17 @@ class _Fused:
             with torch.enable_grad():
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[misc]
             return loss
-        numbers = [i for i, p in enumerate(all_params) if p.grad is not None]
-        params = [all_params[i] for i in numbers]
-        stepped_on = [self._master(p) if p.dtype in HALF_DTYPES else p for p in params]
+        stepped_on = [
+            self._master(p) if p.grad is not None and p.dtype in HALF_DTYPES else p
+            for p in all_params
+        ]
+        grads = [None if p.grad is None else self._dense(p.grad) for p in all_params]
         fused, lists = self._fused
-        lists.number(numbers, len(all_params))
-        lists.set("params", stepped_on, lasting=True)
-        lists.set("grads", [self._dense(p.grad) for p in params])
-        lists.set("copies", params, lasting=True)
-        fused.step(Gradients(lists, params), *self._told_by_scaler())
-        lists.release("grads")
-        halves = [p for p, master in zip(params, stepped_on, strict=True) if p is not master]
+        moves = self._fp32_values.moves
+        gradients = lists.take(stepped_on, grads, all_params, moves, known_as=all_params)
+        fused.step(gradients, *self._told_by_scaler())
+        lists.release()
+        halves = [p for p, master in zip(all_params, stepped_on, strict=True) if p is not master]
         self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
         self._narrow_gradients()
         return loss
@@ -135,11 +134,11 @@ class _Fused:
         return self.__dict__.setdefault("_own_wide_gradients", WideGradients())
 
     @property
-    def _fused(self) -> tuple[FusedStep, TensorLists]:
+    def _fused(self) -> tuple[FusedStep, GradientLists]:
         made = self.__dict__.get("_own_fused")
         if made is None:
             fused = FusedStep(self, self.fused_rule, "auto")  # type: ignore[arg-type]
-            made = self.__dict__["_own_fused"] = fused, TensorLists()
+            made = self.__dict__["_own_fused"] = fused, GradientLists()
         return made
 
     def _master(self, param: Tensor) -> Tensor:

@@ -5,10 +5,14 @@ a GPU.
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonamp.kernels import _launch
 
@@ -254,3 +258,97 @@ def test_a_kernel_may_take_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.zeros(16)
     found = _launch._find(object(), (1, 1, 1), (tensor,), (), (True,), 1)
     assert found == (tensor, True)
+
+
+class Compiled:
+    """In the place of what was compiled for some alignment: remembers its launches."""
+
+    def __init__(self, made: list["Compiled"]) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        made.append(self)
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, stream: int) -> None:
+            self.launches.append((grid, stream, *args))
+
+        return run
+
+
+class Launches(NamedTuple):
+    """A prepared launch, its table and its operands, and what was compiled."""
+
+    prepared: _launch.PreparedLaunch
+    table: Tensor
+    operands: list[Tensor]
+    made: list[Compiled]
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Of a kernel that runs on the CPU, as it were."""
+    made: list[Compiled] = []
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(_launch, "_compiled", {})
+    monkeypatch.setattr(_launch, "_compile", lambda *args: Compiled(made))
+    monkeypatch.setattr(_launch, "require_triton", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    table, numbers = torch.zeros(16), torch.zeros(8)
+    tensors = _launch.Operand.FOUND_INF, table, _launch.Operand.GRAD_SCALE
+    launch = _launch.PreparedLaunch(
+        object(), (3, 1, 1), (table, *tensors), (5,), (True, "constant"), 4
+    )
+    return Launches(launch, table, [numbers[0], numbers[4]], made)
+
+
+def test_a_prepared_launch_takes_the_operands_of_each_call(prepared: Launches) -> None:
+    scale, skip = prepared.operands
+    others = torch.zeros(8)
+    calls = [(scale, skip), (scale, skip), (others[4], others[0])]
+    for operands in calls:
+        prepared.prepared(operands)
+    (compiled,) = prepared.made
+    for (grid, stream, *tensors, size, flag, word), (one, other) in zip(
+        compiled.launches, calls, strict=True
+    ):
+        assert (grid, stream, size, flag, word) == ((3, 1, 1), 7, 5, True, "constant")
+        given = prepared.table, other, prepared.table, one
+        assert all(a is b for a, b in zip(tensors, given, strict=True))
+
+
+def test_a_prepared_launch_is_compiled_by_alignment(prepared: Launches) -> None:
+    scale, skip = prepared.operands
+    unaligned = torch.zeros(8)[1]
+    for operands in [(scale, skip), (scale, unaligned), (scale, skip), (scale, unaligned)]:
+        prepared.prepared(operands)
+    assert [len(compiled.launches) for compiled in prepared.made] == [2, 2]
+    assert prepared.made[1].launches[1][3] is unaligned
+
+
+def test_a_prepared_launch_on_another_device(
+    prepared: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes the long way, which switches devices."""
+    prepared.prepared(prepared.operands)
+    switched = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1 if switched else 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda d: switched.append(d) or nullcontext())
+    prepared.prepared(prepared.operands)
+    assert switched == [-1] and len(prepared.made[0].launches) == 2
+
+
+class Looks(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_a_prepared_launch(prepared: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they see any: it goes the long way."""
+    prepared.prepared(prepared.operands)
+    seen = []
+    monkeypatch.setattr(_launch, "launch", lambda *args: seen.append(args))
+    prepared.prepared(prepared.operands)
+    assert not seen
+    with Looks():
+        prepared.prepared(prepared.operands)
+    assert len(seen) == 1 and seen[0] == prepared.prepared.call(prepared.operands)

@@ -59,8 +59,8 @@ def add_kernel(
 
 
 def add(lists: TensorLists) -> list[Table]:
-    with lists.launches(("y",)) as tables:
-        for t in tables:
+    with lists.launches(("y",)) as layout:
+        for t in layout.tables:
             vec = 4 if t.aligned else 1
             arrays = t.pointers["x"], t.pointers["y"], t.numel, t.first, t.rows
             launch(
@@ -71,7 +71,7 @@ def add(lists: TensorLists) -> list[Table]:
                 (t.type("x"), t.type("y"), vec, 1024),
                 1,
             )
-    return tables
+    return layout.tables
 
 
 def takes(lists: TensorLists) -> bool:
@@ -80,7 +80,7 @@ def takes(lists: TensorLists) -> bool:
 
 def copied(lists: TensorLists) -> list[str]:
     """The lists of the tensors that kernels work on in copies."""
-    return [name for name, _, _ in lists._layout(None).copies]
+    return [name for name, _, _ in lists.layout().copies]
 
 
 def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = WIDE) -> Tensor:

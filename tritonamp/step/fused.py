@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._native import PLAIN_STEPS
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.step.gradients import Gradients
+from tritonamp.step.plan import StepPlan
 
 
 class FusedRule(ABC):
@@ -103,6 +105,7 @@ class FusedStep:
         self._lacks: dict[str, list[bool]] = {}  # which parameters have no such state, if any
         self._groups: list[int] = []  # by number, which group a parameter belongs to
         self._made: set[int] = set()  # numbers of the parameters whose state was just made
+        self._plan: StepPlan | None = None
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -117,6 +120,10 @@ class FusedStep:
         tensors = gradients.lists
         if not len(tensors):
             return
+        if self._plan is not None and self._plan.holds(gradients):
+            self._step_again(gradients, grad_scale, found_inf)
+            return
+        self._plan = None
         lists, groups = self._lists, self._optimizer.param_groups
         tells_first = self.rule.tells_first_step(groups)
         if tells_first and found_inf is not None and bool(found_inf):
@@ -129,22 +136,47 @@ class FusedStep:
                 lists.steps.set("steps", values, lasting=True)
             else:
                 tensors.set(name, values, lasting=True)
-        lists.rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        lists.rules = self._rules()
         lists.groups = self._groups
         made, self._made = self._made, set()
         if tells_first:  # behind the groups stand those of first steps
             lists.rules += [self.rule.at_first_step(rule) for rule in lists.rules]
             lists.groups = [g + len(groups) * (i in made) for i, g in enumerate(self._groups)]
+        lists.launches = ()
         self.rule.update(lists, grad_scale, found_inf, self._backend)
+        if not (PLAIN_STEPS or tells_first or self._lacks_some()) and lists.launches:
+            keys = [k for name, k in self._keys.items() if name not in self._lacks]
+            self._plan = StepPlan.after(self._optimizer, gradients, keys, self._kinds)
         # whoever replaces or removes state gets its memory back
         tensors.release(*self.rule.state_keys)
         lists.steps.release("steps")
+
+    def _step_again(
+        self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Step as the last time: only gradients and hyperparameters are others."""
+        self._lists.rules = self._rules()
+        self._lists.launch_again(grad_scale, found_inf)
+        gradients.lists.mark_written(("params", "copies"))
+
+    def _rules(self) -> list[Hyperparameters]:
+        groups = self._optimizer.param_groups
+        return [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+
+    def _kinds(self) -> list[list[bool]]:
+        """Return by group which optional state there is."""
+        groups = self._optimizer.param_groups
+        return [[self.rule.has(name, g) for name in self.rule.optional] for g in groups]
+
+    def _lacks_some(self) -> bool:
+        """Tell whether some parameters have a kind of state that others lack."""
+        return any(not all(lacks) for lacks in self._lacks.values())
 
     def _state(self, gradients: Gradients) -> dict[str, Sequence[Tensor]]:
         """Return lists of state by the kernel's names; "steps" are the step counts."""
         groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
         params = gradients.params
-        optional = [[self.rule.has(name, g) for name in self.rule.optional] for g in groups]
+        optional = self._kinds()
         members = [list(map(id, group["params"])) for group in groups]
         seen = members, list(map(id, params)), list(map(id, states)), optional
         if seen == self._seen:

@@ -1,6 +1,5 @@
 """The FP32 masters that an optimizer steps on, and the gradients that lead there."""
 
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -10,17 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._facts import grads as grads_of
+from tritonamp.kernels._facts import versions
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.gradients import Gradients, GradientState
+from tritonamp.step.gradients import GradientLists, Gradients, GradientState
 from tritonamp.step.state_loading import widen_state
 
 _grad = operator.attrgetter("grad")
-_version = operator.attrgetter("_version")  # private, but as old as autograd: counts writes
 _requires_grad = operator.attrgetter("requires_grad")
-_is_sparse = operator.attrgetter("is_sparse")
 
 
 class Scale(Protocol):
@@ -57,10 +56,10 @@ class MasterWeights:
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # what the FP32 values know the half parameters by
         self._moves = -1  # of the FP32 values, when devices were checked
-        self._lists = TensorLists()
+        self._gradients = GradientLists()
         self._all = TensorLists()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
-        self._left: list[int] = []  # versions of the parameters after the last step
+        self._left = b""  # versions of the parameters after the last step
         # both by master: the true gradient that a half parameter shows, and its own meanwhile
         self._shown: dict[Tensor, Tensor | None] = {}
         self._hidden: dict[Tensor, Tensor] = {}
@@ -197,22 +196,8 @@ class MasterWeights:
 
     def gradients(self) -> Gradients:
         """Return the gradients as they are now, and what a step on them takes."""
-        params: Sequence[Tensor] = self._masters
-        copies: Sequence[Tensor] = self._params
-        grads = list(map(_grad, self._of_state()))
-        numbers: Sequence[int] = range(len(params))
-        complete = all(map(operator.is_not, grads, itertools.repeat(None)))
-        any_sparse = any(
-            map(_is_sparse, grads if complete else [g for g in grads if g is not None])
-        )
-        if any_sparse or not complete:
-            numbers = [i for i, g in enumerate(grads) if g is not None and not g.is_sparse]
-            params, grads, copies = ([ts[i] for i in numbers] for ts in (params, grads, copies))
-        self._lists.number(numbers, len(self._masters))
-        self._lists.set("params", params, lasting=True)
-        self._lists.set("grads", grads)
-        self._lists.set("copies", copies, lasting=True)
-        return Gradients(self._lists, params, any_sparse)
+        grads = grads_of(self._of_state())
+        return self._gradients.take(self._masters, grads, self._params, self._fp32_values.moves)
 
     def sparse_gradients(self) -> TensorLists:
         """Return the values of sparse scaled gradients, coalesced, as "grads"."""
@@ -231,7 +216,7 @@ class MasterWeights:
 
     def release(self) -> None:
         """Let go of the gradients that ``gradients`` returned."""
-        self._lists.release("grads")
+        self._gradients.release()
 
     # from state to state
 
@@ -349,19 +334,23 @@ class MasterWeights:
 
     def note_step(self) -> None:
         """Note that the parameters are as a step has left them."""
-        self._left = list(map(_version, self._params))
+        self._left = versions(self._params)
 
     @property
     def is_untouched(self) -> bool:
         """Whether nobody has written to the parameters since a step, as far as torch counts."""
-        return self._left == list(map(_version, self._params))
+        return self._left == versions(self._params)
 
     def overflowed(self) -> list[Tensor]:
         """Return the parameters that a finite master was too large for, in any step.
 
         Reads the device.
         """
-        kept = [flag for lists in (self._lists, self._all) for flag in lists.all_kept("overflow")]
+        kept = [
+            flag
+            for lists in (self._gradients.lists, self._all)
+            for flag in lists.all_kept("overflow")
+        ]
         flags = [flag.tolist() for flag in kept]
         return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
 
@@ -371,7 +360,7 @@ class MasterWeights:
         Reads the device.
         """
         nothing = torch.zeros(1, 2, dtype=torch.int64)
-        counts = sum((kept.cpu() for kept in self._lists.all_kept("lost")), nothing)
+        counts = sum((kept.cpu() for kept in self._gradients.lists.all_kept("lost")), nothing)
         rows = dict(zip(self._masters, counts.tolist(), strict=False))
         shares = []
         for group in self.optimizer.param_groups:

@@ -1,0 +1,435 @@
+"""A step that is made again as the last one was: the same bits as one that looks at everything, and
+nothing that changes in between goes unseen.
+"""
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.kernels import _facts, _native
+from tritonamp.kernels import device as hardware
+from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.step import fused
+
+pytestmark = [
+    # the interpreter computes with inf and NaN in NumPy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(
+        not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
+    ),
+]
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW amsgrad": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, amsgrad=True),
+    "SGD": torch.optim.SGD,
+    "SGD momentum": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
+    "Lion": tritonamp.optim.Lion,
+}
+
+
+def net(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 3, bias=False), nn.Flatten(), nn.Linear(16, 4, bias=False)
+    norms = nn.LayerNorm(4, bias=False), nn.LayerNorm(4, bias=False)
+    return nn.Sequential(*layers, *norms).to(device)
+
+
+class Run:
+    """A model that is trained, enabled with one optimizer over two groups."""
+
+    def __init__(self, device: torch.device, kind: str, level: str = "O2") -> None:
+        self.model = net(device)
+        conv, linear, *norms = self.model.parameters()
+        groups = [
+            {"params": [conv, norms[0]], "lr": 2e-2},
+            {"params": [linear, norms[1]]},
+        ]
+        self.optimizer = KINDS[kind](groups, lr=1e-2)
+        self.amp = tritonamp.enable(
+            self.model, self.optimizer, level=level, backend="triton", loss_scale=64.0
+        )
+        self.xs = iter(torch.randn(16, 3, 2, 4, 4, device=device).unbind())
+
+    def backward(self, scale: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.amp.backward(scale * self.model(next(self.xs)).square().mean())
+
+    def step(self, change: Callable[["Run"], None] = lambda run: None) -> None:
+        self.backward()
+        change(self)
+        self.amp.clip_grad_norm_(1.0)
+        self.optimizer.step()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        return list(self.optimizer.state.values())
+
+    def moments(self) -> list[tuple[dict[str, Any], str]]:
+        return [(s, k) for s in self.states for k in s if isinstance(s[k], Tensor) and k != "step"]
+
+    def tensors(self) -> list[Tensor]:
+        """All that steps write."""
+        state = [t for s in self.states for t in s.values() if isinstance(t, Tensor)]
+        return [*self.amp.master_params(), *self.params, *state]
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Noted for each update: was it made as the last one was."""
+    _facts.use_native()  # not in between: its answers are other ones than Python's
+    noted: list[bool] = []
+
+    def spied(name: str, is_again: bool) -> None:
+        original = getattr(UpdateLists, name)
+
+        def method(self: UpdateLists, *args: Any) -> None:
+            noted.append(is_again)
+            original(self, *args)
+
+        monkeypatch.setattr(UpdateLists, name, method)
+
+    spied("launch_all", False)
+    spied("launch_again", True)
+    return noted
+
+
+def name_of(value: Any) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
+# what a step again takes in its stride
+
+
+def nothing(run: Run) -> None:
+    pass
+
+
+def gradients_elsewhere(run: Run) -> None:
+    for p in run.params:
+        assert p.grad is not None
+        p.grad = p.grad.clone()
+
+
+def one_gradient_elsewhere(run: Run) -> None:
+    first = run.params[0]
+    assert first.grad is not None
+    first.grad.data = first.grad.clone()
+
+
+def other_rates(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.5
+        group["weight_decay"] = 0.1
+
+
+def gradients_written(run: Run) -> None:
+    for p in run.params:
+        assert p.grad is not None
+        p.grad.mul_(2)
+
+
+def overflow(run: Run) -> None:
+    run.params[0].grad[0] = float("inf")  # type: ignore[index]
+
+
+def parameters_written(run: Run) -> None:
+    """By somebody else: masters follow."""
+    with torch.no_grad():
+        run.params[0].mul_(0.5)
+
+
+TAKEN = (
+    nothing,
+    gradients_elsewhere,
+    one_gradient_elsewhere,
+    other_rates,
+    gradients_written,
+    overflow,
+    parameters_written,
+)
+
+# what it does not
+
+
+def gradient_missing(run: Run) -> None:
+    run.params[1].grad = None
+
+
+def gradient_laid_otherwise(run: Run) -> None:
+    first = run.params[0]
+    assert first.grad is not None
+    first.grad = first.grad.to(memory_format=torch.channels_last)
+
+
+def gradient_laid_otherwise_in_place(run: Run) -> None:
+    weight = run.params[1]
+    assert weight.grad is not None
+    weight.grad.as_strided_((4, 16), (1, 4))
+
+
+def gradient_not_aligned(run: Run) -> None:
+    weight = run.params[1]
+    assert weight.grad is not None
+    room = weight.grad.new_zeros(1 + weight.numel())
+    weight.grad = room[1:].view_as(weight).copy_(weight.grad)
+
+
+def state_elsewhere(run: Run) -> None:
+    for state, key in run.moments():
+        state[key].data = state[key].clone()
+
+
+def state_replaced(run: Run) -> None:
+    for state, key in run.moments()[-1:]:
+        state[key] = 0.5 * state[key]
+
+
+def state_laid_otherwise(run: Run) -> None:
+    linear = run.optimizer.state[run.optimizer.param_groups[1]["params"][0]]
+    *_, key = linear
+    linear[key] = linear[key].as_strided((4, 16), (1, 4))
+
+
+def state_exchanged(run: Run) -> None:
+    (a, key), (b, _) = run.moments()[0], run.moments()[-1]
+    a[key], b[key] = b[key].new_zeros(a[key].shape), a[key].new_zeros(b[key].shape)
+
+
+def state_removed(run: Run) -> None:
+    run.optimizer.state.clear()
+
+
+def state_of_one_removed(run: Run) -> None:
+    master = run.optimizer.param_groups[1]["params"][0]
+    del run.optimizer.state[master]
+
+
+def state_loaded(run: Run) -> None:
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def masters_elsewhere(run: Run) -> None:
+    for master in run.amp.master_params():
+        master.data = master.clone()
+
+
+def halves_elsewhere(run: Run) -> None:
+    for p in run.params:
+        if p.dtype is torch.float16:
+            p.data = p.data.clone()
+
+
+def group_without_one(run: Run) -> None:
+    run.optimizer.param_groups[1]["params"].pop()
+
+
+def groups_exchanged(run: Run) -> None:
+    groups = run.optimizer.param_groups
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+
+def more_state(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["amsgrad"] = True
+
+
+def less_state(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["momentum"] = 0.0
+
+
+def alike_exchanged(run: Run) -> None:
+    (*_, one), (*_, other) = (group["params"] for group in run.optimizer.param_groups)
+    for group, norm in zip(run.optimizer.param_groups, (other, one), strict=True):
+        group["params"][-1] = norm
+
+
+SEEN = (
+    gradient_missing,
+    gradient_laid_otherwise,
+    gradient_laid_otherwise_in_place,
+    gradient_not_aligned,
+    masters_elsewhere,
+    halves_elsewhere,
+    group_without_one,
+    groups_exchanged,
+    alike_exchanged,
+)
+SEEN_IN_STATE = (
+    state_elsewhere,
+    state_replaced,
+    state_laid_otherwise,
+    state_exchanged,
+    state_removed,
+    state_of_one_removed,
+    state_loaded,
+)
+
+
+def trained(
+    device: torch.device, kind: str, change: Callable[[Run], None], level: str = "O2"
+) -> list[Tensor]:
+    """All that is written in four steps, in the third of which something changes."""
+    torch.manual_seed(1)
+    run = Run(device, kind, level)
+    try:
+        for i in range(4):
+            run.step(change if i == 2 else nothing)
+        return [t.detach().clone() for t in run.tensors()]
+    finally:
+        run.amp.disable()
+
+
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each step look at everything, in Python."""
+    monkeypatch.setattr(fused, "PLAIN_STEPS", True)
+    monkeypatch.setattr(_facts, "PLAIN_STEPS", True)
+    monkeypatch.setattr(_facts, "_native", _facts._InPython)
+
+
+def assert_same_bits(
+    device: torch.device,
+    kind: str,
+    change: Callable[[Run], None],
+    again: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    **how: Any,
+) -> list[bool]:
+    """Compare with plain steps; return which were made as the last one."""
+    found = trained(device, kind, change, **how)
+    made, again[:] = list(again), []
+    plainly(monkeypatch)
+    expected = trained(device, kind, change, **how)
+    assert not any(again)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    return made
+
+
+ORDINARY = [("AdamW", change) for change in TAKEN] + [
+    (kind, gradients_elsewhere) for kind in KINDS if kind != "AdamW"
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), ORDINARY, ids=name_of)
+def test_made_again(
+    kind: str,
+    change: Callable[[Run], None],
+    device: torch.device,
+    again: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = assert_same_bits(device, kind, change, again, monkeypatch)
+    assert made == [False, True, True, True]
+
+
+UNUSUAL = [
+    *zip(itertools.cycle(["AdamW", "SGD"]), SEEN),
+    *zip(itertools.cycle(["AdamW", "SGD momentum"]), SEEN_IN_STATE),
+    ("AdamW", more_state),
+    ("SGD momentum", less_state),
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), UNUSUAL, ids=name_of)
+def test_seen(
+    kind: str,
+    change: Callable[[Run], None],
+    device: torch.device,
+    again: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = assert_same_bits(device, kind, change, again, monkeypatch)
+    assert made[:3] == [False, True, False]
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_other_levels(
+    level: str, device: torch.device, again: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = assert_same_bits(device, "AdamW", nothing, again, monkeypatch, level=level)
+    assert made == [False, True, True, True]
+
+
+def test_two_optimizers(device: torch.device, again: list[bool]) -> None:
+    """Each has a plan of its own, and takes turns with the other."""
+    models = [net(device), net(device)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+    with tritonamp.enable(models, optimizers, level="O2", backend="triton") as amp:
+        for _ in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                x = torch.ones(3, 2, 4, 4, device=device)
+                amp.backward(model(x).square().mean(), optimizer)
+                optimizer.step()
+    assert again[-4:] == [True] * 4
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_optimizers_without_enable(
+    name: str, device: torch.device, again: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained() -> list[Tensor]:
+        model = net(device)
+        optimizer = getattr(tritonamp.optim, name)(model.parameters(), lr=1e-2)
+        optimizer._fused[0]._backend = "triton"
+        for i in range(4):
+            optimizer.zero_grad()
+            x = torch.full((3, 2, 4, 4), 1.0 + i, device=device)
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    found = trained()
+    assert again[-2:] == [True] * 2
+    plainly(monkeypatch)
+    assert all(map(torch.equal, found, trained()))
+
+
+def test_nothing_is_kept_of_state_that_was_replaced(device: torch.device) -> None:
+    run = Run(device, "AdamW")
+    try:
+        for _ in range(4):
+            run.step()
+        state = run.states[0]
+        kept = weakref.ref(state["exp_avg"])
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        assert kept() is None
+    finally:
+        run.amp.disable()
+
+
+def test_versions_count_steps_again(device: torch.device, again: list[bool]) -> None:
+    """Autograd sees that a step has written to what it has saved."""
+    run = Run(device, "AdamW")
+    try:
+        for _ in range(3):
+            run.step()
+        saved = run.model(next(run.xs)).sum()
+        run.step()
+        assert again[-1]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+    finally:
+        run.amp.disable()
+
+
+def test_cpp_answers_where_kernels_run(device: torch.device) -> None:
+    if _native.build("_facts") is None or _native.PLAIN_STEPS:
+        pytest.skip("no C++ here")
+    run = Run(device, "AdamW")
+    run.step()
+    run.amp.disable()
+    assert _facts._native is _native.build("_facts")
