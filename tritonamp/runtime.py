@@ -281,7 +281,6 @@ class Amp:
         with self.scale_loss(loss, optimizer, loss_id) as scaled:
             scaled.backward(retain_graph=retain_graph)
 
-    @contextlib.contextmanager
     def scale_loss(
         self,
         loss: Tensor,
@@ -289,8 +288,8 @@ class Amp:
         loss_id: int = 0,
         *,
         scaler: GradScaler | None = None,
-    ) -> Iterator[Tensor]:
-        """Yield the scaled loss, for a backward of your own inside the ``with`` block.
+    ) -> AbstractContextManager[Tensor]:
+        """Give the scaled loss, for a backward of your own inside the ``with`` block.
 
         Args:
             loss: a tensor.
@@ -309,8 +308,7 @@ class Amp:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
-        with self._pending.open(scaler, loss, feeds) as scaled:
-            yield scaled
+        return self._pending.open(scaler, loss, feeds)
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here."""

@@ -545,9 +545,12 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
     A half loss is scaled in FP32: times 65536 it would be inf.
     """
-    nonfinite = transfer((~torch.isfinite(loss.detach()).all()).float(), scale.device)
+    value = loss.detach()
+    nonfinite = (value - value) != 0  # not 0 of inf and NaN alone: fewer launches than isfinite
+    if nonfinite.dim():
+        nonfinite = nonfinite.any()
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
-    return wide * transfer(scale, loss.device), nonfinite
+    return wide * transfer(scale, loss.device), transfer(nonfinite.float(), scale.device)
 
 
 def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Tensor, Tensor]:

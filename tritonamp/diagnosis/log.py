@@ -89,6 +89,8 @@ class StepLog:
         self._loaded = [0.0] * _KEPT
         self._numbers: Tensor | None = None  # see kernels.decide.Record
         self._copied: Tensor | None = None  # the same with the loss behind; NaN: not known
+        self._counts: Tensor | None = None  # the beginning of that
+        self._loss: Tensor | None = None  # its end
         self._knows_loss = False
         # both by the ids of a decision's lists of parameters
         self._positions: dict[tuple[int, ...], Tensor] = {}
@@ -161,6 +163,7 @@ class StepLog:
         readback = Readback(copied)  # takes memory: nothing is half-way if there is none
         self._outgrown += [(self._numbers, self._positions)]
         self._numbers, self._copied, self._readback = copied[:-1], copied, readback
+        self._counts, self._loss = copied[: len(COUNTS)], copied[-1]
         self._knows_loss = False
         self._ranks = ranks
         self._positions, self._params = {}, {}
@@ -183,14 +186,14 @@ class StepLog:
         self._rule = rule
         if self._copied is None or self._readback is None:
             return
+        assert self._counts is not None and self._loss is not None
         if loss is not None or self._knows_loss:
-            behind = self._copied[-1]
-            behind.fill_(math.nan) if loss is None else behind.copy_(loss)
+            self._loss.fill_(math.nan) if loss is None else self._loss.copy_(loss)
             self._knows_loss = loss is not None
         if self._is_captured():
             return
         self.collect()
-        self._sizes.before_step(self._copied[: len(COUNTS)])
+        self._sizes.before_step(self._counts)
         self._readback.start(self._copied, Attached(rule, batches, untouched))
 
     def undo(self) -> None:
@@ -214,8 +217,8 @@ class StepLog:
         return int(self._known[OVERFLOW] + self._known[FAULT])
 
     def _process(self, reading: Reading) -> None:
-        (*values, loss), attached = reading
-        counts = list(values[:3])
+        values, attached = reading
+        counts, loss = list(values[:3]), _finite(values[-1])
         clean, *skips = (int(now - before) for now, before in zip(counts, self._known, strict=True))
         self._known = counts
         step = int(sum(counts))
@@ -223,11 +226,11 @@ class StepLog:
             self._run.clear()
         if sum(skips):
             self._run.append(step)
-            self._process_skip(step, not clean, values, attached, _finite(loss))
+            self._process_skip(step, not clean, values[:-1], attached, loss)
         elif clean:
             self._since = 0
             known = values[SCALE], values[NORM]
-            self.history.append(StepRecord(step, None, *known, loss=_finite(loss)))
+            self.history.append(StepRecord(step, None, *known, loss=loss))
 
     def _process_skip(
         self,

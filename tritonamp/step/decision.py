@@ -87,7 +87,7 @@ class Decision:
         self.phase = Phase.OPEN
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
-        self._verdict = scale.new_zeros(3)
+        self._verdict = scale.new_empty(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
         self._judged: dict[MasterWeights, Stats] = {}  # of gradients that were unscaled since

@@ -54,11 +54,13 @@ class PendingDecisions:
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
         joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
-        decision = joined
-        if decision is None:
-            scale = scaler.scale_tensor(loss.device).clone()
-            decision = Decision(scaler, scale, torch.zeros_like(scale), [], True, self._backend)
+        scale = scaler.scale_tensor(loss.device).clone() if joined is None else joined.scale
+        scaled, nonfinite = scale_loss(loss, scale)
+        if joined is None:
+            decision = Decision(scaler, scale, nonfinite, [], True, self._backend)
             self._decisions.append(decision)
+        else:
+            decision = joined
         for w in weights:
             if w not in decision.waiting:
                 decision.waiting.append(w)
@@ -66,10 +68,10 @@ class PendingDecisions:
                 if w.decision is not None:
                     w.decision.unscale_early(w)
                 w.begin(decision)
-        scaled, nonfinite = scale_loss(loss, decision.scale)
         before = decision.loss_nonfinite, decision.loss
-        decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
-        decision.loss = _sum(decision.loss, transfer(loss.detach(), decision.scale.device))
+        if joined is not None:
+            decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
+        decision.loss = _sum(decision.loss, transfer(loss, scale.device))
         decision.blocks += 1
         try:
             yield scaled
