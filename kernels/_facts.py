@@ -37,7 +37,7 @@ def use_native() -> None:
     """Have C++ answer from now on, where it can be built: for that, a first call takes seconds."""
     global _native
     if not PLAIN_STEPS:
-        _native = build("_facts") or _InPython
+        _native = build("_facts").module or _InPython
 
 
 def identities(tensors: Sequence[Tensor]) -> bytes:

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +24,21 @@ PLAIN_STEPS = os.environ.get("TRITONAMP_PLAIN_STEPS") == "1"
 """Whether each step is to look at everything, and in Python: what faster ways are compared with."""
 
 
+class Attempt(NamedTuple):
+    """A module that was built, or why it could not be.
+
+    Attributes:
+        module: None where it could not be.
+        problem: "" where it could.
+    """
+
+    module: Any
+    problem: str = ""
+
+
 @functools.cache
-def build(name: str) -> Any:
-    """Return the module of ``name``.cpp, built where Triton keeps its kernels; None: it cannot be.
+def build(name: str) -> Attempt:
+    """Build the module of ``name``.cpp where Triton keeps its kernels, or find it there.
 
     It takes seconds, once for each version of torch, of Python, and of the source.
     """
@@ -35,14 +47,14 @@ def build(name: str) -> Any:
         sample = torch.empty(0)
         # private (torch 2.11 to 2.15): the address of what a tensor's object stands for
         if module.prepare(sample, sample._cdata, nn.Parameter):
-            return module
-        why = "a tensor's object is not as expected"
+            return Attempt(module)
+        problem = "a tensor's object is not as expected"
     # a compiler can fail in any way, and so can a folder that nobody may write to
     except Exception as error:
         said = getattr(error, "stderr", None) or error  # by a compiler
-        why = f"{type(error).__name__}: {str(said)[:500]}"
-    logger.info("%s.cpp is not used, and steps take the host longer: %s", name, why)
-    return None
+        problem = f"{type(error).__name__}: {str(said)[:500]}"
+    logger.info("%s.cpp is not used, and steps take the host longer: %s", name, problem)
+    return Attempt(None, problem)
 
 
 def _built(source: Path) -> str:

@@ -175,7 +175,8 @@ def test_rooms_know_earlier_tiers_only(path: Path) -> None:
 def test_entry_points_use_public_names(path: Path) -> None:
     """The commands and the drop-in show that the public names are enough."""
     neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {room(module_name(path))}
-    kernels = ["tritonamp.kernels.device", "tritonamp.kernels._implementations"]
+    answers = "device", "_implementations", "_native"  # about the machine
+    kernels = [f"tritonamp.kernels.{name}" for name in answers]
     allowed = [*kernels, *(f"tritonamp.{name}" for name in neighbours)]
     wrong = [
         name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)

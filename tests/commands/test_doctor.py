@@ -6,6 +6,7 @@ import torch
 import tritonamp
 from tritonamp.__main__ import main
 from tritonamp.commands import doctor
+from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
@@ -41,6 +42,15 @@ def test_every_operation_has_a_backend_and_a_reason(report, operation):
     assert len(rows) == len(doctor._devices())
     for row, device in zip(rows, doctor._devices(), strict=True):
         assert row.split(maxsplit=2) == list(doctor._operation(operation, device))
+
+
+def test_cpp_for_steps(monkeypatch):
+    assert doctor._cpp_for_steps() == "not needed: no kernels run here"
+    monkeypatch.setattr(hardware, "runs_triton", lambda device: True)
+    monkeypatch.setattr(_native, "build", lambda name: _native.Attempt(None, "no compiler"))
+    assert doctor._cpp_for_steps() == ("none, so that each step takes the host longer: no compiler")
+    monkeypatch.setattr(_native, "build", lambda name: _native.Attempt(object()))
+    assert doctor._cpp_for_steps() == "built"
 
 
 def test_cpu_is_eager_because_it_is_no_gpu():

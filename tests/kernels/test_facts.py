@@ -18,7 +18,7 @@ NUMBERS = "identities", "addresses", "versions"
 @pytest.fixture
 def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module built from C++, which the functions of ``_facts`` then ask."""
-    module = _native.build("_facts")
+    module = _native.build("_facts").module
     if module is None:
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(_facts, "_native", module)

@@ -249,6 +249,12 @@ def less_state(run: Run) -> None:
         group["momentum"] = 0.0
 
 
+def boundary_moved(run: Run) -> None:
+    """From one group to the next, in the same order."""
+    first, second = run.optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
 def alike_exchanged(run: Run) -> None:
     (*_, one), (*_, other) = (group["params"] for group in run.optimizer.param_groups)
     for group, norm in zip(run.optimizer.param_groups, (other, one), strict=True):
@@ -265,6 +271,7 @@ SEEN = (
     group_without_one,
     groups_exchanged,
     alike_exchanged,
+    boundary_moved,
 )
 SEEN_IN_STATE = (
     state_elsewhere,
@@ -427,9 +434,9 @@ def test_versions_count_steps_again(device: torch.device, again: list[bool]) -> 
 
 
 def test_cpp_answers_where_kernels_run(device: torch.device) -> None:
-    if _native.build("_facts") is None or _native.PLAIN_STEPS:
+    if _native.build("_facts").module is None or _native.PLAIN_STEPS:
         pytest.skip("no C++ here")
     run = Run(device, "AdamW")
     run.step()
     run.amp.disable()
-    assert _facts._native is _native.build("_facts")
+    assert _facts._native is _native.build("_facts").module

@@ -13,6 +13,7 @@ from torch import nn
 import tritonamp
 from tritonamp.commands import selftest
 from tritonamp.commands.table import table
+from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
@@ -85,7 +86,15 @@ def _versions() -> list[tuple[str, str]]:
         ("triton", hardware.triton_version() or "cannot be imported"),
         ("CUDA", _cuda()),
         ("GPUs", str(gpus) if gpus else _without_gpus()),
+        ("C++ for steps", _cpp_for_steps()),
     ]
+
+
+def _cpp_for_steps() -> str:
+    if not any(map(hardware.runs_triton, _devices())):
+        return "not needed: no kernels run here"
+    problem = _native.build("_facts").problem
+    return f"none, so that each step takes the host longer: {problem}" if problem else "built"
 
 
 def _without_gpus() -> str:
