@@ -13,10 +13,12 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import tritonamp.kernels
+from tritonamp.kernels._launch import Launch
 
 ARCHITECTURES = 70, 75, 80, 86, 89, 90, 100, 120
 FIRST_BF16 = 80
@@ -173,7 +175,13 @@ def module_launches(module: Any, arch: int, only: str) -> Iterator[tuple[Build, 
 def recorded_launches() -> Iterator[mock.Mock]:
     """Have every module of the kernels call the mock that this yields, not ``launch``."""
     launch = mock.Mock()
+
+    def again(call: Launch, *tensors: Tensor) -> None:
+        rest = call.sizes, call.constants, call.num_warps, call.maxnreg
+        launch(call.kernel, call.grid, tensors, *rest)
+
     with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Launch, "__call__", again))
         for name, module in list(sys.modules.items()):
             if name.startswith("tritonamp.kernels.") and hasattr(module, "launch"):
                 patches.enter_context(mock.patch.object(module, "launch", launch))

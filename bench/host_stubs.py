@@ -1,7 +1,7 @@
 """Stubs in the place of kernels, and the clock: what is left is what the host pays."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -52,14 +52,20 @@ class _Compiled:
 
 
 def least_us(call: Callable[[], Any], repeats: int, inner: int) -> float:
-    call()
-    times = []
+    return least_us_of([call], repeats, inner)[0]
+
+
+def least_us_of(calls: Sequence[Callable[[], Any]], repeats: int, inner: int) -> list[float]:
+    """Return the least of each call, taken in turn: what slows the machine down slows them all."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(inner):
+        for call, taken in zip(calls, times, strict=True):
             call()
-        times.append(time.perf_counter() - start)
-    return 1e6 * min(times) / inner
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            taken.append(time.perf_counter() - start)
+    return [1e6 * min(taken) / inner for taken in times]
 
 
 PARTS_OF_TORCHS_STEP = (

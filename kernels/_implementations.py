@@ -79,6 +79,8 @@ class TraceableOp(Implementations):
     Attributes:
         left_to_inductor: what torch.compile makes of the eager twin moves no more bytes, and fuses
             it with its neighbours, which a kernel of ours would not let it.
+        prepared: takes what ``triton_function`` takes, and returns what that does with tensors
+            that lie in memory like these.
     """
 
     samples: tuple[Sample, ...]
@@ -90,9 +92,11 @@ class TraceableOp(Implementations):
         samples: Sequence[Sample] = (),
         *,
         left_to_inductor: bool = False,
+        prepared: Callable[..., Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__(triton_function, torch_function, samples)
         self.left_to_inductor = left_to_inductor
+        self.prepared = prepared
         # A partial has no source code: triton_op would look for kernels in it (in vain: ``launch``
         # gets them as arguments) with a helper of inductor's, which takes seconds to import.
         function: Any = functools.partial(triton_function)
@@ -107,21 +111,34 @@ class TraceableOp(Implementations):
         Raises:
             KernelError: see ``run``.
         """
-        uses_triton = self.uses_triton(backend, x)
-        if uses_triton and (torch.compiler.is_compiling() or has_torch_dispatch(x)):
-            return self.traceable(x, *args)
-        return self.run(backend, uses_triton, x, *args)
+        return self.chosen(backend, x)(x, *args)
+
+    def chosen(self, backend: str, x: Tensor) -> Callable[..., Any]:
+        """Return what computes the operation on ``x``: its eager twin, or else runs the kernel."""
+        if backend == "eager":
+            return self.torch_function
+        watched = torch.compiler.is_compiling() or has_torch_dispatch(x)
+        if backend == "auto" and not self._gains(x, watched):
+            return self.torch_function
+        if watched:
+            return self.traceable
+        return self.triton_function if backend == "triton" else self._kernel_or_twin
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:
         """Tell whether a call on ``x`` runs the kernel."""
-        if backend != "auto":
-            return backend == "triton"
-        if self.left_to_inductor and _is_compiling():
-            return False
-        if x.numel() < MIN_NUMEL or not super().uses_triton(backend, x):
+        return self.chosen(backend, x) is not self.torch_function
+
+    def _gains(self, x: Tensor, watched: bool) -> bool:
+        """Tell whether the kernel runs where ``x`` is, and is worth it."""
+        if x.numel() < MIN_NUMEL or not runs_triton(x.device) or self.name in failures:
             return False
         # DTensor and its like shard eager operations
-        return type(x) is Tensor or not is_traceable_wrapper_subclass(x)
+        return not watched or not (
+            (self.left_to_inductor and _is_compiling()) or is_traceable_wrapper_subclass(x)
+        )
+
+    def _kernel_or_twin(self, *args: Any) -> Any:
+        return self.run("auto", True, *args)
 
 
 def _is_compiling() -> bool:

@@ -90,6 +90,72 @@ def launch(
     return compiled
 
 
+class Launch:
+    """A launch on tensors of a kind, all of it but the tensors: a call takes these, and makes it.
+
+    Where one is kept, as for a shape, a call looks at little more than the tensors' addresses.
+
+    Args:
+        kernel: and what follows, as for ``launch``.
+    """
+
+    __slots__ = ("_known", "constants", "grid", "kernel", "maxnreg", "num_warps", "sizes")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        sizes: tuple[float, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        maxnreg: int | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self.sizes = sizes
+        self.constants = constants
+        self.num_warps = num_warps
+        self.maxnreg = maxnreg
+        self._known: dict[int, tuple[_Build, Any, Any]] = {}  # for aligned memory, by device
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Run the kernel, see ``launch``.
+
+        Args:
+            tensors: of the same dtypes in every call.
+        """
+        if INTERPRETED or is_traced(tensors[0]):
+            self._launch(tensors)
+            return
+        pointers = 0
+        for tensor in tensors:
+            pointers |= tensor.data_ptr()
+        device = tensors[0].get_device()
+        build, compiled, run = self._known.get(device, _UNKNOWN)
+        if (
+            pointers & 15
+            or _compiled.get(build, self) is not compiled
+            or device != torch.cuda.current_device()
+        ):
+            compiled = self._launch(tensors)
+            if not pointers & 15:
+                self._known[device] = self._build(tensors), compiled, compiled[self.grid]
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(*tensors, *self.sizes, *self.constants, stream=stream)
+
+    _once = staticmethod(launch)
+
+    def _launch(self, tensors: tuple[Tensor, ...]) -> Any:
+        rest = self.sizes, self.constants, self.num_warps, self.maxnreg
+        return self._once(self.kernel, self.grid, tensors, *rest)
+
+    def _build(self, tensors: tuple[Tensor, ...]) -> "_Build":
+        return _build_of(
+            self.kernel, tensors, self.sizes, self.constants, self.num_warps, self.maxnreg
+        )
+
+
 class PreparedLaunch:
     """A launch that is made in each step: its kernel and its tables are looked up once.
 
@@ -162,6 +228,28 @@ def _find(
     num_warps: int,
     maxnreg: int | None = None,
 ) -> Any:
+    build = _build_of(kernel, tensors, sizes, constants, num_warps, maxnreg)
+    compiled = _compiled.get(build)
+    if compiled is None:
+        options = _options(num_warps, maxnreg)
+        compiled = _compiled[build] = _compile(
+            kernel, grid, (*tensors, *sizes, *constants), options
+        )
+    return compiled
+
+
+class _Build:
+    """Stands for all that a kernel is compiled from, which takes longer to compare."""
+
+
+def _build_of(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[float, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    maxnreg: int | None,
+) -> _Build:
     key: list[Any] = [id(kernel), tensors[0].get_device(), num_warps, maxnreg, constants]
     pointers = 0
     for tensor in tensors:
@@ -172,13 +260,7 @@ def _find(
             *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
             *[size >= 1 << 31 for size in sizes],
         ]
-    compiled = _compiled.get(tuple(key))
-    if compiled is None:
-        options = _options(num_warps, maxnreg)
-        compiled = _compiled[tuple(key)] = _compile(
-            kernel, grid, (*tensors, *sizes, *constants), options
-        )
-    return compiled
+    return _builds.setdefault(tuple(key), _Build())
 
 
 def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
@@ -187,7 +269,9 @@ def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
     return options if maxnreg is None else {**options, "maxnreg": maxnreg}
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_builds: dict[tuple[Any, ...], _Build] = {}
+_compiled: dict[_Build, Any] = {}
+_UNKNOWN = _Build(), None, None
 _compiler_works = True
 
 

@@ -4,11 +4,13 @@ The kernel for whole lines keeps them itself, in registers. Those of long lines 
 in a launch of their own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._launch import launch
-from tritonamp.kernels._lines import Tiling
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._lines import Tiling, dense
 from tritonamp.kernels._norms import load_gradients, load_stats
 from tritonamp.kernels.device import tl, triton
 
@@ -57,31 +59,30 @@ def norm_weights_kernel(
         store_part(db_ptr, part, n, db, columns, columns < n, VEC, ROWS)
 
 
-def new_parts(x: Tensor, number: int, n: int, wants: tuple[bool, bool]) -> Tensor:
-    """Return memory for them, one row at least: a pointer has to point somewhere."""
-    return x.new_empty(max(sum(wants), 1), number, n, dtype=torch.float32)
+def shape_of_parts(number: int, n: int, wants: tuple[bool, bool]) -> tuple[int, int, int]:
+    """Return their shape, one row at least: a pointer has to point somewhere."""
+    return max(sum(wants), 1), number, n
 
 
-def sums_of_long(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    t: Tiling,
-    center: bool,
-    wants: tuple[bool, bool],
-) -> Tensor:
-    """Add up the wanted ones of grad * h and grad over at most PARTS parts of the lines."""
+def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> Callable[..., Tensor]:
+    """Return what adds up grad * h and grad, those that are wanted, over PARTS parts at most."""
     tiles = -(-t.lines // ROWS)
     steps = -(-tiles // PARTS)
-    parts = new_parts(x, -(-tiles // steps), t.n, wants)
-    if any(wants):
-        launch(
-            norm_weights_kernel,
-            (-(-t.n // COLUMNS), parts.shape[1], 1),
-            (grad, x, mean, rstd, parts[0], parts[-1]),
-            (t.lines, t.n, steps),
-            (center, *wants, t.layout[2], ROWS, COLUMNS),
-            WARPS,
-        )
-    return parts
+    shape = shape_of_parts(-(-tiles // steps), t.n, wants)
+    room = dense(shape)
+    launch = Launch(
+        norm_weights_kernel,
+        (-(-t.n // COLUMNS), shape[1], 1),
+        (t.lines, t.n, steps),
+        (center, *wants, t.layout[2], ROWS, COLUMNS),
+        WARPS,
+    )
+
+    def run(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        parts = x.new_empty_strided(*room, dtype=torch.float32)
+        if any(wants):
+            of_weights = parts.unbind()
+            launch(grad, x, mean, rstd, of_weights[0], of_weights[-1])
+        return parts
+
+    return run

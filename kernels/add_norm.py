@@ -25,7 +25,9 @@ def add_norm_triton(
     eps: float,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _norm.normalised(x, residual, weight, bias, n, eps, center, x.dtype)
+    run = _norm.norm_prepared(x, weight, bias, n, eps, center, x.dtype, added=True)
+    total, y, stats = run(x, weight, bias, residual)
+    return total, y, stats
 
 
 def add_norm_torch(

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,
+    cached_by_shape,
     column_offsets,
     edge_offsets,
     line_lead,
@@ -88,25 +89,33 @@ def cross_entropy_kernel(
     tl.store(stats_ptr + count + numbers, tl.where(counts, log_s, 0.0), mask=valid)
 
 
-def cross_entropy_triton(
-    x: Tensor, target: Tensor, dim: int, ignore_index: int, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    x, target = x.contiguous(), target.contiguous()
-    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST, WIDEST // x.itemsize)
-    losses = x.new_empty(target.shape, dtype=torch.float32)
-    stats = x.new_empty((2, *target.shape), dtype=torch.float32)
-    if t.lines * t.n == 0:
-        return losses.zero_(), stats.zero_()
-    minus = _minus_logits_of_targets(x, target, dim, ignore_index).float()
-    launch(
+@cached_by_shape
+def _launch(
+    shape: tuple[int, ...], given: torch.dtype, dim: int, ignore_index: int, smoothing: float
+) -> Launch:
+    """Return the launch for logits of a shape and of the dtype ``given``."""
+    t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
+    return Launch(
         cross_entropy_kernel,
         (t.grid[0], 1, 1),
-        (x, target, minus, losses, stats),
-        (*t.sizes, t.lines, float(smoothing)),
+        (*t.sizes, t.lines, smoothing),
         (ignore_index, smoothing > 0, *t.layout),
         t.num_warps,
         MAX_REGISTERS[not (t.whole and t.layout[0] and smoothing == 0)],
     )
+
+
+def cross_entropy_triton(
+    x: Tensor, target: Tensor, dim: int, ignore_index: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    x, target = x.contiguous(), target.contiguous()
+    losses = x.new_empty(target.shape, dtype=torch.float32)
+    stats = x.new_empty((2, *target.shape), dtype=torch.float32)
+    if not x.numel():
+        return losses.zero_(), stats.zero_()
+    minus = _minus_logits_of_targets(x, target, dim, ignore_index).float()
+    launch = _launch(x.shape, x.dtype, dim, ignore_index, float(smoothing))
+    launch(x, target, minus, losses, stats)
     return losses, stats
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,
+    cached_by_shape,
     column_offsets,
     edge_offsets,
     line_lead,
@@ -83,6 +84,22 @@ def cross_entropy_backward_kernel(
             )  # fmt: skip
 
 
+@cached_by_shape
+def _launch(
+    shape: tuple[int, ...], given: torch.dtype, dim: int, ignore_index: int, smoothing: float
+) -> Launch:
+    """Return the launch for logits of a shape and of the dtype ``given``."""
+    t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
+    tiles = -(-t.n // t.layout[-1])
+    return Launch(
+        cross_entropy_backward_kernel,
+        (t.grid[0] * tiles, 1, 1),
+        (*t.sizes, tiles, t.lines, smoothing / t.n, 1.0 - smoothing),
+        (ignore_index, *t.layout),
+        t.num_warps,
+    )
+
+
 def cross_entropy_backward_triton(
     x: Tensor,
     target: Tensor,
@@ -94,18 +111,9 @@ def cross_entropy_backward_triton(
 ) -> Tensor:
     x, target, grad = x.contiguous(), target.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
-    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST, WIDEST // x.itemsize)
-    if t.lines * t.n == 0:
-        return dx
-    tiles = -(-t.n // t.layout[-1])
-    launch(
-        cross_entropy_backward_kernel,
-        (t.grid[0] * tiles, 1, 1),
-        (x, target, grad, stats, dx),
-        (*t.sizes, tiles, t.lines, smoothing / t.n, 1.0 - smoothing),
-        (ignore_index, *t.layout),
-        t.num_warps,
-    )
+    if x.numel():
+        launch = _launch(x.shape, x.dtype, dim, ignore_index, float(smoothing))
+        launch(x, target, grad, stats, dx)
     return dx
 
 

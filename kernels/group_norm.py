@@ -5,7 +5,7 @@ the channels of a group and all places of an image. A short line fills a program
 one is read twice, the second time out of L2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from tritonamp.kernels._group_norms import (
     walk,
 )
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._lines import cached_by_shape, dense
 from tritonamp.kernels._norms import merge_moments, reciprocal_std, store_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
@@ -107,28 +108,69 @@ def group_norm_long_kernel(
     store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, True)
 
 
-def group_norm_triton(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    form = memory_format(x)
-    x = x.contiguous(memory_format=form)
-    y = torch.empty_like(x)
-    stats = x.new_empty(2, x.shape[0] * groups, dtype=torch.float32)
-    if x.numel() == 0:
-        return y, stats
-    last = form is not torch.contiguous_format
-    t = walk(tuple(x.shape), groups, last, x.itemsize, PER_THREAD, LONGEST)
-    # a pointer has to point somewhere, also where nothing is loaded
-    w, b = (x if given is None else given.contiguous() for given in (weight, bias))
-    launch(
+@cached_by_shape
+def _forward(
+    shape: tuple[int, ...],
+    groups: int,
+    last: bool,
+    given: torch.dtype,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    eps: float,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what computes it of tensors of a shape, and of weights or none.
+
+    Args:
+        shape: of x.
+        groups: of channels.
+        last: whether channels are neighbours in memory.
+        given: dtype of x.
+        weight: its dtype; None: there is none.
+        bias: its dtype; None: there is none.
+        eps: added to the variance.
+    """
+    statistics = dense((2, shape[0] * groups))
+    if 0 in shape:
+        return lambda x, *_: (
+            torch.empty_like(x),
+            x.new_empty_strided(*statistics, dtype=torch.float32),
+        )
+    t = walk(shape, groups, last, given.itemsize, PER_THREAD, LONGEST)
+    launch = Launch(
         group_norm_kernel if t.whole else group_norm_long_kernel,
         (t.images * t.blocks, 1, 1),
-        (x, w, b, y, stats[0], stats[1]),
         (t.blocks, *t.sizes, float(eps)),
         (weight is not None, bias is not None, *t.layout),
         t.num_warps,
     )
-    return y, stats
+
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x.contiguous(memory_format=memory_format(x))
+        y = torch.empty_like(x)
+        stats = x.new_empty_strided(*statistics, dtype=torch.float32)
+        # a pointer has to point somewhere, also where nothing is loaded
+        w = x if weight is None else weight.contiguous()
+        b = x if bias is None else bias.contiguous()
+        launch(x, w, b, y, *stats.unbind())
+        return y, stats
+
+    return run
+
+
+def group_norm_prepared(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what ``group_norm_triton`` does with tensors that lie in memory like these."""
+    of_weight = None if weight is None else weight.dtype
+    of_bias = None if bias is None else bias.dtype
+    last = memory_format(x) is not torch.contiguous_format
+    return _forward(x.shape, groups, last, x.dtype, of_weight, of_bias, eps)
+
+
+def group_norm_triton(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    return group_norm_prepared(x, weight, bias, groups, eps)(x, weight, bias)
 
 
 def group_norm_torch(
@@ -206,7 +248,10 @@ def _sample(affine: bool) -> Sample:
 
 
 GROUP_NORM = TraceableOp(
-    group_norm_triton, group_norm_torch, [_sample(affine) for affine in (False, True)]
+    group_norm_triton,
+    group_norm_torch,
+    [_sample(affine) for affine in (False, True)],
+    prepared=group_norm_prepared,
 )
 
 

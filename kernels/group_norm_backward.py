@@ -29,8 +29,9 @@ from tritonamp.kernels._group_norms import (
     walk,
 )
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
-from tritonamp.kernels._norm_weights import new_parts
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._lines import Dense, cached_by_shape, dense
+from tritonamp.kernels._norm_weights import shape_of_parts
 from tritonamp.kernels._norms import input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
@@ -153,6 +154,38 @@ def group_norm_backward_long_kernel(
             tl.store(dx_ptr + start + offs, dx, mask=mask, eviction_policy="evict_first")
 
 
+@cached_by_shape
+def _launch(
+    shape: tuple[int, ...],
+    groups: int,
+    last: bool,
+    dtypes: tuple[torch.dtype, ...],
+    flags: tuple[bool, bool, bool],
+) -> tuple[Launch, Dense]:
+    """Return the launch for a shape, and shape and strides of the partial sums.
+
+    Args:
+        shape: of x.
+        groups: of channels.
+        last: whether channels are neighbours in memory.
+        dtypes: of the gradient, x and the weight.
+        flags: whether there is a weight; the gradients that are wanted.
+    """
+    widest = max(dtype.itemsize for dtype in dtypes[:2])
+    t = walk(shape, groups, last, widest, PER_THREAD, LONGEST)
+    steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
+    parts = shape_of_parts(-(-t.images // steps), shape[1], flags[1:])
+    launch = Launch(
+        group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
+        (parts[1] * t.blocks, 1, 1),
+        (t.blocks, *t.sizes, t.images, steps) if t.whole else (t.blocks, *t.sizes),
+        (*flags, *t.layout),
+        t.num_warps,
+        MAX_REGISTERS if t.scattered and not t.whole else None,
+    )
+    return launch, dense(parts)
+
+
 def group_norm_backward_triton(
     grad: Tensor,
     x: Tensor,
@@ -167,20 +200,13 @@ def group_norm_backward_triton(
     dx, channels, wanted = torch.empty_like(x), x.shape[1], dweight + dbias
     if x.numel() == 0:
         return dx, x.new_zeros(wanted, channels, dtype=torch.float32)
-    widest, last = max(grad.itemsize, x.itemsize), form is not torch.contiguous_format
-    t = walk(tuple(x.shape), groups, last, widest, PER_THREAD, LONGEST)
-    steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
-    parts = new_parts(x, -(-t.images // steps), channels, (dweight, dbias))
     w = x if weight is None else weight.contiguous()
-    launch(
-        group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
-        (parts.shape[1] * t.blocks, 1, 1),
-        (grad, x, w, stats[0], stats[1], dx, parts[0], parts[-1]),
-        (t.blocks, *t.sizes, t.images, steps) if t.whole else (t.blocks, *t.sizes),
-        (weight is not None, dweight, dbias, *t.layout),
-        t.num_warps,
-        MAX_REGISTERS if t.scattered and not t.whole else None,
-    )
+    dtypes, last = (grad.dtype, x.dtype, w.dtype), form is not torch.contiguous_format
+    flags = weight is not None, dweight, dbias
+    launch, room = _launch(x.shape, groups, last, dtypes, flags)
+    parts = x.new_empty_strided(*room, dtype=torch.float32)
+    of_weights = parts.unbind()
+    launch(grad, x, w, *stats.unbind(), dx, of_weights[0], of_weights[-1])
     if not wanted:
         return dx, x.new_empty(0, channels, dtype=torch.float32)
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)

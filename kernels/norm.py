@@ -7,15 +7,22 @@ out of L2 and from its end.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
-from tritonamp.kernels._lines import WIDEST, column_offsets, line_offsets, tiling
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._lines import (
+    WIDEST,
+    cached_by_shape,
+    column_offsets,
+    dense,
+    line_offsets,
+    tiling,
+)
 from tritonamp.kernels._norms import (
     add_moments,
     affine,
@@ -91,39 +98,94 @@ def norm_long_kernel(
     store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER)
 
 
-def normalised(
+Norm = Callable[..., tuple[Tensor, ...]]
+"""Takes x, weight and bias; returns the result and the statistics."""
+
+
+@cached_by_shape
+def _forward(
+    numel: int,
+    n: int,
+    given: torch.dtype,
+    dtype: torch.dtype,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    added: bool,
+    eps: float,
+    center: bool,
+) -> Norm:
+    """Return what computes it of tensors of these sizes and dtypes.
+
+    Args:
+        numel: elements of x.
+        n: elements of a line.
+        given: dtype of x.
+        dtype: of the result.
+        weight: its dtype; None: there is none.
+        bias: its dtype; None: there is none.
+        added: whether there is a residual.
+        eps: added to the variance.
+        center: as of ``norm``.
+    """
+    lines = numel // n if n else 0
+    statistics = dense((1 + center, lines))
+    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsed at a price
+    # a vector that lies in one line, also in a long one: odd lengths are rare here
+    vec = math.gcd(n, WIDEST // max(given.itemsize, dtype.itemsize))
+    t = tiling((lines, n), 1, 1, PER_THREAD, LONGEST, vec)
+    launch = Launch(
+        norm_kernel if t.whole else norm_long_kernel,
+        (t.grid[0], 1, 1),
+        (*t.sizes, float(eps)),
+        (added, center, weight is not None, bias is not None, *t.layout),
+        t.num_warps,
+        None if t.whole else MAX_REGISTERS,
+    )
+
+    def run(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        x = x.contiguous()
+        y = torch.empty_like(x, **other)
+        total = torch.empty_like(x) if added else y
+        stats = x.new_empty_strided(*statistics, dtype=torch.float32)
+        if lines:
+            # a pointer has to point somewhere, also where nothing is loaded
+            r = x if residual is None else residual.contiguous()
+            w = x if weight is None else weight.contiguous()
+            b = x if bias is None else bias.contiguous()
+            of_lines = stats.unbind()
+            launch(x, r, w, b, total, y, of_lines[0], of_lines[-1])
+        return (total, y, stats) if added else (y, stats)
+
+    return run
+
+
+def norm_prepared(
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     n: int,
     eps: float,
     center: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; return the sum (without residual anything), the result, statistics."""
-    x = x.contiguous()
-    y = torch.empty_like(x, dtype=dtype)
-    total = y if residual is None else torch.empty_like(x)
-    lines = x.numel() // n if n else 0
-    stats = x.new_empty(1 + center, lines, dtype=torch.float32)
-    if lines == 0:
-        return total, y, stats
-    # a vector that lies in one line, also in a long one: odd lengths are rare here
-    vec = math.gcd(n, WIDEST // max(x.itemsize, y.itemsize))
-    t = tiling((lines, n), 1, 1, PER_THREAD, LONGEST, vec)
-    # a pointer has to point somewhere, also where nothing is loaded
-    r, w, b = (x if given is None else given.contiguous() for given in (residual, weight, bias))
-    launch(
-        norm_kernel if t.whole else norm_long_kernel,
-        (t.grid[0], 1, 1),
-        (x, r, w, b, total, y, stats[0], stats[-1]),
-        (*t.sizes, float(eps)),
-        (residual is not None, center, weight is not None, bias is not None, *t.layout),
-        t.num_warps,
-        None if t.whole else MAX_REGISTERS,
-    )
-    return total, y, stats
+    added: bool = False,
+) -> Norm:
+    """Return what ``norm_triton`` does with tensors of these shapes and dtypes.
+
+    Args:
+        x: as of ``norm``, as are the others.
+        weight: as of ``norm``.
+        bias: as of ``norm``.
+        n: elements of a line.
+        eps: added to the variance.
+        center: subtract the mean.
+        dtype: of the result.
+        added: it takes a residual, too, and returns the sum in front.
+    """
+    of_weight = None if weight is None else weight.dtype
+    of_bias = None if bias is None else bias.dtype
+    return _forward(x.numel(), n, x.dtype, dtype, of_weight, of_bias, added, eps, center)
 
 
 def norm_triton(
@@ -135,7 +197,7 @@ def norm_triton(
     center: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    _, y, stats = normalised(x, None, weight, bias, n, eps, center, dtype)
+    y, stats = norm_prepared(x, weight, bias, n, eps, center, dtype)(x, weight, bias)
     return y, stats
 
 
@@ -217,6 +279,7 @@ NORM = TraceableOp(
     norm_torch,
     [_sample(center, affine) for center in (True, False) for affine in (False, True)],
     left_to_inductor=True,
+    prepared=norm_prepared,
 )
 
 

@@ -11,7 +11,7 @@ flows to x past the norm, as through a residual connection, is added to dx befor
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,17 @@ from torch import Tensor
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
-from tritonamp.kernels._lines import WIDEST, Tiling, column_offsets, line_offsets, tiling
-from tritonamp.kernels._norm_weights import new_parts, store_part, sums_of_long
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._lines import (
+    WIDEST,
+    Tiling,
+    cached_by_shape,
+    column_offsets,
+    dense,
+    line_offsets,
+    tiling,
+)
+from tritonamp.kernels._norm_weights import shape_of_parts, store_part, sums_of_long
 from tritonamp.kernels._norms import (
     gradient_sums,
     input_gradient,
@@ -110,39 +118,59 @@ def norm_backward_long_kernel(
         tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
 
 
-def _whole(
-    tensors: tuple[Tensor, ...], t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]
-) -> Tensor:
-    """Launch the kernel of lines in registers; return [wanted, parts, n] sums over lines."""
+Parts = Callable[..., Tensor]
+"""Writes dx, and returns FP32 [wanted, parts, n], sums over lines."""
+
+
+def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
+    """Return what launches the kernel of lines in registers."""
     tiles = t.grid[0]
     steps = -(-tiles // PARTS)
     programs = -(-tiles // steps)
-    parts = new_parts(tensors[0], programs, t.n, wants)
-    launch(
-        norm_backward_kernel,
-        (programs, 1, 1),
-        (*tensors, parts[0], parts[-1]),
-        (t.lines, t.n, tiles, steps),
-        (*flags, *wants, *t.layout),
-        t.num_warps,
-    )
-    return parts
+    sizes, constants = (t.lines, t.n, tiles, steps), (*flags, *wants, *t.layout)
+    launch = Launch(norm_backward_kernel, (programs, 1, 1), sizes, constants, t.num_warps)
+    room = dense(shape_of_parts(programs, t.n, wants))
+
+    def run(*tensors: Tensor) -> Tensor:
+        parts = tensors[0].new_empty_strided(*room, dtype=torch.float32)
+        of_weights = parts.unbind()
+        launch(*tensors, of_weights[0], of_weights[-1])
+        return parts
+
+    return run
 
 
-def _long(
-    tensors: tuple[Tensor, ...], t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]
-) -> Tensor:
-    """Launch the kernels of long lines; return the same."""
-    launch(
-        norm_backward_long_kernel,
-        (t.grid[0], 1, 1),
-        tensors,
-        t.sizes,
-        (*flags, *t.layout),
-        t.num_warps,
-    )
-    grad, x, _, mean, rstd, *_ = tensors
-    return sums_of_long(grad, x, mean, rstd, t, flags[1], wants)
+def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
+    """Return what launches the kernels of long lines."""
+    constants = *flags, *t.layout
+    grid = t.grid[0], 1, 1
+    launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps)
+    add_up = sums_of_long(t, flags[1], wants)
+
+    def run(*tensors: Tensor) -> Tensor:
+        launch(*tensors)
+        grad, x, _, mean, rstd, *_ = tensors
+        return add_up(grad, x, mean, rstd)
+
+    return run
+
+
+@cached_by_shape
+def _backward(
+    numel: int, n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
+) -> Parts:
+    """Return what writes dx of contiguous tensors.
+
+    Args:
+        numel: elements of x.
+        n: elements of a line.
+        itemsize: bytes of an element of the widest tensor.
+        dtypes: of all tensors.
+        flags: whether there is an added gradient, means, a weight; the gradients that are wanted.
+    """
+    vec = math.gcd(n, WIDEST // itemsize)
+    t = tiling((numel // n, n), 1, 1, PER_THREAD, LONGEST, vec)
+    return (_whole if t.whole else _long)(t, flags[:3], (flags[3], flags[4]))
 
 
 def norm_backward_triton(
@@ -160,12 +188,13 @@ def norm_backward_triton(
     if x.numel() == 0:
         return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
     w, a = (x if given is None else given.contiguous() for given in (weight, added))
+    dtypes = grad.dtype, x.dtype, w.dtype, a.dtype
     widest = max(grad.itemsize, x.itemsize, a.itemsize)
-    vec = math.gcd(n, WIDEST // widest)
-    t = tiling((x.numel() // n, n), 1, 1, PER_THREAD, LONGEST, vec)
-    flags = added is not None, len(stats) == 2, weight is not None
-    tensors = grad, x, w, stats[0], stats[-1], a, dx
-    parts = (_whole if t.whole else _long)(tensors, t, flags, (dweight, dbias))
+    flags = added is not None, len(stats) == 2, weight is not None, dweight, dbias
+    of_lines = stats.unbind()
+    parts = _backward(x.numel(), n, widest, dtypes, *flags)(
+        grad, x, w, of_lines[0], of_lines[-1], a, dx
+    )
     if not dweight and not dbias:
         return dx, x.new_empty(0, n, dtype=torch.float32)
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)

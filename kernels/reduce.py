@@ -5,17 +5,18 @@ again, until one is left for each: two launches up to 2**26 elements. An error b
 2) sum |x| needs the tree.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,
     cached_by_shape,
     column_offsets,
+    dense,
     edge_offsets,
     in_range,
     line_lead,
@@ -69,7 +70,6 @@ def sum_kernel(
     tl.store(y_ptr + part * count + numbers, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-@cached_by_shape
 def _reduction(
     shape: Sequence[int], dim: tuple[int, ...], keepdim: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
@@ -94,28 +94,52 @@ def _reduction(
     return result, (*kept, *dims), len(kept), rank - 1
 
 
-def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    shape, order, first, last = _reduction(x.shape, tuple(dim), keepdim)
-    x = x.contiguous() if order is None else x.permute(order).contiguous()
-    if x.numel() == 0:
-        return torch.zeros(shape, dtype=dtype, device=x.device)
+@cached_by_shape
+def _sum(
+    shape: tuple[int, ...],
+    given: torch.dtype,
+    dim: tuple[int, ...],
+    keepdim: bool,
+    dtype: torch.dtype,
+) -> Callable[[Tensor], Tensor]:
+    """Return what computes it of tensors of a shape and of the dtype ``given``."""
+    result, order, first, last = _reduction(shape, dim, keepdim)
+    if 0 in shape:
+        return lambda x: torch.zeros(result, dtype=dtype, device=x.device)
+    if order is not None:
+        shape = tuple(shape[d] for d in order)
+    launches = []
     while True:
-        t = tiling(x.shape, first, last, PER_THREAD, LONGEST, WIDEST // x.itemsize)
+        t = tiling(shape, first, last, PER_THREAD, LONGEST, WIDEST // given.itemsize)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
-        y = x.new_empty(
-            (parts, t.lines) if parts > 1 else shape, dtype=dtype if parts == 1 else torch.float32
-        )
-        launch(
-            sum_kernel,
-            (t.grid[0] * parts, 1, 1),
-            (x, y),
-            (*t.sizes, t.grid[0], t.lines),
-            t.layout,
-            t.num_warps,
-        )
+        sizes = *t.sizes, t.grid[0], t.lines
+        launch = Launch(sum_kernel, (t.grid[0] * parts, 1, 1), sizes, t.layout, t.num_warps)
         if parts == 1:
-            return y
-        x, first, last = y, 0, 0
+            launches.append((launch, dense(result), dtype))
+            break
+        shape, first, last, given = (parts, t.lines), 0, 0, torch.float32
+        launches.append((launch, dense(shape), given))
+
+    def run(x: Tensor) -> Tensor:
+        x = x.contiguous() if order is None else x.permute(order).contiguous()
+        for launch, room, wanted in launches:
+            y = x.new_empty_strided(*room, dtype=wanted)
+            launch(x, y)
+            x = y
+        return x
+
+    return run
+
+
+def sum_prepared(
+    x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """Return what ``sum_triton`` does with tensors of the shape and dtype of ``x``."""
+    return _sum(x.shape, x.dtype, tuple(dim), keepdim, dtype)
+
+
+def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return sum_prepared(x, dim, keepdim, dtype)(x)
 
 
 def sum_torch(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
@@ -141,6 +165,7 @@ SUM = TraceableOp(
     sum_triton,
     sum_torch,
     [Sample(lambda x, dim: (x, (dim,), False, torch.float32), any_order=True)],
+    prepared=sum_prepared,
 )
 
 

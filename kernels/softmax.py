@@ -5,16 +5,19 @@ twice, the second time out of L2 and from its end; few long ones are shared by s
 two launches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     MAX_VECTOR,
     WIDEST,
+    Tiling,
+    cached_by_shape,
     column_offsets,
     edge_offsets,
     line_lead,
@@ -191,39 +194,59 @@ def softmax_rest_kernel(
     )  # fmt: skip
 
 
-def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-    x = x.contiguous()
-    y = torch.empty_like(x, dtype=dtype)
-    t = tiling(x.shape, dim, dim, PER_THREAD, LONGEST, WIDEST // max(x.itemsize, y.itemsize))
+@cached_by_shape
+def _forward(
+    shape: tuple[int, ...], given: torch.dtype, dim: int, dtype: torch.dtype, log: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return what computes it of tensors of a shape and of the dtype ``given``."""
+    vec = WIDEST // max(given.itemsize, dtype.itemsize)
+    t = tiling(shape, dim, dim, PER_THREAD, LONGEST, vec)
     # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away
     # from there
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
     if t.lines * t.n == 0:
+        return lambda x: torch.empty_like(x.contiguous(), dtype=dtype)
+    if t.splits > 1:
+        return _shared(t, dtype, log, shift)
+    kernel = softmax_kernel if t.whole else softmax_long_kernel
+    maxnreg = MAX_REGISTERS if t.whole and t.n % MAX_VECTOR == 0 and not log else None
+    launch = Launch(kernel, t.grid, t.sizes, (log, shift, *t.layout), t.num_warps, maxnreg)
+    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsed at a price
+
+    def run(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x, **other)
+        launch(x, y)
         return y
-    if t.splits == 1:
-        kernel = softmax_kernel if t.whole else softmax_long_kernel
-        maxnreg = MAX_REGISTERS if t.whole and t.n % MAX_VECTOR == 0 and not log else None
-        launch(kernel, t.grid, (x, y), t.sizes, (log, shift, *t.layout), t.num_warps, maxnreg)
+
+    return run
+
+
+def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[[Tensor], Tensor]:
+    """Return the same of lines that programs share."""
+    sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
+    part = Launch(softmax_part_kernel, t.grid, sizes, (shift, *t.layout), t.num_warps)
+    constants = log, shift, splits, *t.layout
+    rest = Launch(softmax_rest_kernel, t.grid, (*sizes, t.splits), constants, t.num_warps)
+
+    def run(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x, dtype=dtype)
+        m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
+        part(x, m, s)
+        rest(x, m, s, y)
         return y
-    m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
-    launch(
-        softmax_part_kernel,
-        t.grid,
-        (x, m, s),
-        (*t.sizes, t.steps, t.lines),
-        (shift, *t.layout),
-        t.num_warps,
-    )
-    sizes, constants = (
-        (*t.sizes, t.steps, t.lines, t.splits),
-        (log, shift, power_of_two(t.splits), *t.layout),
-    )
-    launch(softmax_rest_kernel, t.grid, (x, m, s, y), sizes, constants, t.num_warps)
-    return y
+
+    return run
+
+
+def softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return what ``softmax_triton`` does with tensors of the shape and dtype of ``x``."""
+    return _forward(x.shape, x.dtype, dim, dtype, False)
 
 
 def softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _forward(x, dim, dtype, log=False)
+    return softmax_prepared(x, dim, dtype)(x)
 
 
 def softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -242,8 +265,13 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> T
     return SOFTMAX(backend, x, dim, dtype)
 
 
+def log_softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return what ``log_softmax_triton`` does with tensors of the shape and dtype of ``x``."""
+    return _forward(x.shape, x.dtype, dim, dtype, True)
+
+
 def log_softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _forward(x, dim, dtype, log=True)
+    return log_softmax_prepared(x, dim, dtype)(x)
 
 
 def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -259,11 +287,13 @@ SOFTMAX = TraceableOp(
     softmax_triton,
     softmax_torch,
     [Sample(lambda x, dim: (x, dim, x.dtype), reads=2, writes=2, parts=2)],
+    prepared=softmax_prepared,
 )
 LOG_SOFTMAX = TraceableOp(
     log_softmax_triton,
     log_softmax_torch,
     [Sample(lambda x, dim: (x, dim, torch.float32), reads=2, writes=4, parts=2)],
+    prepared=log_softmax_prepared,
 )
 
 

@@ -4,16 +4,17 @@ As in the forward: tiles of several lines, lines in registers, lines read twice,
 several programs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,
     Tiling,
+    cached_by_shape,
     column_offsets,
     edge_offsets,
     line_lead,
@@ -190,41 +191,56 @@ def _backward_tiling(shape: Sequence[int], dim: int, vec: int) -> Tiling:
     return tiling(shape, dim, dim, per_thread, LONGEST, vec)
 
 
-def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-    grad, y = grad.contiguous(), y.contiguous()
-    dx = torch.empty_like(y, dtype=dtype)
-    widest = max(grad.itemsize, y.itemsize, dx.itemsize)
-    t = _backward_tiling(y.shape, dim, WIDEST // widest)
+@cached_by_shape
+def _backward(
+    shape: tuple[int, ...],
+    incoming: torch.dtype,
+    given: torch.dtype,
+    dim: int,
+    dtype: torch.dtype,
+    log: bool,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what computes it of contiguous gradients and outputs of a shape and these dtypes."""
+    t = _backward_tiling(shape, dim, WIDEST // max(d.itemsize for d in (incoming, given, dtype)))
     if t.lines * t.n == 0:
+        return lambda grad, y: torch.empty_like(y, dtype=dtype)
+    if t.splits > 1:
+        return _shared(t, dtype, log)
+    kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
+    launch = Launch(kernel, t.grid, t.sizes, (log, *t.layout), t.num_warps)
+
+    def run(grad: Tensor, y: Tensor) -> Tensor:
+        dx = torch.empty_like(y, dtype=dtype)
+        launch(grad, y, dx)
         return dx
-    if t.splits == 1:
-        kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
-        launch(kernel, t.grid, (grad, y, dx), t.sizes, (log, *t.layout), t.num_warps)
+
+    return run
+
+
+def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the same of lines that programs share."""
+    sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
+    part = Launch(softmax_backward_part_kernel, t.grid, sizes, (log, *t.layout), t.num_warps)
+    constants = log, splits, *t.layout
+    rest = Launch(softmax_backward_rest_kernel, t.grid, (*sizes, t.splits), constants, t.num_warps)
+
+    def run(grad: Tensor, y: Tensor) -> Tensor:
+        dx = torch.empty_like(y, dtype=dtype)
+        totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
+        part(grad, y, totals)
+        rest(grad, y, totals, dx)
         return dx
-    totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
-    sizes = *t.sizes, t.steps, t.lines
-    launch(
-        softmax_backward_part_kernel,
-        t.grid,
-        (grad, y, totals),
-        sizes,
-        (log, *t.layout),
-        t.num_warps,
-    )
-    constants = log, power_of_two(t.splits), *t.layout
-    launch(
-        softmax_backward_rest_kernel,
-        t.grid,
-        (grad, y, totals, dx),
-        (*sizes, t.splits),
-        constants,
-        t.num_warps,
-    )
-    return dx
+
+    return run
+
+
+def _run(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    run = _backward(y.shape, grad.dtype, y.dtype, dim, dtype, log)
+    return run(grad.contiguous(), y.contiguous())
 
 
 def softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _backward(grad, y, dim, dtype, log=False)
+    return _run(grad, y, dim, dtype, False)
 
 
 def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -243,7 +259,7 @@ def softmax_backward(
 
 
 def log_softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _backward(grad, y, dim, dtype, log=True)
+    return _run(grad, y, dim, dtype, True)
 
 
 def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

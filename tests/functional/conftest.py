@@ -8,16 +8,17 @@ import pytest
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the norms' kernels, in the order of their launches."""
-    from tritonamp.kernels import group_norm, group_norm_backward, norm, norm_backward
+    """Names of the kernels, in the order of their launches; but for sums of partial sums."""
+    from tritonamp.kernels._launch import Launch
+    from tritonamp.kernels.reduce import sum_kernel
 
     names: list[str] = []
-    for module in (norm, norm_backward, group_norm, group_norm_backward):
-        launch: Callable[..., None] = module.launch
+    launch: Callable[..., None] = Launch.__call__
 
-        def noted(kernel: Any, *args: Any, launch: Callable[..., None] = launch) -> None:
-            names.append(kernel.__name__)
-            launch(kernel, *args)
+    def noted(self: Launch, *tensors: Any) -> None:
+        if self.kernel is not sum_kernel:
+            names.append(self.kernel.__name__)
+        launch(self, *tensors)
 
-        monkeypatch.setattr(module, "launch", noted)
+    monkeypatch.setattr(Launch, "__call__", noted)
     return names

@@ -149,7 +149,11 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     if "device" in request.fixturenames:
         request.getfixturevalue("device")  # made first, so that it ends after the guards are read
-    plain_like, plain_new = torch.empty_like, Tensor.new_empty
+    plain_like, plain_new, plain_strided = (
+        torch.empty_like,
+        Tensor.new_empty,
+        Tensor.new_empty_strided,
+    )
     buffers: list[Tensor] = []
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -174,9 +178,18 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[None]:
             x.device,
         )
 
+    def new_empty_strided(
+        x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype
+    ) -> Tensor:
+        like = plain_strided(x, size, stride, dtype=dtype)
+        if not dtype.is_floating_point or not like.is_contiguous():
+            return like
+        return empty(size, dtype, x.device)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch, "empty_like", empty_like)
         monkeypatch.setattr(Tensor, "new_empty", new_empty)
+        monkeypatch.setattr(Tensor, "new_empty_strided", new_empty_strided)
         yield
     for buffer in buffers:
         assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all(), (
@@ -199,9 +212,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]
             for module in kernel_modules(name):
                 monkeypatch.setattr(module, name, value)
         for module in kernel_modules("LONGEST"):
-            for name in {"tiling", "walk"} & vars(module).keys():
-                remembers_nothing = inspect.unwrap(getattr(module, name))
-                monkeypatch.setattr(module, name, remembers_nothing)
+            for name, function in list(vars(module).items()):
+                if hasattr(function, "cache_clear"):  # it remembers what it found of a shape
+                    monkeypatch.setattr(module, name, inspect.unwrap(function))
             monkeypatch.setattr(module, "PER_THREAD", 4)
             monkeypatch.setattr(module, "LONGEST", 64 if module is softmax_backward else 128)
 

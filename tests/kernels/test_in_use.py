@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tritonamp
-from tests.kernels.conftest import kernel_modules
 from tritonamp import functional
 from tritonamp.kernels import _implementations, _launch, softmax
 from tritonamp.kernels import device as hardware
@@ -49,13 +48,13 @@ class Calls(nn.Module):
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were launched."""
     names: list[str] = []
-    for module in kernel_modules("launch"):
+    original: Callable[..., None] = _launch.Launch.__call__
 
-        def launch(kernel: Any, *args: Any, original: Any = module.launch) -> None:
-            names.append(kernel.__name__)
-            original(kernel, *args)
+    def launch(self: _launch.Launch, *tensors: Tensor) -> None:
+        names.append(self.kernel.__name__)
+        original(self, *tensors)
 
-        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(_launch.Launch, "__call__", launch)
     return names
 
 
@@ -264,7 +263,7 @@ def _broken(*args: Any) -> None:
 def test_auto_goes_on_in_eager_torch_with_one_warning(
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax, "launch", _broken)
+    monkeypatch.setattr(_launch.Launch, "__call__", _broken)
     monkeypatch.setattr(_implementations, "failures", {})
     monkeypatch.setitem(hardware._answers, x.device, True)
     text = (
@@ -281,7 +280,7 @@ def test_auto_goes_on_in_eager_torch_with_one_warning(
 
 
 def test_an_explicit_request_raises(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "launch", _broken)
+    monkeypatch.setattr(_launch.Launch, "__call__", _broken)
     with pytest.raises(_launch.KernelError, match="no C compiler"):
         run(SOFTMAXES["F.softmax"], x)
 

@@ -1,13 +1,13 @@
 """What holds for every operation, by the samples that it declares."""
 
-from unittest import mock
-
 import pytest
 import torch
+from torch import Tensor
 
-from tests.kernels.conftest import SampleCall, each_sample, kernel_modules
+from tests.kernels.conftest import SampleCall, each_sample
 from tritonamp.commands.selftest.kernels import differs
 from tritonamp.kernels._implementations import Implementations, operations
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 
 pytestmark = pytest.mark.filterwarnings(
@@ -85,11 +85,11 @@ def test_more_than_32_bits_of_elements_fit_a_grid(
     monkeypatch: pytest.MonkeyPatch, call: SampleCall, shape: tuple[int, int], dim: int
 ) -> None:
     """Nothing is allocated; every dimension that a kernel is told is the tensor's own."""
-    launch, x = mock.Mock(), torch.empty(shape, dtype=torch.float16, device="meta")
-    for module in kernel_modules("launch"):
-        monkeypatch.setattr(module, "launch", launch)
+    launches: list[tuple[Launch, tuple[Tensor, ...]]] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: launches.append((self, tensors)))
+    x = torch.empty(shape, dtype=torch.float16, device="meta")
     call.operation.triton_function(*call.sample.args(x, dim))
-    assert launch.call_args_list
-    for _, grid, tensors, *_ in (called.args for called in launch.call_args_list):
-        assert all(0 < size <= limit for size, limit in zip(grid, MAX_GRID, strict=True))
+    assert launches
+    for launch, tensors in launches:
+        assert all(0 < size <= limit for size, limit in zip(launch.grid, MAX_GRID, strict=True))
         assert all(tensor.device.type == "meta" for tensor in tensors)
