@@ -140,6 +140,9 @@ def leave() -> None:
 
 def active() -> ActivePolicy | None:
     """Return what ops of this thread follow now, or None outside enabled forwards."""
+    stack = thread.stack
+    if stack and stack[-1][1] is None:  # of no trace, so that nothing is left of one above it
+        return stack[-1][0]
     stack = thread.live()
     if stack:
         return stack[-1][0]

@@ -89,6 +89,7 @@ class _Op:
     """One op at one autocast key, without our rules."""
 
     def __init__(self, op: str, key_name: str) -> None:
+        self.plans: dict[Any, Any] = {}
         packet, _, overload = op.partition(".")
         self.target = getattr(getattr(torch.ops.aten, packet), overload or "default")
         key = getattr(DispatchKey, key_name)

@@ -1,6 +1,6 @@
 """Rules of the op table for ops that have a kernel of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,51 +10,143 @@ from tritonamp.casts.active import ActivePolicy
 from tritonamp.casts.op_table import Rule, Stock, fp32_rule, storage_rule
 from tritonamp.functional import group_norms, norms
 from tritonamp.functional import losses as _losses
-from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, as_dims, is_ours
+from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, is_ours
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._launch import KernelError
 from tritonamp.policy import HALF_DTYPES
 
+MOST_PLANS = 4096  # of an op, as there may be other shapes in every call
 
-def _apply(function: Any, operation: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
-    """Apply ``function``, or, where there is no gradient to compute, the bare operation.
 
-    The latter costs the host less.
+class Plan:
+    """What a rule has chosen for tensors that lie in memory alike: a call takes these.
+
+    Attributes:
+        function: of autograd; it takes the tensors, ``args`` and ``compute``.
+        args: of the operation, after the tensors.
+        compute: what the function's forward calls.
+        plans: which this is one of.
     """
-    if input.requires_grad and torch.is_grad_enabled():
-        return function.apply(input, *args)
-    return operation(input, *args)
+
+    __slots__ = ("args", "compute", "function", "plans")
+
+    def __init__(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        compute: Callable[..., Any],
+        plans: dict[Hashable, Any],
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.compute = compute
+        self.plans = plans
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor:
+        """Return the result; where there is no gradient to compute, at less cost.
+
+        Raises:
+            KernelError: as the operation.
+        """
+        try:
+            if torch.is_grad_enabled():
+                result: Tensor = self.function.apply(*tensors, self.args, self.compute)
+                return result
+            computed = self.compute(*tensors)
+            return computed if isinstance(computed, Tensor) else computed[0]
+        except KernelError:
+            self.plans.clear()
+            result = self.function.apply(*tensors, self.args)  # raises it, too, or falls back
+            return result
+
+
+def _find(
+    stock: Stock, active: ActivePolicy, input: Tensor, *rest: Hashable
+) -> tuple[Hashable, Plan | None]:
+    """Return what a call is known by, None where it must not be, and what was chosen before.
+
+    Args:
+        stock: the op.
+        active: one of those that ``enter`` knows, which are never freed.
+        input: of the op.
+        rest: all else that choices depend on.
+    """
+    # private (torch 2.11 to 2.15), nothing public asks these: a dispatch mode or torch.func looks
+    # into what runs
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return None, None
+    try:
+        key = id(active), type(input), input.shape, input.dtype, rest
+        return key, stock.plans.get(key)
+    except (RuntimeError, TypeError):  # nested tensors have no shape, traced ones no hash
+        return None, None
+
+
+def _kind(weight: Tensor | None) -> Hashable:
+    if weight is None:
+        return None
+    return type(weight), weight.shape, weight.dtype, weight.get_device()
+
+
+def _run(
+    key: Hashable,
+    function: Any,
+    operation: TraceableOp,
+    stock: Stock,
+    active: ActivePolicy,
+    tensors: tuple[Any, ...],
+    *args: Any,
+) -> Tensor:
+    """Apply an autograd function by its kernel, or by eager torch without any rules.
+
+    The former is kept as a plan for calls with this key.
+    """
+    compute = operation.chosen(active.backend, tensors[0])
+    if compute is operation.torch_function:
+        return stock.run(function.apply, *tensors, (*args, "eager"))
+    args = *args, active.backend
+    if key is None or compute is operation.traceable or operation.prepared is None:
+        result: Tensor = function.apply(*tensors, args)
+        return result
+    if len(stock.plans) >= MOST_PLANS:
+        stock.plans.clear()
+    prepared = operation.prepared(*tensors, *args[:-1])
+    plan = stock.plans[key] = Plan(function, args, prepared, stock.plans)
+    return plan(*tensors)
 
 
 def _softmax_rule(
     stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    policy, backend, _ = active
+    policy = active.policy
     if not policy.op_policy or input.dtype not in HALF_DTYPES:
         return stock(input, dim, dtype)
+    key, plan = _find(stock, active, input, dim, dtype)
+    if plan is not None:
+        return plan(input)
     dtype = dtype or policy.softmax_dtype or input.dtype
     if not is_ours(input, dtype):
         return stock(input, dim, None if dtype is input.dtype else dtype)
-    if _softmax.SOFTMAX.uses_triton(backend, input):
-        return _apply(Softmax, _softmax.softmax, input, dim, dtype, backend)
-    return stock.run(Softmax.apply, input, dim, dtype, "eager")
+    return _run(key, Softmax, _softmax.SOFTMAX, stock, active, (input,), dim, dtype)
 
 
 def _log_softmax_rule(
     stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    policy, backend, _ = active
+    policy = active.policy
     if not policy.op_policy or input.dtype not in HALF_DTYPES:
         return stock(input, dim, dtype)
+    key, plan = _find(stock, active, input, dim, dtype)
+    if plan is not None:
+        return plan(input)
     dtype = dtype or torch.float32
     if not is_ours(input, dtype):
         return stock(input, dim, dtype)
-    if _softmax.LOG_SOFTMAX.uses_triton(backend, input):
-        return _apply(LogSoftmax, _softmax.log_softmax, input, dim, dtype, backend)
-    return stock.run(LogSoftmax.apply, input, dim, dtype, "eager")
+    return _run(key, LogSoftmax, _softmax.LOG_SOFTMAX, stock, active, (input,), dim, dtype)
 
 
 def _sum_rule(
@@ -66,16 +158,20 @@ def _sum_rule(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    policy, backend, _ = active
     args = () if dim is None else (dim, keepdim)
-    if not policy.op_policy or input.dtype not in HALF_DTYPES:
+    if not active.policy.op_policy or input.dtype not in HALF_DTYPES:
         return stock(input, *args, dtype=dtype)
+    dims = () if dim is None else tuple(dim)
+    dense = input.layout is torch.strided and input.is_contiguous()
+    key, plan = _find(stock, active, input, dense, dims, keepdim, dtype)
+    if plan is not None:
+        return plan(input)
     dtype = dtype or torch.float32
     if not is_ours(input, dtype):
         return stock(input, *args, dtype=dtype)
-    if input.is_contiguous() and _reduce.SUM.uses_triton(backend, input):
-        return _apply(Sum, _reduce.sum, input, as_dims(dim), keepdim, dtype, backend)
-    return stock.run(Sum.apply, input, as_dims(dim), keepdim, dtype, "eager")
+    if not dense:
+        active = active._replace(backend="eager")
+    return _run(key, Sum, _reduce.SUM, stock, active, (input,), dims, keepdim, dtype)
 
 
 def _layer_norm_rule(
@@ -88,11 +184,16 @@ def _layer_norm_rule(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    args = input, normalized_shape, weight, bias
-    if not active.policy.op_policy or not norms.is_ours(*args):
-        return storage_rule(stock, active, *args, eps, cudnn_enable)
+    tensors = input, weight, bias
+    kinds = input.get_device(), _kind(weight), _kind(bias)
+    key, plan = _find(stock, active, input, kinds, *normalized_shape, eps)
+    if plan is not None:
+        return plan(*tensors)
+    if not active.policy.op_policy or not norms.is_ours(input, normalized_shape, weight, bias):
+        args = input, normalized_shape, weight, bias, eps, cudnn_enable
+        return storage_rule(stock, active, *args)
     n = norms.numel(normalized_shape)
-    return _run_norm(stock, active, input, weight, bias, n, eps, True)
+    return _run(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, True, input.dtype)
 
 
 def _rms_norm_rule(
@@ -103,15 +204,15 @@ def _rms_norm_rule(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    args = input, normalized_shape, weight
-    if not active.policy.op_policy or not norms.is_ours(*args):
-        return storage_rule(stock, active, *args, eps)
+    tensors = input, weight, None
+    kinds = input.get_device(), _kind(weight)
+    key, plan = _find(stock, active, input, kinds, *normalized_shape, eps)
+    if plan is not None:
+        return plan(*tensors)
+    if not active.policy.op_policy or not norms.is_ours(input, normalized_shape, weight):
+        return storage_rule(stock, active, input, normalized_shape, weight, eps)
     n, eps = norms.numel(normalized_shape), norms.RMS_EPS if eps is None else eps
-    return _run_norm(stock, active, input, weight, None, n, eps, False)
-
-
-def _run_norm(stock: Stock, active: ActivePolicy, input: Tensor, *args: Any) -> Tensor:
-    return _run(norms.Norm, _norm.NORM, stock, active, input, *args, input.dtype)
+    return _run(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, False, input.dtype)
 
 
 def _group_norm_rule(
@@ -124,24 +225,15 @@ def _group_norm_rule(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
+    tensors = input, weight, bias
+    kinds = input.get_device(), _kind(weight), _kind(bias)
+    key, plan = _find(stock, active, input, kinds, input.stride(), num_groups, eps)
+    if plan is not None:
+        return plan(*tensors)
     if not active.policy.op_policy or not group_norms.is_ours(input, num_groups, weight, bias):
         return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
-    args = input, weight, bias, num_groups, eps
-    return _run(group_norms.GroupNorm, _group_norm.GROUP_NORM, stock, active, *args)
-
-
-def _run(
-    function: Any,
-    operation: TraceableOp,
-    stock: Stock,
-    active: ActivePolicy,
-    input: Tensor,
-    *args: Any,
-) -> Tensor:
-    """Apply a norm's function by its kernel, or by eager torch without any rules."""
-    if operation.uses_triton(active.backend, input):
-        return function.apply(input, *args, active.backend)
-    return stock.run(function.apply, input, *args, "eager")
+    function, operation = group_norms.GroupNorm, _group_norm.GROUP_NORM
+    return _run(key, function, operation, stock, active, tensors, num_groups, eps)
 
 
 def _cross_entropy_rule(

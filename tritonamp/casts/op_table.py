@@ -18,7 +18,13 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Stock(Protocol):
-    """The op without our rules: what a rule calls, or runs a function under."""
+    """The op without our rules: what a rule calls, or runs a function under.
+
+    Attributes:
+        plans: what rules keep of their choices while the op table is registered, by their key.
+    """
+
+    plans: dict[Any, Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op returns where no rule and no autocast applies."""

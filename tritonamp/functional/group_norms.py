@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.functional.inputs import is_half, min_numel
+from tritonamp.functional.inputs import Compute, is_half, min_numel
 from tritonamp.functional.norms import fit, of_weights
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import group_norm_backward as _group_norm_backward
@@ -22,13 +22,13 @@ class GroupNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        groups: int,
-        eps: float,
-        backend: str,
+        args: tuple[Any, ...],
+        compute: Compute = None,
     ) -> Tensor:
-        y, stats = _group_norm.group_norm(x, weight, bias, groups, eps, backend)
+        given = x, weight, bias
+        y, stats = compute(*given) if compute else _group_norm.group_norm(*given, *args)
         ctx.save_for_backward(x, weight, bias, stats)
-        ctx.args = groups, eps, backend
+        ctx.args = args
         return y
 
     @staticmethod
@@ -42,7 +42,7 @@ class GroupNorm(torch.autograd.Function):
             grads[0], x, weight, stats, groups, dweight, dbias, backend
         )
         wanted = weight if dweight else None, bias if dbias else None
-        return dx, *of_weights(sums, *wanted), None, None, None
+        return dx, *of_weights(sums, *wanted), None, None
 
 
 def group_norm(
@@ -63,7 +63,7 @@ def group_norm(
     """
     if not is_ours(input, num_groups, weight, bias, least=min_numel()):
         return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
-    return GroupNorm.apply(input, weight, bias, num_groups, eps, "auto")
+    return GroupNorm.apply(input, weight, bias, (num_groups, eps, "auto"))
 
 
 def is_ours(

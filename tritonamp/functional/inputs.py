@@ -1,5 +1,6 @@
 """Which inputs the functions here compute with, and which they hand to torch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,11 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
+
+Compute = Callable[..., Any] | None
+"""What computes the forward of a Function from its tensors, by ``TraceableOp.prepared``; None: the
+operation itself does, which the arguments are for.
+"""
 
 
 def is_half(input: Any) -> bool:

@@ -36,7 +36,7 @@ def mixed_layer_norm(
     """
     if _is_ours_in(dtype, input, normalized_shape, weight, bias):
         n = numel(normalized_shape)
-        return Norm.apply(input, weight, bias, n, eps, True, dtype, "auto")
+        return Norm.apply(input, weight, bias, (n, eps, True, dtype, "auto"))
     x, w, b = _alike(dtype, input, weight, bias)
     return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(dtype)
 
@@ -63,7 +63,7 @@ def mixed_rms_norm(
     if _is_ours_in(dtype, input, normalized_shape, weight):
         n = numel(normalized_shape)
         eps = RMS_EPS if eps is None else eps
-        return Norm.apply(input, weight, None, n, eps, False, dtype, "auto")
+        return Norm.apply(input, weight, None, (n, eps, False, dtype, "auto"))
     x, w = _alike(dtype, input, weight)
     return torch.nn.functional.rms_norm(x, normalized_shape, w, eps).to(dtype)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.functional.inputs import is_half, min_numel
+from tritonamp.functional.inputs import Compute, is_half, min_numel
 from tritonamp.kernels import add_norm as _add_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import norm_backward as _norm_backward
@@ -28,21 +28,19 @@ class Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        n: int,
-        eps: float,
-        center: bool,
-        dtype: torch.dtype,
-        backend: str,
+        args: tuple[Any, ...],
+        compute: Compute = None,
     ) -> Tensor:
-        y, stats = _norm.norm(x, weight, bias, n, eps, center, dtype, backend)
+        y, stats = compute(x, weight, bias) if compute else _norm.norm(x, weight, bias, *args)
         ctx.save_for_backward(x, weight, bias, stats)
+        n, eps, center, _, backend = args
         ctx.args = n, eps, center, backend
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients(ctx, grads[0], None, *ctx.needs_input_grad[1:3])
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None
 
 
 class AddNorm(torch.autograd.Function):
@@ -118,7 +116,7 @@ def layer_norm(
     if not is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
     n = numel(normalized_shape)
-    return Norm.apply(input, weight, bias, n, eps, True, input.dtype, "auto")
+    return Norm.apply(input, weight, bias, (n, eps, True, input.dtype, "auto"))
 
 
 def rms_norm(
@@ -139,7 +137,7 @@ def rms_norm(
         return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
     n = numel(normalized_shape)
     eps = RMS_EPS if eps is None else eps
-    return Norm.apply(input, weight, None, n, eps, False, input.dtype, "auto")
+    return Norm.apply(input, weight, None, (n, eps, False, input.dtype, "auto"))
 
 
 def add_layer_norm(

@@ -1,12 +1,12 @@
 """Differentiable softmax, log_softmax and sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.functional.inputs import is_half, min_numel
+from tritonamp.functional.inputs import Compute, is_half, min_numel
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels import softmax_backward as _softmax_backward
@@ -18,67 +18,56 @@ class Softmax(torch.autograd.Function):
     """softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, backend: str) -> Tensor:
-        y = _softmax.softmax(x, dim, dtype, backend)
+    def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
+        y = compute(x) if compute else _softmax.softmax(x, *args)
         ctx.save_for_backward(y)
-        ctx.args = dim, x.dtype, backend
+        ctx.args = args, x.dtype
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (y,) = ctx.saved_tensors
-        dim, dtype, backend = ctx.args
-        return (
-            _softmax_backward.softmax_backward(grads[0], y, dim, dtype, _backward_backend(backend)),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _softmax_gradient(ctx, grads[0], _softmax_backward.softmax_backward), None, None
 
 
 class LogSoftmax(torch.autograd.Function):
     """log_softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, backend: str) -> Tensor:
-        y = _softmax.log_softmax(x, dim, dtype, backend)
+    def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
+        y = compute(x) if compute else _softmax.log_softmax(x, *args)
         ctx.save_for_backward(y)
-        ctx.args = dim, x.dtype, backend
+        ctx.args = args, x.dtype
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (y,) = ctx.saved_tensors
-        dim, dtype, backend = ctx.args
-        return (
-            _softmax_backward.log_softmax_backward(
-                grads[0], y, dim, dtype, _backward_backend(backend)
-            ),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _softmax_gradient(ctx, grads[0], _softmax_backward.log_softmax_backward), None, None
+
+
+def _softmax_gradient(ctx: Any, grad: Tensor, backward: Callable[..., Tensor]) -> Tensor:
+    (y,) = ctx.saved_tensors
+    (dim, _, backend), dtype = ctx.args
+    return backward(grad, y, dim, dtype, _backward_backend(backend))
 
 
 class Sum(torch.autograd.Function):
     """sum that saves nothing: its gradient is expanded."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, backend: str
-    ) -> Tensor:
-        ctx.shape, ctx.dims, ctx.keepdim, ctx.dtype = x.shape, dims, keepdim, x.dtype
-        return _reduce.sum(x, dims, keepdim, dtype, backend)
+    def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
+        ctx.args = args, x.shape, x.dtype
+        return compute(x) if compute else _reduce.sum(x, *args)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (dims, keepdim, *_), shape, dtype = ctx.args
         grad = grads[0]
-        rank = len(ctx.shape)
-        if rank and not ctx.keepdim:
+        rank = len(shape)
+        if rank and not keepdim:
             # of all dims there are none here: expand alone broadcasts the scalar
-            for d in sorted(d % rank for d in ctx.dims):
+            for d in sorted(d % rank for d in dims):
                 grad = grad.unsqueeze(d)
-        return grad.to(ctx.dtype).expand(ctx.shape), None, None, None, None
+        return grad.to(dtype).expand(shape), None, None
 
 
 def _backward_backend(backend: str) -> str:
@@ -101,7 +90,7 @@ def softmax(
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return Softmax.apply(input, dim, dtype or input.dtype, "auto")
+    return Softmax.apply(input, (dim, dtype or input.dtype, "auto"))
 
 
 def log_softmax(
@@ -119,7 +108,7 @@ def log_softmax(
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return LogSoftmax.apply(input, dim, dtype or input.dtype, "auto")
+    return LogSoftmax.apply(input, (dim, dtype or input.dtype, "auto"))
 
 
 def sum(
@@ -140,7 +129,7 @@ def sum(
     if not is_ours(input, dtype, min_numel()):
         # torch takes any sequence
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-    return Sum.apply(input, as_dims(dim), keepdim, dtype or input.dtype, "auto")
+    return Sum.apply(input, (as_dims(dim), keepdim, dtype or input.dtype, "auto"))
 
 
 def as_dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
