@@ -7,7 +7,13 @@ from typing import Any
 
 import steps
 import torch
-from host_stubs import PARTS_OF_TORCHS_STEP, least_us, no_kernels_of_torchs_step, stub_launches
+from host_stubs import (
+    PARTS_OF_TORCHS_STEP,
+    least_us,
+    least_us_of,
+    no_kernels_of_torchs_step,
+    stub_launches,
+)
 from torch import Tensor, nn
 
 import tritonamp
@@ -104,12 +110,20 @@ def forward(level: str, repeats: int) -> dict[str, float]:
     return beside(ours_us, least_us(lambda: plain(x), repeats, 20))
 
 
-def softmax(repeats: int) -> dict[str, float]:
-    """Return an overridden softmax with autograd beside an empty Function."""
+def overrides(repeats: int) -> dict[str, dict[str, float]]:
+    """Return overridden ops with autograd, each beside an empty Function."""
     x = torch.randn(256, 1024).half().requires_grad_()
+    weight, bias = torch.ones(1024, requires_grad=True), torch.zeros(1024, requires_grad=True)
+    calls: dict[str, Call] = {
+        "softmax": lambda: torch.softmax(x, -1),
+        "sum": lambda: torch.sum(x, -1),
+        "layer_norm": lambda: torch.layer_norm(x, (1024,), weight, bias),
+    }
+    empty, found = lambda: Empty.apply(x), {}
     with stub_launches(), tritonamp.enable(nn.Linear(2, 2), level="O1") as amp, amp.autocast():
-        ours_us = least_us(lambda: torch.softmax(x, -1), repeats, 20)
-    return beside(ours_us, least_us(lambda: Empty.apply(x), repeats, 20))
+        for name, call in calls.items():
+            found[f"{name}_autograd"] = beside(*least_us_of([call, empty], repeats, 20))
+    return found
 
 
 def enable(repeats: int) -> dict[str, float]:
@@ -135,6 +149,6 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
         "step_465_groups": whole_step(of_465_tensors, True, repeats),
         "forward_empty_O1": forward("O1", repeats),
         "forward_empty": forward("O2", repeats),
-        "softmax_autograd": softmax(repeats),
+        **overrides(repeats),
         "enable_3000": enable(repeats),
     }
