@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tritonamp.ambient import AmbientState, Generators, preserve
+from tritonamp.ambient import AmbientState, AmbientWatch, Generators, preserve
 
 
 def draw(device: torch.device) -> list[Any]:
@@ -31,15 +31,6 @@ def test_generators_come_back(device: torch.device) -> None:
     assert draw(device) == first
 
 
-def test_numpy_is_left_alone_where_it_was_not_recorded(device: torch.device) -> None:
-    generators = Generators.now([device], numpy=False)
-    first = draw(device)
-    generators.restore()
-    again = draw(device)
-    assert again[:2] + again[4:] == first[:2] + first[4:]
-    assert again[2:4] != first[2:4]
-
-
 def test_modes_come_back_without_the_generators(device: torch.device) -> None:
     before, state, first = modes(), AmbientState.now(), draw(device)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
@@ -49,6 +40,56 @@ def test_modes_come_back_without_the_generators(device: torch.device) -> None:
         assert modes() == before
         torch.set_grad_enabled(False)
     assert draw(device) != first
+
+
+DRAWS = {"python": random.random, "cpu": lambda: torch.rand(1)}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_watch_knows_a_generator_that_moves_each_time(name: str) -> None:
+    watch, draw_one = AmbientWatch(), DRAWS[name]
+    for _ in range(20):
+        state = watch.now([])
+        first = draw_one()
+        state.restore()
+        assert draw_one() == first
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_watch_reads_seldom_what_stands_still(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time that it moves the state is right; at most 31 times later it is read again."""
+    reads, getstate, draw_one = [], random.getstate, DRAWS[name]
+    monkeypatch.setattr(random, "getstate", lambda: reads.append(None) or getstate())
+    watch = AmbientWatch()
+    states = [watch.now([]) for _ in range(8 + 2 * 32)]
+    assert len(reads) == 1 + 8 + 2
+    assert states[-2] is states[-3]
+    state = watch.now([])
+    first = draw_one()
+    state.restore()
+    assert draw_one() == first
+    for _ in range(31):
+        watch.now([])
+        draw_one()
+    state = watch.now([])
+    first = draw_one()
+    state.restore()
+    assert draw_one() == first
+
+
+def test_a_watch_records_autocast_and_leaves_numpy_alone() -> None:
+    watch = AmbientWatch()
+    for _ in range(9):
+        before = modes()
+        state = watch.now([])
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        inside, inner = modes(), watch.now([])
+        state.restore()
+        assert modes() == before
+        inner.restore()
+        assert modes() == inside
+    assert inner.generators is not None and inner.generators.numpy is None
+    assert watch.now([]).autocast == state.autocast
 
 
 @pytest.mark.parametrize("raises", [False, True])

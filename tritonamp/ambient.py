@@ -2,9 +2,10 @@
 
 import contextlib
 import importlib
+import operator
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +30,12 @@ class Generators(NamedTuple):
     cuda: dict[torch.device, Tensor]
 
     @classmethod
-    def now(cls, devices: Iterable[torch.device] = (), *, numpy: bool = True) -> "Generators":
-        """Record the generators.
-
-        Args:
-            devices: beside the CPU's, those of the CUDA devices among these.
-            numpy: also that of numpy, where it is imported: seven times the price of all others.
-        """
-        imported = sys.modules.get("numpy") if numpy else None
+    def now(cls, devices: Iterable[torch.device] = ()) -> "Generators":
+        """Record the generators: beside the CPU's, those of the CUDA devices among ``devices``."""
+        numpy = sys.modules.get("numpy")
         return cls(
             random.getstate(),
-            None if imported is None else imported.random.get_state(legacy=False),
+            None if numpy is None else numpy.random.get_state(legacy=False),
             torch.get_rng_state(),
             {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"},
         )
@@ -72,15 +68,11 @@ class AmbientState(NamedTuple):
     @classmethod
     def now(cls, generators: Generators | None = None) -> "AmbientState":
         """Record grad mode and autocast of this thread beside ``generators``."""
-        return cls(
-            generators,
-            torch.is_grad_enabled(),
-            torch.is_autocast_cache_enabled(),
-            tuple(
-                (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
-                for t in _DEVICE_TYPES
-            ),
+        autocast = tuple(
+            [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
         )
+        cache = torch.is_autocast_cache_enabled()
+        return cls(generators, torch.is_grad_enabled(), cache, autocast)
 
     def restore(self) -> None:
         """Make everything that was recorded so again, in this thread."""
@@ -91,6 +83,79 @@ class AmbientState(NamedTuple):
         for device_type, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
+
+
+class _Seldom:
+    """A state that is read each time while it moves, and once in a while when it stands still.
+
+    Args:
+        read: returns the state.
+        same: whether two states are equal.
+
+    Attributes:
+        state: as it was read last.
+        waits: how often it is to be left alone.
+    """
+
+    STILL = 8  # as often was it the same, until it is read seldom
+    EVERY = 32
+
+    def __init__(self, read: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
+        self._read = read
+        self._same = same
+        self._still = 0
+        self.state = read()
+        self.waits = 0
+
+    def look(self) -> None:
+        """Read the state, unless it is to be left alone."""
+        if self.waits:
+            self.waits -= 1
+            return
+        state = self._read()
+        self._still = self._still + 1 if self._same(state, self.state) else 0
+        self.waits = self.EVERY - 1 if self._still >= self.STILL else 0
+        self.state = state
+
+
+class AmbientWatch:
+    """What is around each of many forwards with gradients, at the price of what moves.
+
+    To read the generators of Python and of torch on the CPU takes longer than an empty forward. A
+    generator that was the same eight times is read in every 32nd forward from then on, until it is
+    found to have moved; then in each again. The first forward that draws from it is recorded right:
+    the state before it is the one that was read. Up to 31 forwards after that one are not, and draw
+    other numbers if they run again. numpy's generator is not recorded: its price is seven times
+    that of all others. Where autocast is off, so are the dtypes that it would have.
+    """
+
+    def __init__(self) -> None:
+        self._python = _Seldom(random.getstate, operator.eq)
+        self._cpu = _Seldom(torch.default_generator.get_state, torch.equal)
+        self._last = AmbientState.now()
+        self._left = 0  # forwards for which ``_last`` does
+
+    def now(self, gpus: Sequence[torch.device]) -> AmbientState:
+        """Return the record of this moment, with the generators of these CUDA devices."""
+        # private (torch 2.11 to 2.15): of all device types at once
+        if self._left and not gpus and not torch._C._is_any_autocast_enabled():
+            self._left -= 1
+            return self._last
+        return self._look(gpus)
+
+    def _look(self, gpus: Sequence[torch.device]) -> AmbientState:
+        read = self._python, self._cpu
+        for generator in read:
+            generator.look()
+        cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
+        state = AmbientState.now(Generators(self._python.state, None, self._cpu.state, cuda))
+        self._left = 0
+        if not cuda and not any(enabled for _, enabled, _ in state.autocast):
+            self._left = min(generator.waits for generator in read)
+            self._last = state
+        for generator in read:
+            generator.waits -= self._left
+        return state
 
 
 @contextlib.contextmanager
@@ -104,7 +169,10 @@ def preserve(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Tell whether what runs here is not what it seems: functorch, tracing, or a dispatch mode."""
+    """Tell whether what runs here is not what it seems: functorch, or a dispatch mode.
+
+    Those stand for tracing as well, but for torch.compile's, which ``torch.compiler`` tells.
+    """
     # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
     functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return functorch or torch._C._len_torch_dispatch_stack() > 0

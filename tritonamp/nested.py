@@ -17,11 +17,15 @@ def leaves(value: Any) -> list[Any]:
     kind = type(value)
     if kind in _PLAIN:
         return [value]
-    if kind is tuple or kind is list:
-        return [leaf for item in value for leaf in leaves(item)]
-    if kind is dict:
-        return [leaf for item in value.values() for leaf in leaves(item)]
-    return tree_leaves(value)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return tree_leaves(value)
+    found = []
+    for item in value.values() if kind is dict else value:
+        if type(item) in _PLAIN:
+            found.append(item)
+        else:
+            found += leaves(item)
+    return found
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -29,10 +33,9 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return function(value)
-    if kind is tuple:
-        return tuple([mapped(function, item) for item in value])
-    if kind is list:
-        return [mapped(function, item) for item in value]
     if kind is dict:
         return {key: mapped(function, item) for key, item in value.items()}
-    return tree_map(function, value)
+    if kind is not tuple and kind is not list:
+        return tree_map(function, value)
+    items = [function(i) if type(i) in _PLAIN else mapped(function, i) for i in value]
+    return items if kind is list else tuple(items)

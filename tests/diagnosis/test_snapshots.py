@@ -16,9 +16,11 @@ import pytest
 import torch
 from gpuless.fake_cuda import FakeCuda
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import tritonamp
 from tritonamp.ambient import Generators
+from tritonamp.diagnosis.batches import Forwards, data_in
 from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
 from tritonamp.diagnosis.replay.search import NOT_REPRODUCED, find_fault
 from tritonamp.diagnosis.replay.snapshots import BatchGoneError, Snapshot
@@ -126,6 +128,32 @@ def test_runs_again_bit_for_bit(level: str, device: torch.device) -> None:
     amp.disable()
 
 
+class DropsLayers(nn.Linear):
+    """A layer that is left out, or not, by Python's generator, once there is a rate."""
+
+    rate = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if not self.rate or random.uniform(0, 1) >= self.rate else x
+
+
+@pytest.mark.parametrize("still", [0, 3, 60])
+def test_forwards_that_draw_from_python_run_again(still: int, device: torch.device) -> None:
+    """From the first that does, after any number that have not."""
+    model, forwards, x = DropsLayers(8, 8).to(device), Forwards(gradients=False), batch(device)
+    outputs = []
+    for i in range(still + 1 + (10 if still < 8 else 0)):
+        model.rate = 0.5 if i >= still else 0.0
+        snapshot = forwards.before(model, (x,), {})
+        outputs.append(model(x))
+        forwards.after(snapshot, outputs[-1])
+        moved = random.getstate()
+        for _ in range(4):
+            assert torch.equal(snapshot.run(), outputs[-1])
+        random.setstate(moved)
+    assert still or len({id(y) if y is not x else 0 for y in outputs}) > 1
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_exactness_is_stated(same: bool, device: torch.device) -> None:
     model, x = nn.Linear(8, 8).to(device), batch(device) * 1e6
@@ -168,6 +196,21 @@ def test_a_batch_that_was_changed(model: Restless, device: torch.device) -> None
     x.add_(1)
     with pytest.raises(BatchGoneError, match="changed in place"):
         snapshot.run()
+
+
+@pytest.mark.parametrize("how", ["detached", "view", "graph", "by name"])
+def test_what_a_model_made_is_no_data(how: str, device: torch.device) -> None:
+    model, forwards, x = nn.Linear(8, 8).to(device), Forwards(gradients=False), batch(device)
+    first = forwards.before(model, (x,), {})
+    y = model(x)
+    forwards.after(first, y)
+    made = {"detached": y.detach(), "view": y.detach()[1:], "graph": y * 2, "by name": y.detach()}
+    given = ((x,), {"y": made[how]}) if how == "by name" else ((x, [made[how]]), {})
+    second = forwards.before(model, *given)
+    del y
+    assert not any(t.requires_grad for t in tree_leaves(second.arguments()))
+    forwards.after(second, x)  # and returning x makes no data of what was data before it
+    assert [[path for path, _ in found] for found in data_in([first, second])] == [["0"], ["0"]]
 
 
 def test_masters_that_the_user_wrote_to(device: torch.device) -> None:

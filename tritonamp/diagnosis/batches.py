@@ -1,19 +1,20 @@
 """The forwards that led to the next decision, kept so that a failing one can be looked into."""
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten_with_path
 
-from tritonamp.ambient import is_traced
+from tritonamp.ambient import AmbientWatch, is_traced
 from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
+from tritonamp.diagnosis.replay.snapshots import Storage
 from tritonamp.kernels.device import is_capturing
-from tritonamp.nested import leaves, mapped
+from tritonamp.nested import leaves
 
 MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
@@ -36,7 +37,8 @@ class Forwards:
         self.holds_recent = False
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
-        self._outputs: deque[StorageWeakRef] = deque(maxlen=4 * MOST)
+        self._watch = AmbientWatch()
+        self._outputs: tuple[Storage, ...] = ()
 
     def before(
         self,
@@ -53,32 +55,20 @@ class Forwards:
         """
         if not torch.is_grad_enabled() or is_traced():
             return None
-        values = leaves((args, kwargs))
-        devices = {value.device for value in values if isinstance(value, Tensor)}
-        if any(map(is_capturing, devices)):  # which must not ask generators
+        snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs, alone=False)
+        if snapshot.gpus and is_capturing(snapshot.gpus[0]):  # which must not ask generators
             return None
-        snapshot = Snapshot(model, *mapped(_detached, (args, kwargs)), method=method)
-        snapshot.made = frozenset(i for i, value in enumerate(values) if self._was_made(value))
+        snapshot.ambient = self._watch.now(snapshot.gpus)
         self._snapshots.append(snapshot)
         return snapshot
 
-    def _was_made(self, value: Any) -> bool:
-        """Return whether a value is no data, but what a model has made.
-
-        That is: of this forward's graph, or an output, detached or not.
-        """
-        if not isinstance(value, Tensor):
-            return False
-        # private (torch 2.11 to 2.15): the one identity that views and detached copies share; the
-        # weak references are those of torch.multiprocessing. While there is one, no other storage
-        # has its identity
-        made = (ref.cdata for ref in self._outputs)
-        return value.grad_fn is not None or value.untyped_storage()._cdata in made
-
     def after(self, snapshot: Snapshot, output: Any) -> None:
         """Note the output of a forward."""
-        tensors = [t for t in leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided]
-        self._outputs += [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        for value in (output,) if type(output) is Tensor else leaves(output):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                found = weakref.ref(value.untyped_storage())
+                # anew: snapshots hold the old one
+                self._outputs = (*self._outputs[1 - 4 * MOST :], found)
         if self._gradients:
             snapshot.follow(output)
 
@@ -104,19 +94,14 @@ def data_in(snapshots: Iterable[Snapshot]) -> list[list[tuple[str, Tensor]]]:
     found = []
     for snapshot in snapshots:
         with contextlib.suppress(BatchGoneError):
-            found.append(list(_floating(snapshot.arguments(), without=snapshot.made)))
+            found.append(list(_floating(snapshot.arguments(), without=snapshot.made())))
     return found
 
 
-def _floating(arguments: Any, without: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
+def _floating(arguments: Any, without: set[int]) -> Iterator[tuple[str, Tensor]]:
     for i, (path, leaf) in enumerate(tree_flatten_with_path(arguments)[0]):
         if i in without or not isinstance(leaf, Tensor):
             continue
         if leaf.is_floating_point() and leaf.layout is torch.strided:
             keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path[1:]]
             yield "".join(f"[{key!r}]" if k else str(key) for k, key in enumerate(keys)), leaf
-
-
-def _detached(value: Any) -> Any:
-    """Return a tensor without the graph that it came from, other values as they are."""
-    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value

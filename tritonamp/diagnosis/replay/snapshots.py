@@ -1,9 +1,8 @@
 """What a forward depends on beside the weights, recorded so that it can run again."""
 
-import copy
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,9 @@ from torch import Tensor, nn
 
 from tritonamp.ambient import AmbientState, Generators
 from tritonamp.nested import leaves, mapped
+
+# while a storage lives, all views of it have one object for it (torch 2.11 to 2.15)
+Storage = weakref.ref[torch.UntypedStorage]
 
 
 class BatchGoneError(RuntimeError):
@@ -46,11 +48,23 @@ class Snapshot:
 
     Args:
         model: what will be called.
-        args: what it will be called with.
-        kwargs: what it will be called with by name.
+        args: what it will be called with; kept without the graphs that it comes from.
+        kwargs: what it will be called with by name; as ``args``.
         weak: hold the tensors in the arguments only as long as somebody else does.
         method: of the model that is called in the place of its forward.
+        outputs: storages of what models have returned before, while they live.
+        alone: record generators, grad mode and autocast; else the caller sets ``ambient``.
+
+    Attributes:
+        training: the training flag of the model.
+        gpus: those that the arguments are on.
+        ambient: under what the forward runs.
     """
+
+    ambient: AmbientState
+
+    _outputs: Sequence[weakref.ref[Tensor]] = ()
+    _grads: Mapping[int, Tensor] = {}
 
     def __init__(
         self,
@@ -60,26 +74,30 @@ class Snapshot:
         *,
         weak: bool = False,
         method: str = "__call__",
+        outputs: Sequence[Storage] = (),
+        alone: bool = True,
     ) -> None:
         self.model = model
         self.method = method
-        self.made: frozenset[int] = frozenset()  # which leaves of the arguments other models made
-        given = (args, kwargs)
-        values = leaves(given)
-        found = {t.device for t in values if isinstance(t, Tensor)}
-        # without numpy's, which would double the price of what every forward pays for
-        self.ambient = AmbientState.now(Generators.now(found, numpy=False))
         self.training = model.training
-        self._versions = [_version(t) for t in values]
-        self._given = mapped(_weak, given) if weak else given
-        self._outputs: list[weakref.ref[Tensor]] = []
-        self._grads: dict[int, Tensor] = {}
+        self._earlier = outputs
+        self._versions: list[int] = []
+        self._computed: list[int] = []  # which leaves of the arguments were part of a graph
+        self.gpus: list[torch.device] = []
+        note = self._noted
+        given = [note(v) if type(v) is Tensor else mapped(note, v) for v in args]
+        self._given = tuple(given), kwargs and mapped(note, kwargs)
+        if weak:
+            self._given = mapped(_weak, self._given)
+        if alone:
+            self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
     def weakened(self) -> "Snapshot":
         """Return the same forward, with its batch held only as long as somebody else does."""
-        weak = copy.copy(self)
+        weak = Snapshot.__new__(Snapshot)
+        vars(weak).update(vars(self))  # copy.copy takes five times as long, and each step does this
         weak._given = mapped(_weak, self._given)
-        weak._outputs, weak._grads = [], {}
+        weak._outputs, weak._grads = (), {}
         return weak
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -97,6 +115,41 @@ class Snapshot:
                 "arguments), so the forward cannot be run again: write to a copy of it"
             )
         return given
+
+    def _noted(self, value: Any) -> Any:
+        """Note what is to be known of a leaf of the arguments; return it without its graph."""
+        if not isinstance(value, Tensor):
+            self._versions.append(0)
+            return value
+        if value.grad_fn is not None:
+            self._computed.append(len(self._versions))
+            value = value.detach()
+        if value.is_cuda:
+            self.gpus.append(value.device)
+        try:
+            self._versions.append(value._version)
+        except RuntimeError:  # tensors of inference mode have none
+            self._versions.append(0)
+        return value
+
+    def made(self) -> set[int]:
+        """Return which leaves of the arguments are no data, but what models have made.
+
+        That is: part of a graph, or what a forward has returned, detached or not.
+
+        Raises:
+            BatchGoneError: see ``arguments``.
+        """
+        outputs = [storage() for storage in self._earlier]
+        found = {id(storage) for storage in outputs if storage is not None}
+        returned = [
+            i
+            for i, value in enumerate(leaves(self.arguments()))
+            if isinstance(value, Tensor)
+            and value.layout is torch.strided
+            and id(value.untyped_storage()) in found
+        ]
+        return {*self._computed, *returned}
 
     def run(self) -> Any:
         """Run the forward again, under what it ran under the first time.
@@ -125,9 +178,10 @@ class Snapshot:
         """
         tensors = [t for t in leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]
+        self._grads = grads = dict[int, Tensor]()
         for i, t in enumerate(tensors):
             if t.requires_grad:
-                t.register_hook(functools.partial(self._grads.__setitem__, i))
+                t.register_hook(functools.partial(grads.__setitem__, i))
         return output
 
     @property
