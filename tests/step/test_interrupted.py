@@ -2,6 +2,7 @@
 never been tried.
 """
 
+import inspect
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.casts import active
+from tritonamp.casts import active, context
 from tritonamp.kernels import _implementations, _launch
 from tritonamp.kernels import device as hardware
 from tritonamp.step.fused import FusedStep
@@ -602,38 +603,56 @@ def test_ctrl_c_at_any_time(level: str, optimizer: str, tmp_path: Path) -> None:
     assert result.stdout.startswith("interrupted 40 ")
 
 
-@pytest.mark.parametrize("where", ["enter", "leave"])
+class InterruptedAt:
+    """Raises KeyboardInterrupt once, before one of the instructions that enter or leave a policy.
+
+    Args:
+        instruction: its number, from 1.
+    """
+
+    def __init__(self, instruction: int) -> None:
+        self.left = instruction
+        lines, first = inspect.getsourcelines(context.run_under)
+        self._guarded = first + [line.strip() for line in lines].index("try:")
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        restores = frame.f_code is context._restore.__code__
+        if not restores and frame.f_code is not context.run_under.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and (restores or frame.f_lineno > self._guarded):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self
+
+
 @pytest.mark.parametrize("outer", [False, True])
-def test_ctrl_c_while_autocast_is_entered_or_left(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, where: str, outer: bool
-) -> None:
+def test_ctrl_c_while_a_policy_is_entered_or_left(start: Callable[..., Run], outer: bool) -> None:
     run = start("O1", "AdamW")
-    kind = run.device.type
+    kind, tracing = run.device.type, sys.gettrace()
 
     def now() -> list[Any]:
         dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         nesting = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
-        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, active.active()]
-
-    real = torch.autocast
-
-    class Interrupted(real):  # type: ignore[misc, valid-type]
-        def __enter__(self) -> Any:
-            super().__enter__()
-            if where == "enter":
-                raise KeyboardInterrupt
-
-        def __exit__(self, *exception: Any) -> Any:
-            raise KeyboardInterrupt
+        scripted = torch._C._jit_set_autocast_mode(True)
+        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, active.active(), scripted]
 
     with torch.autocast(kind, dtype=torch.bfloat16, enabled=outer):
-        before = now()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "autocast", Interrupted)
-            with pytest.raises(KeyboardInterrupt):
+        before, interrupted = now(), 0
+        while True:
+            tracer = InterruptedAt(interrupted + 1)
+            sys.settrace(tracer)
+            try:
                 run.loss(0)
-        assert now() == before
+                break
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(tracing)
+            assert now() == before
+        assert tracer.left > 0 and interrupted > 50
 
 
 def test_the_handler_of_ctrl_c_is_left_as_it_was(start: Callable[..., Run]) -> None:

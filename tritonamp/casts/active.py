@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._guards import TracingContext
 
-from tritonamp.casts.scripted import scripted
+from tritonamp.casts.scripted import ScriptedAutocast, scripted
 from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,6 +54,7 @@ class _Known:
         marks: what the forward followed that autograd's nodes come from, beginning with the node of
             that sequence number. They count the nodes of one thread: two that train under different
             policies must not checkpoint at once.
+        latest: what the last mark is of.
         inlined: functions that torch.compile traces as a part of their caller.
         entered: how often ``enter`` was called.
     """
@@ -61,16 +62,16 @@ class _Known:
     def __init__(self) -> None:
         self.policies: list[ActivePolicy] = []
         self.marks: deque[tuple[int, ActivePolicy]] = deque(maxlen=MARKS)
+        self.latest: ActivePolicy | None = None
         self.inlined: list[Callable[..., Any]] = []
         self.entered = 0
 
     def mark(self, active: ActivePolicy | None) -> None:
         """Note that from here on forwards follow this."""
-        if active is None:
-            return
-        if not self.marks or self.marks[-1][1] != active:
+        if active is not None and active != self.latest:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
+            self.latest = active
 
     def origin(self, node: Any) -> ActivePolicy | None:
         """Return what the forward followed that a node of autograd was made in.
@@ -105,6 +106,10 @@ def inlined_by_dynamo(function: F) -> F:
     """
     known.inlined.append(function)
     return function
+
+
+inlined_by_dynamo(ScriptedAutocast.off)
+inlined_by_dynamo(ScriptedAutocast.on)
 
 
 @inlined_by_dynamo
@@ -213,52 +218,3 @@ def tell_dynamo() -> None:
 is_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 under_op_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]
 tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class ThreadState(NamedTuple):
-    """What a forward changes in its thread while it runs.
-
-    Attributes:
-        depth: of ``enter``'s stack.
-        device_type: the device type that autocast is set for.
-        enabled: whether autocast is on.
-        dtype: of autocast.
-        cache: whether autocast caches casts of weights.
-        nesting: how many autocast blocks the thread is in.
-    """
-
-    depth: int
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-    nesting: int
-
-    @classmethod
-    @inlined_by_dynamo
-    def now(cls, device_type: str) -> "ThreadState":
-        """Record the state of this thread."""
-        nesting = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
-        return cls(
-            len(thread.stack),
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-            nesting,
-        )
-
-    @inlined_by_dynamo
-    def restore(self) -> None:
-        """Put the state back after a Ctrl-C, which may have come while it was being changed."""
-        del thread.stack[self.depth :]
-        if not self.depth:
-            scripted.on()
-        torch.set_autocast_enabled(self.device_type, self.enabled)
-        torch.set_autocast_dtype(self.device_type, self.dtype)
-        torch.set_autocast_cache_enabled(self.cache)
-        for _ in range(ThreadState.now(self.device_type).nesting - self.nesting):
-            torch.autocast_decrement_nesting()
-        if self.nesting == 0:
-            torch.clear_autocast_cache()

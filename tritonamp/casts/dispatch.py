@@ -35,23 +35,23 @@ class _Registration:
         self.owners = 0
 
 
-_registration = _Registration()
+registration = _Registration()
 
 
 def is_registered() -> bool:
     """Tell whether torch's dispatch tables hold the op table now."""
-    return len(_registration.libraries) > 0
+    return len(registration.libraries) > 0
 
 
 def acquire() -> None:
     """Register the op table for one more enabled model."""
-    _registration.owners += 1
+    registration.owners += 1
     ensure()
 
 
 def ensure() -> None:
     """Register the op table if it is not: a copy of an enabled model may outlive it."""
-    if _registration.libraries:
+    if registration.libraries:
         return
     for function in (enter, leave):
         torch.fx.node.has_side_effect(function)
@@ -66,23 +66,23 @@ def ensure() -> None:
             library = torch.library.Library("aten", "IMPL")
             for op, rule in op_table(device_type, FUSED).items():
                 library.impl(op, _implementation(op, rule, key), key, with_keyset=True)
-            _registration.libraries.append(library)
+            registration.libraries.append(library)
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
-    _registration.stock = checkpoint._get_autocast_kwargs
-    _registration.noted = checkpoint._get_autocast_kwargs = checkpointed(_registration.stock)
+    registration.stock = checkpoint._get_autocast_kwargs
+    registration.noted = checkpoint._get_autocast_kwargs = checkpointed(registration.stock)
 
 
 def release() -> None:
     """Take back one ``acquire``; the last one puts torch's dispatch tables back as they were."""
-    _registration.owners -= 1
-    if _registration.owners == 0:
-        for library in _registration.libraries:
+    registration.owners -= 1
+    if registration.owners == 0:
+        for library in registration.libraries:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
-        _registration.libraries.clear()
-        if checkpoint._get_autocast_kwargs is _registration.noted:  # else somebody has wrapped it
-            checkpoint._get_autocast_kwargs = _registration.stock
+        registration.libraries.clear()
+        if checkpoint._get_autocast_kwargs is registration.noted:  # else somebody has wrapped it
+            checkpoint._get_autocast_kwargs = registration.stock
 
 
 class _Op:

@@ -1,6 +1,5 @@
 """The classes that ``enable`` gives to a model, and to modules inside it that stay FP32."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.casts import active
-from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.context import EnabledContext, restored
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.pickled import with_values
-from tritonamp.casts.rounded_inputs import InputLook
+from tritonamp.casts.rounded_inputs import types_of
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
@@ -56,6 +55,11 @@ class Method(NamedTuple):
     name: str
     signature: Signature
 
+    def wanted(self, cast_inputs: Any, forward: Signature) -> bool | tuple[str, ...]:
+        """Return which arguments are cast: those of the names that the forward's positions have."""
+        named = isinstance(cast_inputs, bool)
+        return cast_inputs if named else tuple(wanted_names(cast_inputs, forward))
+
 
 def _entered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that runs as ``forward`` does, unless it is called inside of one."""
@@ -90,36 +94,38 @@ def enabled_forward(
         method: by which the caller calls the model; None: its forward.
     """
     context = module._tritonamp
-    policy = context.policy
-    compiling = torch.compiler.is_compiling()
-    if compiling:
+    in_fp32: Callable[..., Any]
+    if torch.compiler.is_compiling():
         active.tell_dynamo()
-    if not compiling:
+        observer = look = None
+        run, in_fp32 = context.run_compiled, _fp32_forward
+    else:
         context.fp32_values.push()
+        observer, look = context.observer, context.look if method is None else None
+        run, in_fp32 = context.run, _healed_forward
     if context.ranks is not None:
         context.ranks.on_forward()
-    observer = None if compiling else context.observer
-    noted = (
-        None
-        if observer is None
-        else observer.before(module, args, kwargs, "__call__" if method is None else method.name)
-    )
-    before = None
-    if context.autocast and not compiling:
-        before = active.ThreadState.now(context.device_type)
+    noted = None
+    if observer is not None:
+        noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
     try:
         if module._tritonamp_fp32:
-            output = _fp32_forward(module, forward, bound, args, kwargs)
+            output = in_fp32(module, forward, bound, args, kwargs)
+        elif look is not None and types_of(module, args, kwargs) not in look.settled:
+            output = _watched_forward(module, forward, bound, args, kwargs)
         else:
-            output = _cast_forward(module, forward, bound, args, kwargs, method)
+            wanted, signature = context.policy.cast_inputs, module._tritonamp_inputs
+            if method is not None:
+                wanted, signature = method.wanted(wanted, signature), method.signature
+            if wanted:
+                args, kwargs = cast_arguments(args, kwargs, wanted, signature, context.input_cast)
+            output = run(forward, (*bound, *args), kwargs)
     except BaseException:
         if observer is not None and noted is not None:
             observer.failed(noted)
-        if before is not None:
-            before.restore()
         raise
-    if policy.cast_outputs is not None:
-        cast = from_half(policy.cast_outputs)
+    cast = context.output_cast
+    if cast is not None:
         if method is not None:  # which may be there to hand parameters out
             cast = cast._replace(passes=(nn.Parameter,))
         output = cast_tree(output, cast)
@@ -128,29 +134,24 @@ def enabled_forward(
     return output
 
 
-def _cast_forward(
-    module: Any,
-    forward: Callable[..., Any],
-    bound: Any,
-    args: Any,
-    kwargs: Any,
-    method: Method | None,
+def _watched_forward(
+    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run the forward on cast inputs, and look at what these lose; else as ``enabled_forward``."""
     context, signature = module._tritonamp, module._tritonamp_inputs
-    wanted, cast = context.policy.cast_inputs, to_half(context.policy.dtype)
-    look: InputLook | None = None if torch.compiler.is_compiling() else context.look
-    if method is not None:
-        # positions are those of the forward
-        wanted = wanted if isinstance(wanted, bool) else tuple(wanted_names(wanted, signature))
-        look, signature = None, method.signature
-    around = None if look is None else look.around(module, signature, args, kwargs)
-    with around or contextlib.nullcontext() as readers:
-        args, kwargs = cast_arguments(args, kwargs, wanted, signature, cast)
-        output = context.run(forward, *bound, *args, **kwargs)
+    wanted = context.policy.cast_inputs
+    with context.look.around(module, signature, args, kwargs) as readers:
+        args, kwargs = cast_arguments(args, kwargs, wanted, signature, context.input_cast)
+        output = context.run(forward, (*bound, *args), kwargs)
         if readers is not None:
             readers.returned(output)
     return output
+
+
+def _healed_forward(*args: Any) -> Any:
+    """Run ``_fp32_forward`` of a model that was healed as a whole."""
+    with restored(args[0]._tritonamp.device_type):
+        return _fp32_forward(*args)
 
 
 def _fp32_forward(

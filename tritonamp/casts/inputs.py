@@ -81,8 +81,11 @@ def cast_arguments(
         signature: of the forward.
         cast: what becomes of the tensors.
     """
+    if not wanted:
+        return args, kwargs
     if isinstance(wanted, bool):
-        return cast_tree((args, kwargs), cast) if wanted else (args, kwargs)
+        new_args = [cast_tree(value, cast) for value in args]
+        return tuple(new_args), kwargs and {n: cast_tree(v, cast) for n, v in kwargs.items()}
     names = wanted_names(wanted, signature)
     new_args = [
         cast_tree(value, cast) if position in wanted or signature.name(position) in names else value

@@ -200,6 +200,12 @@ class _Waiting(NamedTuple):
     readback: Readback
 
 
+def types_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells forwards of different kinds apart, at less than the price of their kind."""
+    given = type(model), *map(type, args)
+    return (*given, *kwargs, *map(type, kwargs.values())) if kwargs else given
+
+
 class InputLook:
     """Says in the log, once, which inputs lose by their cast: at the first forward of each kind.
 
@@ -209,10 +215,14 @@ class InputLook:
 
     Args:
         policy: of the models.
+
+    Attributes:
+        settled: ``types_of`` forwards in which there is nothing to look at any more.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.settled: set[Any] = set()
         self._seen: set[Any] = set()
         self._waiting: list[_Waiting] = []
         self._rounded: dict[Any, list[RoundedInput]] = {}
@@ -255,6 +265,7 @@ class InputLook:
         named = [name for name, value in kwargs.items() if value is not None]
         kind = (type(model), *given, *named)
         if kind in self._seen and kind not in self._rounded and not self._waiting:
+            self.settled.add(types_of(model, args, kwargs))
             return [], []
         if not torch.is_grad_enabled() or is_traced():
             return [], []

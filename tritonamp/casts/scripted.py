@@ -4,7 +4,7 @@ Its pass puts casts into the graphs of scripted functions, by lists on which a C
 that is not a matmul in FP32. Without it their operations follow the op table.
 """
 
-import threading
+from threading import get_ident
 
 import torch
 
@@ -16,26 +16,25 @@ class ScriptedAutocast:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._threads: set[int] = set()  # those in which it is to be off
-        self._before = True
+        self._was_on = False
 
     def off(self) -> None:
         """Have it off for what this thread runs, until ``on``."""
-        with self._lock:
-            if not self._threads:
-                # private, but what torch's documentation of autocast in TorchScript names
-                self._before = torch._C._jit_set_autocast_mode(False)
-            self._threads.add(threading.get_ident())
+        self._threads.add(get_ident())
+        # private, but what torch's documentation of autocast in TorchScript names
+        if torch._C._jit_set_autocast_mode(False):
+            self._was_on = True
 
     def on(self) -> None:
         """Put it back as it was, unless other threads need it off; does nothing without ``off``."""
-        if not self._threads:  # on a GPU
-            return
-        with self._lock:
-            self._threads.discard(threading.get_ident())
-            if not self._threads:
-                torch._C._jit_set_autocast_mode(self._before)
+        self._threads.discard(get_ident())
+        if self._was_on and not self._threads:
+            self._was_on = False
+            torch._C._jit_set_autocast_mode(True)
+            # for one that came meanwhile: a lock would take longer than all of this
+            if self._threads and torch._C._jit_set_autocast_mode(False):
+                self._was_on = True
 
 
 scripted = ScriptedAutocast()

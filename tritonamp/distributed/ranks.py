@@ -105,7 +105,7 @@ class Ranks:
             self._look_at_models()
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
-        wrapper = DistributedDataParallel._get_active_ddp_module()
+        wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and wrapper not in self._wrappers:
             self._attach(wrapper)
             self._to_align.add(wrapper)
