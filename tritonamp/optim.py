@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, FusedStep, scalar
@@ -50,6 +51,7 @@ class _Fused:
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
 
+    @between_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once.
@@ -89,6 +91,7 @@ class _Fused:
 
     step.by_fused_rule = True  # type: ignore[attr-defined]  # for step.rules and GradScaler
 
+    @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as in torch; the next backward makes half ones of half parameters.
 

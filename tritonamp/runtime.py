@@ -50,6 +50,7 @@ from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels.device import Backend, check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
@@ -261,6 +262,7 @@ class Amp:
         if self._enabled:  # unless it was disabled inside
             self.disable()
 
+    @between_graphs
     def backward(
         self,
         loss: Tensor,
@@ -281,6 +283,7 @@ class Amp:
         with self.scale_loss(loss, optimizer, loss_id) as scaled:
             scaled.backward(retain_graph=retain_graph)
 
+    @between_graphs
     def scale_loss(
         self,
         loss: Tensor,
@@ -326,6 +329,7 @@ class Amp:
                 )
         return feeds
 
+    @between_graphs
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Put the true FP32 gradients into ``.grad`` of the optimizers' params.
 
@@ -352,6 +356,7 @@ class Amp:
         found = [self._stepper.unscale_(o) for o in scaled or pending]
         return [found_inf for found_inf in found if found_inf is not None]
 
+    @between_graphs
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the true gradients to a total 2-norm.
 
@@ -377,6 +382,7 @@ class Amp:
             raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
         return pending or self._optimizers
 
+    @between_graphs
     def step_schedulers(self, *schedulers: Any) -> None:
         """Step learning-rate schedulers, after ``optimizer.step()``, for steps that were taken.
 

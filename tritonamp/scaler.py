@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide, update_scale
@@ -150,6 +151,7 @@ class GradScaler(torch.amp.GradScaler):
             HEADROOM if self.mode == "headroom" else 0.0,
         )
 
+    @between_graphs
     def scale(self, outputs: Any) -> Any:
         """Return ``outputs.float() * scale``, and note whether the outputs are finite.
 
@@ -249,6 +251,7 @@ class GradScaler(torch.amp.GradScaler):
                 largest if self._largest is None else torch.maximum(self._largest, largest)
             )
 
+    @between_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, once between two updates.
 
@@ -319,6 +322,7 @@ class GradScaler(torch.amp.GradScaler):
             return groups
         return [] if self._process_group is None else [self._process_group]
 
+    @between_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step()`` on unscaled gradients, or skip where something is non-finite.
 
@@ -400,6 +404,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
+    @between_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale after the steps of this iteration, or set it to ``new_scale``."""
         if not self._enabled:

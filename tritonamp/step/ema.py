@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.distributed.ddp import unwrapped
 from tritonamp.distributed.fsdp import full_tensor, is_sharded
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import refuse_capture
@@ -78,6 +79,7 @@ class EMA:
             raise ValueError(f"decay: expected a number in [0, 1), got {decay!r}")
         self._decay = float(decay)
 
+    @between_graphs
     def update(self) -> None:
         """Move the averages towards the values of now, unless the last step was skipped.
 

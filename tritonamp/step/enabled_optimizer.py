@@ -3,6 +3,7 @@
 from typing import Any
 
 from tritonamp.class_swap import Swapped
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
 from tritonamp.step.stepper import Stepper
@@ -24,6 +25,7 @@ class EnabledOptimizer(Swapped):
     # recognises it
     _step_supports_amp_scaling = True
 
+    @between_graphs
     def step(self, closure: Any = None) -> None:
         """Step or skip: unscale, check, clip, update, half copies. Nothing without any gradients.
 
@@ -51,6 +53,7 @@ class EnabledOptimizer(Swapped):
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and half parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]

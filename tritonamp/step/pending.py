@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler, scale_loss
@@ -41,6 +42,7 @@ class PendingDecisions:
         self._ranks = ranks
         self._decisions: list[Decision] = []
 
+    @between_graphs  # a block of it is the user's
     @contextlib.contextmanager
     def open(
         self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]

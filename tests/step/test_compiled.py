@@ -1,0 +1,229 @@
+"""torch.compile of whole training steps: the graphs it makes, and the bits they train to."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import Net, same
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.kernels._dynamo import between_graphs
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.steps,
+    # torch's own, which it makes while it traces, and hides where warnings are no errors
+    pytest.mark.filterwarnings("ignore:.*torch._dynamo"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+STEPS = 7
+OVERFLOWS = 4  # the step whose loss is finite, and too large to be scaled
+TOO_LARGE = 2.0**120
+
+
+class Run:
+    """An enabled model, and what it is trained with."""
+
+    def __init__(
+        self, level: str, dtype: torch.dtype, optimizer: str, dropout: float = 0.0
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(Net(), nn.Softmax(-1), nn.Dropout(dropout))
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        self.amp = tritonamp.enable(
+            self.model, self.optimizer, level=level, dtype=dtype, scaler=self.scaler
+        )
+        self.ema = self.amp.ema(0.5)
+
+    def loss(self, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(x), y) * factor
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Inputs, targets, and what to multiply the loss by."""
+        torch.manual_seed(1)
+        for number in range(STEPS):
+            factor = torch.tensor(TOO_LARGE if number == OVERFLOWS else 1.0)
+            yield torch.randn(8, 6), torch.randint(0, 3, (8,)), factor
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.amp.disable()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+# ways to take a step
+
+
+def plain(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    run.optimizer.zero_grad()
+    loss = run.loss(x, y, factor)
+    run.amp.backward(loss)
+    run.optimizer.step()
+    return loss
+
+
+def with_all_there_is(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    loss = run.loss(x, y, factor)
+    run.amp.backward(loss)
+    run.amp.clip_grad_norm_(0.1)
+    run.optimizer.step()
+    run.amp.step_schedulers(run.schedule)
+    run.ema.update()
+    run.optimizer.zero_grad()
+    return loss
+
+
+def of_two_losses(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    """As adversarial networks take it: what comes after the first step is compiled, too."""
+    first = plain(run, x, y, factor)
+    loss = run.loss(x, y, factor) + first.detach()
+    run.amp.backward(loss)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+def in_a_block(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    loss = run.loss(x, y, factor)
+    with run.amp.scale_loss(loss, run.optimizer) as scaled:
+        scaled.backward()
+    run.amp.unscale_()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+def as_in_torch(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    run.optimizer.zero_grad()
+    loss = run.loss(x, y, factor)
+    run.scaler.scale(loss).backward()
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    return loss
+
+
+Step = Callable[[Run, Tensor, Tensor, Tensor], Tensor]
+
+
+class Case(NamedTuple):
+    """A way to take a step, where, and what torch.compile makes of it."""
+
+    step: Step
+    level: str
+    dtype: torch.dtype
+    optimizer: str
+    backend: str
+    breaks: int
+    graphs: int
+
+
+FP16, BF16 = torch.float16, torch.bfloat16
+CASES = [
+    Case(plain, "O1", FP16, "AdamW", "eager", breaks=3, graphs=1),
+    Case(with_all_there_is, "O2", FP16, "AdamW", "aot_eager", breaks=6, graphs=1),
+    # one more: at the call of ``plain``
+    Case(of_two_losses, "O2", BF16, "SGD", "aot_eager", breaks=7, graphs=2),
+    Case(in_a_block, "O3", FP16, "SGD", "aot_eager", breaks=1, graphs=1),
+    Case(as_in_torch, "O2", FP16, "RMSprop", "aot_eager", breaks=6, graphs=1),
+]
+
+
+def counts() -> tuple[int, int]:
+    """Return graph breaks and graphs since the last reset."""
+    counters = torch._dynamo.utils.counters
+    return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+
+
+def trained(
+    case: Case, step: Step, after: Callable[[], Any] = lambda: None
+) -> tuple[list[Tensor], Any, list[Any]]:
+    """Return all numbers that a run leaves, its history, and what ``after`` says of each step."""
+    dropout = 0.1 if case.backend == "eager" else 0.0  # which others round otherwise
+    numbers, said = [], []
+    with Run(case.level, case.dtype, case.optimizer, dropout) as run:
+        for batch in run.batches():
+            numbers += [step(run, *batch).detach(), torch.tensor(run.scaler.get_scale())]
+            said.append(after())
+        state = [v for s in run.optimizer.state.values() for v in s.values()]
+        numbers += [v for v in state if isinstance(v, Tensor)]
+        numbers += [*run.amp.master_params(), *run.model.parameters()]
+        numbers += [torch.tensor(run.schedule.get_last_lr()), *run.ema.state_dict().values()]
+        numbers = [t.detach().clone() for t in numbers]
+        return numbers, ([repr(r) for r in run.amp.history], run.amp.explain()), said
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.step.__name__}-{case.level}")
+def test_a_whole_step(case: Case) -> None:
+    """The graphs of its losses and no more, also when scale and rates change, and after a skip."""
+    compiled = torch.compile(case.step, backend=case.backend)
+    numbers, history, made = trained(case, compiled, counts)
+    expected, expected_history, _ = trained(case, case.step)
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+    assert history == expected_history
+    assert "0.first.weight" in history[1]
+    assert made == [(case.breaks, case.graphs)] * STEPS
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.level)
+def test_forward_and_loss_are_one_graph(case: Case) -> None:
+    def step(run: Run, *batch: Tensor) -> Tensor:
+        run.loss = functools.partial(compiled, run)  # type: ignore[method-assign]
+        return plain(run, *batch)
+
+    compiled = torch.compile(Run.loss, backend=case.backend, fullgraph=True)
+    numbers, history, made = trained(case, step, counts)
+    expected, expected_history, _ = trained(case, plain)
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+    assert history == expected_history
+    assert made == [(0, 1)] * STEPS
+
+
+def half_weights(compiled: Callable[[Any], Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).half()
+    optimizer = tritonamp.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).float().square().sum().backward()
+        optimizer.step()
+
+    run = compiled(step)
+    for _ in range(3):
+        run(torch.randn(8, 6).half())
+    return [p.detach() for p in model.parameters()]
+
+
+def test_half_parameters_without_enable() -> None:
+    weights = half_weights(functools.partial(torch.compile, backend="eager"))
+    assert counts()[1] == 1
+    assert same(weights, half_weights(lambda step: step))
+
+
+def test_a_whole_step_is_no_single_graph() -> None:
+    with Run("O2", FP16, "AdamW") as run:
+        compiled = torch.compile(plain, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="function that returns the loss"):
+            compiled(run, *next(run.batches()))
+        assert run.amp.stats()["steps"] == 0
+
+
+def test_a_call_between_graphs_has_no_frame_of_its_own() -> None:
+    def function() -> None:
+        """Do nothing."""
+
+    assert between_graphs(function) is function
