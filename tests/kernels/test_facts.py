@@ -145,6 +145,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     _native.build.cache_clear()
     monkeypatch.setattr(_facts, "_native", _facts._InPython)
+    monkeypatch.setattr(_facts, "PLAIN_STEPS", False)
     yield
     _native.build.cache_clear()
 
