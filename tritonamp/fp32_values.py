@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels.cast import fp32_value
 
@@ -69,6 +70,7 @@ class Fp32Values:
         self._versions[i] = half._version
         self._value_versions[i] = self._values[i]._version
 
+    @between_graphs
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
         if versions(self._values) != self._value_versions.tobytes():

@@ -10,6 +10,7 @@ from helpers import Net, same
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.kernels import _facts
 from tritonamp.kernels._dynamo import between_graphs
 
 pytestmark = [
@@ -212,6 +213,43 @@ def test_half_parameters_without_enable() -> None:
     weights = half_weights(functools.partial(torch.compile, backend="eager"))
     assert counts()[1] == 1
     assert same(weights, half_weights(lambda step: step))
+
+
+class Broken(nn.Module):
+    """A forward with a break of its own: what follows it is compiled apart, in every frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def weights_of_broken(compiled: Callable[..., Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Broken()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        run = compiled(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            amp.backward(run(torch.randn(8, 6)).square().mean())
+            optimizer.step()
+        return [p.detach().clone() for p in amp.master_params()]
+
+
+def test_a_broken_forward_asks_cpp_nothing_in_graphs() -> None:
+    """``push``, which rounds what somebody wrote to masters, is a frame of its own then."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    _facts.use_native()
+    weights = weights_of_broken(functools.partial(torch.compile, backend="eager"))
+    reasons = torch._dynamo.utils.counters["graph_break"]
+    assert not [reason for reason in reasons if "_facts" in reason]
+    assert same(weights, weights_of_broken(lambda model: model))
 
 
 def test_a_whole_step_is_no_single_graph() -> None:
