@@ -180,7 +180,7 @@ class PreparedLaunch:
         self._call = kernel, grid, tensors, sizes, constants, num_warps, maxnreg
         self._slots = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
         self._args: list[Any] = [*tensors, *sizes, *constants]
-        self._compiled: dict[tuple[int, ...], Any] = {}  # by the operands' last four bits
+        self._compiled: dict[Any, Any] = {}  # by dtypes and last four bits of the operands
 
     def call(self, operands: Sequence[Tensor] = ()) -> tuple[Any, ...]:
         """Return what ``launch`` takes, with operands by their numbers."""
@@ -190,14 +190,15 @@ class PreparedLaunch:
 
     def __call__(self, operands: Sequence[Tensor] = ()) -> None:
         """Run the kernel, with operands by their numbers."""
-        alignment = tuple([operands[operand].data_ptr() & 15 for _, operand in self._slots])
-        compiled = self._compiled.get(alignment)
+        given = [operands[operand] for _, operand in self._slots]
+        kind = tuple([(operand.dtype, operand.data_ptr() & 15) for operand in given])
+        compiled = self._compiled.get(kind)
         if (
             compiled is None
             or torch._C._len_torch_dispatch_stack() > 0
             or self._index != torch.cuda.current_device()
         ):
-            self._compiled[alignment] = launch(*self.call(operands))
+            self._compiled[kind] = launch(*self.call(operands))
             return
         args = self._args.copy()
         for i, operand in self._slots:

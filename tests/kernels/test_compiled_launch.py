@@ -325,6 +325,13 @@ def test_a_prepared_launch_is_compiled_by_alignment(prepared: Launches) -> None:
     assert prepared.made[1].launches[1][3] is unaligned
 
 
+def test_a_prepared_launch_is_compiled_by_dtype(prepared: Launches) -> None:
+    scale, skip = prepared.operands
+    for operands in [(scale, skip), (scale, skip.double()), (scale, skip)]:
+        prepared.prepared(operands)
+    assert [len(compiled.launches) for compiled in prepared.made] == [2, 1]
+
+
 def test_a_prepared_launch_on_another_device(
     prepared: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

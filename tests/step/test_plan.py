@@ -151,7 +151,14 @@ def parameters_written(run: Run) -> None:
         run.params[0].mul_(0.5)
 
 
+def state_looked_up(run: Run) -> None:
+    """Of half parameters, which have none: torch's dict makes an empty one."""
+    for p in run.params:
+        run.optimizer.state[p]
+
+
 TAKEN = (
+    state_looked_up,
     nothing,
     gradients_elsewhere,
     one_gradient_elsewhere,

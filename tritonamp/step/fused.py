@@ -146,7 +146,7 @@ class FusedStep:
         self.rule.update(lists, grad_scale, found_inf, self._backend)
         if not (PLAIN_STEPS or tells_first or self._lacks_some()) and lists.launches:
             keys = [k for name, k in self._keys.items() if name not in self._lacks]
-            self._plan = StepPlan.after(self._optimizer, gradients, keys, self._kinds)
+            self._plan = StepPlan.after(self._optimizer, gradients, keys, self._order, self._kinds)
         # whoever replaces or removes state gets its memory back
         tensors.release(*self.rule.state_keys)
         lists.steps.release("steps")

@@ -23,6 +23,7 @@ class StepPlan:
         optimizer: that has stepped.
         gradients: that it has stepped on, of all parameters; nothing was released yet.
         keys: of all tensors in the state of a parameter.
+        order: where the parameters' states are among the optimizer's, which may have others.
         kinds: gives by group which optional state there is.
     """
 
@@ -31,11 +32,13 @@ class StepPlan:
         optimizer: Optimizer,
         gradients: Gradients,
         keys: Sequence[str],
+        order: Sequence[int],
         kinds: Callable[[], list[list[bool]]],
     ) -> None:
         self._optimizer = optimizer
         self._gradients = gradients
         self._values_of = [operator.itemgetter(key) for key in keys]
+        self._order = order
         self._kinds = kinds
         self._layout = gradients.lists.layout()
         self._facts = self._facts_now()
@@ -46,6 +49,7 @@ class StepPlan:
         optimizer: Optimizer,
         gradients: Gradients,
         keys: Sequence[str],
+        order: Sequence[int],
         kinds: Callable[[], list[list[bool]]],
     ) -> "StepPlan | None":
         """Return a plan after a step; None: its launches would not be all that a next one does."""
@@ -56,7 +60,7 @@ class StepPlan:
             and not any(map(is_capturing, tensors.layout().devices))
             and not hasattr(gradients.params[0], "_local_tensor")  # which may be another one later
         )
-        return cls(optimizer, gradients, keys, kinds) if plain else None
+        return cls(optimizer, gradients, keys, order, kinds) if plain else None
 
     def holds(self, gradients: Gradients) -> bool:
         """Tell whether the launches are right for these gradients, and give them their pointers."""
@@ -67,12 +71,13 @@ class StepPlan:
                 and self._facts_now() == self._facts
                 and gradients.lists.renews(self._layout, "grads")
             )
-        except (KeyError, TypeError):  # state is missing, or no tensor
+        except (LookupError, TypeError):  # state is missing, or no tensor
             return False
 
     def _facts_now(self) -> list[Any]:
         groups = self._optimizer.param_groups
-        states = self._optimizer.state.values()
+        found = list(self._optimizer.state.values())
+        states = [found[k] for k in self._order] if self._values_of else []
         values = list(itertools.chain.from_iterable(map(of, states) for of in self._values_of))
         which = identities(values)
         values += self._gradients.lists["params"]  # half copies are known to be where they were
