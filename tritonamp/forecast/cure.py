@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonamp.forecast.dry_run import Batch, DryRun, dry_run
+from tritonamp.forecast.dry_run import DryRun, dry_run
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import outlook
 from tritonamp.forecast.predictions import BATCH, predictions
+from tritonamp.forecast.running import Batch
 from tritonamp.forecast.weights import parameters
 from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
 from tritonamp.policy import INIT_SCALE, O0, Policy, resolve

@@ -1,21 +1,15 @@
 """One forward and backward of a copy of a model, as a policy would have it but in FP32 values."""
 
 import contextlib
-import copy
-import dataclasses
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from tritonamp.ambient import preserve
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.rounded_inputs import (
     Readers,
@@ -27,29 +21,15 @@ from tritonamp.casts.rounded_inputs import (
 )
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
-from tritonamp.forecast.recording import Location, Note, Recorder, TensorRecord, record_of
+from tritonamp.forecast.places import Location
+from tritonamp.forecast.recording import Note, Recorder, TensorRecord, record_of
+from tritonamp.forecast.running import Batch, LossFn, isolated, loss_of, named_failures
 from tritonamp.forecast.twin import fp32_copy, named_tensors, widen
 from tritonamp.forecast.unrounded import Unrounded, magnitudes, values_of
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.runtime import enable
 
 _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
-
-
-class Misuse(ValueError):
-    """Raised where the arguments are wrong, not the model."""
-
-
-class Batch(NamedTuple):
-    """What a model's forward is given.
-
-    Attributes:
-        args: by position.
-        kwargs: by name.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class DryRun(NamedTuple):
@@ -71,9 +51,7 @@ class DryRun(NamedTuple):
     cast_inputs: bool | tuple[str | int, ...]
 
 
-def dry_run(
-    model: nn.Module, batch: Batch, loss_fn: Callable[[Any], Tensor] | None, policy: Policy
-) -> DryRun:
+def dry_run(model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy) -> DryRun:
     """Run a copy; model, batch, gradients and random states stay as they are, bit for bit.
 
     Args:
@@ -87,42 +65,29 @@ def dry_run(
         RuntimeError: model, loss or backward fail in FP32 already; the module is named.
     """
     recorder = Recorder(policy.dtype)
-    with _isolated(model):
+    with isolated(model), contextlib.ExitStack() as stack:
         twin = fp32_copy(model)
         wide = {name: tensor.data for name, tensor in named_tensors(twin)}
-        amp = enable(twin, policy=policy, backend="eager")
-        try:
-            widen(twin, wide)
-            _follow(twin, recorder)
-            args, kwargs = tree_map_only(Tensor, lambda t: _input(t, recorder), tuple(batch))
-            inputs = inputs_to_cast(args, kwargs, signature_of(model.forward), policy)
-            rows = [worst_rounding(one.tensor, policy.dtype).tolist() for one in inputs]
-            rounded = roundings(inputs, [number for row in rows for number in row])
-            readers = Readers(inputs)
-            params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
-            for name, tensor in twin.named_parameters():
-                _mark(tensor, recorder, "parameter", name)
-            with recorder, readers, _BceInFp32(recorder):
-                own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-                loss = (_loss_of if own_loss is None else own_loss)(twin(*args, **kwargs))
-                grads = _backward(loss, list(params.values()), recorder)
-            for name, grad in zip(params, grads, strict=True):
-                if grad is not None:
-                    _mark(grad, recorder, "gradient", name, scaled=True)
-        except Misuse:
-            raise
-        except Exception as error:
-            where = (
-                f"module {recorder.failed!r}"
-                if recorder.failed
-                else "the model, the loss or the backward"
-            )
-            raise RuntimeError(
-                f"tritonamp.check: {where} failed in the dry run, in FP32: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        finally:
-            amp.disable()
+        stack.callback(enable(twin, policy=policy, backend="eager").disable)
+        stack.enter_context(named_failures(recorder, "the dry run, in FP32"))
+        widen(twin, wide)
+        recorder.follow(twin)
+        args, kwargs = tree_map_only(Tensor, lambda t: _input(t, recorder), tuple(batch))
+        inputs = inputs_to_cast(args, kwargs, signature_of(model.forward), policy)
+        rows = [worst_rounding(one.tensor, policy.dtype).tolist() for one in inputs]
+        rounded = roundings(inputs, [number for row in rows for number in row])
+        readers = Readers(inputs)
+        params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+        for name, tensor in twin.named_parameters():
+            _mark(tensor, recorder, "parameter", name)
+        with recorder, readers, _BceInFp32(recorder):
+            loss = loss_of(twin(*args, **kwargs), loss_fn)
+            grads = _backward(loss, list(params.values()), recorder)
+        for name, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                _mark(grad, recorder, "gradient", name, scaled=True)
+        for path in recorder.threads:
+            recorder.note("thread", "", Location(path, ""))
     rounded = [one for one in rounded if one.path in readers.only_others]
     return DryRun(
         recorder.records,
@@ -133,13 +98,8 @@ def dry_run(
     )
 
 
-def _backward(loss: Any, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
+def _backward(loss: Tensor, params: list[Tensor], recorder: Recorder) -> Sequence[Tensor | None]:
     """Return the gradients of ``params``, None where the loss does not depend on one."""
-    if not isinstance(loss, Tensor):
-        raise Misuse(f"loss_fn(output): expected a scalar tensor, got {type(loss).__name__}")
-    if loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}"
-        raise Misuse(f"loss_fn(output): expected a scalar tensor, got {got}")
     if not loss.requires_grad:
         return [None] * len(params)
     _find_functions(loss, recorder)
@@ -183,76 +143,6 @@ def _input(tensor: Tensor, recorder: Recorder) -> Tensor:
     )
     _mark(result, recorder, "input")
     return result.requires_grad_(tensor.requires_grad)
-
-
-def _loss_of(output: Any) -> Tensor:
-    """Return the loss that a model has computed itself, else the mean of its floating tensors."""
-    mapped = isinstance(output, Mapping)
-    loss = output.get("loss") if mapped else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.is_floating_point():
-        return loss if loss.numel() == 1 else loss.float().mean()
-    means = [t.float().mean() for t in _floating(output)]
-    if not means:
-        raise Misuse(
-            f"the model's output ({type(output).__name__}) has no floating tensor: pass loss_fn"
-        )
-    return torch.stack(means).mean()
-
-
-def _floating(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-        return
-    if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        output = vars(output)
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _floating(item)
-
-
-@contextlib.contextmanager
-def _isolated(model: nn.Module) -> Iterator[None]:
-    """Put random states back at the end; autocast and no_grad around the call do not count."""
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    nothing = contextlib.nullcontext()
-    with (
-        preserve(devices),
-        # cuDNN reads raw memory, and flash attention takes half only
-        torch.backends.cudnn.flags(enabled=False) if devices else nothing,
-        sdpa_kernel(SDPBackend.MATH) if devices else nothing,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        disable_casts(),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        yield
-
-
-def _follow(twin: nn.Module, recorder: Recorder) -> None:
-    """Have the recorder know which module the forward is in."""
-    thread = threading.get_ident()
-
-    def enter(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if threading.get_ident() == thread:
-                recorder.modules.append(path)
-            else:
-                recorder.note("thread", "", Location(path, ""))
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        if threading.get_ident() == thread:
-            failing = sys.exc_info()[0] is not None
-            recorder.failed = recorder.failed or (recorder.modules[-1] if failing else "")
-            recorder.modules.pop()
-
-    for path, module in twin.named_modules():
-        module.register_forward_pre_hook(enter(path), prepend=True)
-        module.register_forward_hook(leave, always_call=True)
 
 
 def _find_functions(loss: Tensor, recorder: Recorder) -> None:

@@ -1,16 +1,13 @@
 """Measures every result of a run on FP32 values, with the place it comes from."""
 
-import bisect
-import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tritonamp.forecast.places import MOVES, Location, PlacedOps, is_view
 from tritonamp.forecast.unrounded import (
     Magnitudes,
     Unrounded,
@@ -20,7 +17,6 @@ from tritonamp.forecast.unrounded import (
     unrounded,
     values_of,
 )
-from tritonamp.frames import Role, outwards
 from tritonamp.policy import HALF_DTYPES
 
 FILLS = """
@@ -34,8 +30,6 @@ ADDS = "add add_ sub sub_ rsub clamp clamp_ clamp_min clamp_min_".split()
 AT_ZERO = "div div_ reciprocal rsqrt log log2 log10 sqrt".split()
 """The value or the slope is infinite where the last argument is zero."""
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
-MOVES = ("_unsafe_view", "clone", "_reshape_alias", "expand_copy", "lift_fresh", "_to_copy")
-"""The values stay what they are."""
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
 NORMS = (
@@ -45,18 +39,6 @@ NORMS = (
     "cudnn_batch_norm",
     "_native_batch_norm_legit",
 )
-
-
-class Location(NamedTuple):
-    """Where an op runs.
-
-    Attributes:
-        module: the path of its module.
-        line: of the user's code, as "file:number".
-    """
-
-    module: str
-    line: str
 
 
 @dataclass(eq=False)
@@ -102,53 +84,27 @@ class Note(NamedTuple):
     detail: str
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(PlacedOps):
     """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
 
     Attributes:
         records: what was measured, in order.
         notes: each once.
-        modules: paths of the modules that the forward is in, innermost last.
-        failed: the innermost module that raised, or "".
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.records: list[TensorRecord] = []
         self.notes: dict[Note, None] = {}
-        self.modules: list[str] = []
-        self.failed = ""
         self._dtype = dtype
-        # sequence numbers of autograd nodes, ascending, and where they were made
-        self._nodes: list[int] = []
-        self._places: list[Location] = []
 
     def note(self, kind: str, detail: str, place: Location | None = None) -> None:
         """Note that something is wrong; ``place`` None: at the op that is running."""
-        self.notes[Note(kind, place or self._place(), detail)] = None
-
-    def place_of(self, node: Any) -> Location:
-        """Return where the forward op of an autograd node ran."""
-        at = bisect.bisect_right(self._nodes, node._sequence_nr()) - 1
-        return self._places[at] if at >= 0 else Location("", "")
-
-    def _place(self) -> Location:
-        if self._in_backward():
-            return self.place_of(torch._C._current_autograd_node())
-        return Location(self.modules[-1] if self.modules else "", _line())
-
-    def _in_backward(self) -> bool:
-        """Return whether this is a backward; a checkpointed segment that runs again is forward."""
-        return torch._C._current_autograd_node() is not None and not self.modules
+        self.notes[Note(kind, place or self.place(), detail)] = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, place = kwargs or {}, self._place()
-        # of the op's node, which autograd has just made; private (torch 2.11 to 2.15), nothing
-        # public ties the node of a backward to the op of the forward
-        sequence = torch._C._autograd._get_sequence_nr() - 1
-        if not self._in_backward() and sequence > (self._nodes[-1] if self._nodes else -1):
-            self._nodes.append(sequence)
-            self._places.append(place)
+        kwargs, place = kwargs or {}, self.place()
+        self.remember(place)
         result = unrounded(func, args, kwargs, lambda message: self.note("refused", message, place))
         name = func._schema.name.removeprefix("aten::")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -159,7 +115,7 @@ class Recorder(TorchDispatchMode):
         ):
             self.note("infinite", "a tensor made in half holds inf", place)
         sources = [record for record in map(record_of, inputs) if record is not None]
-        if _is_view(func) or (name in MOVES and sources):
+        if is_view(func) or (name in MOVES and sources):
             for output in outputs:
                 self._pass_on(output, sources, place)
         elif not name.startswith(("empty", "new_empty")):
@@ -178,7 +134,7 @@ class Recorder(TorchDispatchMode):
             scaled = any(source.scaled for source in sources)
             shape, sizes = tuple(values.shape), magnitudes(values)
             record = TensorRecord(
-                place, op, shape, sizes, half, "", self._in_backward(), scaled, sources=sources
+                place, op, shape, sizes, half, "", self.in_backward(), scaled, sources=sources
             )
             output._record = record  # type: ignore[attr-defined]
             self.records.append(record)
@@ -190,7 +146,7 @@ class Recorder(TorchDispatchMode):
         source = sources[0]
         if source.half or not isinstance(output, Unrounded):
             output._record = source  # type: ignore[attr-defined]
-        elif source.place.module != place.module or source.backward != self._in_backward():
+        elif source.place.module != place.module or source.backward != self.in_backward():
             self._measure("to", output, sources, place)
         else:  # what a module computes in FP32 to store it in half is one result
             self._measure(source.op, output, source.sources or sources, source.place)
@@ -237,20 +193,3 @@ class Recorder(TorchDispatchMode):
 def record_of(tensor: Tensor | None) -> TensorRecord | None:
     """Return what was measured of a tensor of the run."""
     return getattr(tensor, "_record", None)
-
-
-def _is_view(func: Any) -> bool:
-    """Return whether the results of an op share memory with its inputs."""
-    returns = func._schema.returns
-    return bool(returns) and all(
-        r.alias_info is not None and not r.alias_info.is_write for r in returns
-    )
-
-
-def _line() -> str:
-    """Return the innermost line of the user's code, as "file:number"; "" without any."""
-    for frame, role in outwards(sys._getframe(2)):
-        if role is Role.USER:
-            file = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
-            return f"{file}:{frame.f_lineno}"
-    return ""

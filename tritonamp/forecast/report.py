@@ -18,11 +18,12 @@ from tritonamp.casts.loaded import loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import look
 from tritonamp.forecast.cure import cure
-from tritonamp.forecast.dry_run import Batch, dry_run
+from tritonamp.forecast.dry_run import dry_run
 from tritonamp.forecast.findings import Finding, short
 from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, outlook, power
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
+from tritonamp.forecast.running import Batch
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.runtime import scaler_for
 from tritonamp.scaler import GradScaler
