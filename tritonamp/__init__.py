@@ -16,6 +16,7 @@ from tritonamp.checkpoint import load_sharded as load_sharded
 from tritonamp.checkpoint import save as save
 from tritonamp.checkpoint import save_sharded as save_sharded
 from tritonamp.diagnosis.log import NonFiniteError as NonFiniteError
+from tritonamp.forecast import Comparison as Comparison
 from tritonamp.forecast import Forecast as Forecast
 from tritonamp.forecast import check as check
 from tritonamp.kernels.device import UnsupportedDeviceError as UnsupportedDeviceError
@@ -38,6 +39,7 @@ __all__ = [
     "O2",
     "O3",
     "Amp",
+    "Comparison",
     "Forecast",
     "GradScaler",
     "NonFiniteError",

@@ -172,3 +172,20 @@ def test_nothing_is_left_on_the_path():
     main(["check", "check_factories:clean"])
     assert sys.path == before
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_diff_is_a_comparison_with_fp32(capsys, tmp_path):
+    path = tmp_path / "apart.png"
+    status, text = run(capsys, "check_factories:faulty", "--diff", "--picture", path)
+    assert status == 1
+    assert "float16 (O2) against FP32 (O0), the same batch: loss " in text
+    assert "they part first in 1, op mul at check_factories.py:7: inf ulps" in text
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_diff_with_another_level(capsys):
+    status, text = run(capsys, "check_factories:clean", "--level", "O1", "--diff", "O1", "--json")
+    plain = json.loads(text)["comparison"]
+    assert status == 0
+    assert plain["level"] == plain["reference"] == "float16 (O1)"
+    assert {each["ulps"] for each in plain["differences"]} == {0.0}

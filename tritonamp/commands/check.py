@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the half format (default: %(default)s)",
     )
     parser.add_argument(
+        "--diff",
+        nargs="?",
+        const="O0",
+        choices=("O0", "O1", "O2", "O3"),
+        help="also run the batch at --level and at this level (default: O0), and say operation by "
+        "operation where the two part, in ulps",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print everything that was measured as JSON"
     )
     parser.add_argument(
@@ -49,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture",
         type=Path,
-        help="draw the exponents against the format's range, to this .png file",
+        help="draw the exponents against the format's range, or with --diff how far the results of "
+        "the two levels are apart, to this .png file",
     )
 
 
@@ -72,16 +81,21 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         )
     try:
         arguments = _made(args.factory)
-        forecast = tritonamp.check(*arguments, level=args.level, dtype=getattr(torch, args.dtype))
+        forecast = tritonamp.check(
+            *arguments, level=args.level, dtype=getattr(torch, args.dtype), compare=args.diff
+        )
     except (ValueError, RuntimeError) as error:
         fail(str(error))
     print(json.dumps(forecast.as_dict(), indent=1) if args.json else forecast)
     if args.policy is not None:
         args.policy.write_text(forecast.policy.to_json() + "\n")
     if args.picture is not None:
-        from tritonamp.commands.ranges import save_picture  # here, because matplotlib is an extra
+        from tritonamp.commands import apart, ranges  # here, because matplotlib is an extra
 
-        save_picture(forecast, args.picture)
+        if forecast.comparison is None:
+            ranges.save_picture(forecast, args.picture)
+        else:
+            apart.save_picture(forecast.model, forecast.comparison, args.picture)
     return 1 if forecast.problems else 0
 
 

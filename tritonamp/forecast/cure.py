@@ -9,7 +9,7 @@ from torch import nn
 
 from tritonamp.forecast.dry_run import DryRun, dry_run
 from tritonamp.forecast.findings import Finding
-from tritonamp.forecast.loss_scale import outlook
+from tritonamp.forecast.loss_scale import fitting_scale
 from tritonamp.forecast.predictions import BATCH, predictions
 from tritonamp.forecast.running import Batch
 from tritonamp.forecast.weights import parameters
@@ -55,9 +55,9 @@ def cure(
 
 def _with_scale(policy: Policy, run: DryRun) -> Policy:
     """Return ``policy`` with a dynamic loss scale that begins where it fits."""
-    seen = outlook(run.records, policy.dtype)
-    measured = policy.loss_scale == "dynamic" and seen.fits and seen.limited_by
-    return dataclasses.replace(policy, init_scale=seen.scale) if measured else policy
+    if policy.loss_scale != "dynamic":
+        return policy
+    return dataclasses.replace(policy, init_scale=fitting_scale(policy, run.records))
 
 
 def _with(fp32_modules: Iterable[str | type], more: set[str]) -> tuple[str | type, ...]:

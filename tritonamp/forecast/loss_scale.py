@@ -82,6 +82,14 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
     )
 
 
+def fitting_scale(policy: Policy, records: Sequence[TensorRecord]) -> float:
+    """Return the fixed loss scale of ``policy``, or where its dynamic one fits ``records``."""
+    if policy.loss_scale != "dynamic":
+        return float(policy.loss_scale)
+    seen = outlook(records, policy.dtype)
+    return seen.scale if seen.fits and seen.limited_by else policy.init_scale
+
+
 def largest_scale(amax: float, dtype: torch.dtype) -> float:
     """Return the largest power of two, at most 2^24, times which ``amax`` does not overflow."""
     if amax == 0:

@@ -17,10 +17,12 @@ from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import look
+from tritonamp.forecast.comparing import Side, compared
 from tritonamp.forecast.cure import cure
-from tritonamp.forecast.dry_run import dry_run
+from tritonamp.forecast.differences import Comparison
+from tritonamp.forecast.dry_run import DryRun, dry_run
 from tritonamp.forecast.findings import Finding, short
-from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, outlook, power
+from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.running import Batch
@@ -50,6 +52,7 @@ class Forecast:
             exponents.
         loss: of the dry run.
         device: of the model.
+        comparison: with the level that ``check`` was given as ``compare``; None: with none.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Forecast:
     records: tuple[TensorRecord, ...] = dataclasses.field(repr=False)
     loss: float
     device: torch.device
+    comparison: Comparison | None = None
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -71,7 +75,8 @@ class Forecast:
         return scaler_for(self.policy, self.device)
 
     def __str__(self) -> str:
-        return "\n".join(_report(self))
+        beside = [] if self.comparison is None else [str(self.comparison)]
+        return "\n".join([*_report(self), *beside])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, for JSON."""
@@ -86,6 +91,7 @@ class Forecast:
             "policy": json.loads(self.policy.to_json()),
             "asked": json.loads(self.asked.to_json()),
             "records": [_plain(record) for record in self.records],
+            "comparison": None if self.comparison is None else self.comparison.as_dict(),
         }
 
 
@@ -97,6 +103,7 @@ def check(
     *,
     level: str | Policy = "O2",
     dtype: torch.dtype | None = None,
+    compare: str | Policy | None = None,
 ) -> Forecast:
     """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
@@ -111,6 +118,9 @@ def check(
             where there is one, else the mean of its floating tensors.
         level: what to predict for, a level's name or a Policy.
         dtype: torch.float16 or torch.bfloat16; None: as ``enable`` chooses.
+        compare: a level's name or a Policy: the batch also runs at ``level`` as it is and at this
+            one, each result of the one beside that of the other, in ulps (``Forecast.comparison``).
+            Takes the memory of all results of a forward and backward.
 
     Raises:
         ValueError: arguments that are not what they should be.
@@ -126,6 +136,7 @@ def check(
     if dtype is None and isinstance(level, str) and level in LEVELS:
         dtype = loaded_dtype([model], device)
     policy = resolve(level, dtype)
+    beside = None if compare is None else resolve(compare, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
     for each in optimizers:
@@ -137,6 +148,10 @@ def check(
     check_cast_inputs([model], policy)
     inputs = _inputs(model, batch)
     run = dry_run(model, inputs, loss_fn, policy)
+    comparison = None
+    if compare is not None and beside is not None:
+        asked, reference = _side(level, policy, run), _side(compare, beside, run)
+        comparison = compared(model, inputs, loss_fn, asked, reference)
     findings = [*look(model, optimizers, loss_fn, policy), *predictions(run, policy)]
     return Forecast(
         model=type(model).__name__,
@@ -147,7 +162,14 @@ def check(
         records=tuple(run.records),
         loss=run.loss,
         device=device,
+        comparison=comparison,
     )
+
+
+def _side(level: str | Policy, policy: Policy, run: DryRun) -> Side:
+    """Return a level to compare, with the loss scale at which its gradients fit."""
+    name = f"{_format(policy)} ({level if isinstance(level, str) else 'the policy given'})"
+    return Side(name, policy, fitting_scale(policy, run.records))
 
 
 def _inputs(model: nn.Module, batch: Any) -> Batch:

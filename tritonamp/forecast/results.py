@@ -1,0 +1,229 @@
+"""Every result of a run beside that of another: kept in the one, compared in the other."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from tritonamp.forecast.differences import Difference, ulps_between
+from tritonamp.forecast.findings import short
+from tritonamp.forecast.places import MOVES, Location, PlacedOps, is_view
+from tritonamp.forecast.recording import NORMS
+from tritonamp.policy import HALF_DTYPES
+
+CASTS = tuple(f"to {short(dtype)}" for dtype in HALF_DTYPES)
+SUMS = ("sum", "mean", "add", "sub", "add_", "sub_")
+# a sum this much smaller than its terms is what FP32 leaves of a zero: of terms that were rounded
+# before, and of each term that is added (four times half an ulp)
+NOISE, NOISE_OF_A_TERM = 2.0**-16, 2.0**-22
+
+
+class Key(NamedTuple):
+    """What a result of one run has in common with its counterpart; the n-th of a key is the n-th.
+
+    Attributes:
+        place: of the operation.
+        op: its name in aten, "to float16" for a cast, "input", "parameter" or "gradient".
+        numel: of the result; a norm may have it in another shape.
+        backward: it was computed in backward.
+        parameter: the full name, for a parameter and its gradient.
+    """
+
+    place: Location
+    op: str
+    numel: int
+    backward: bool = False
+    parameter: str = ""
+
+
+class Known(NamedTuple):
+    """What a tensor of the compared run carries to the operations that read it.
+
+    Attributes:
+        reference: the counterpart; None: there is none, or it is that of what this is a view of.
+        ulps: how far it is from the counterpart; without one, what it was computed from.
+        largest: magnitude of the counterpart, or of what it was computed from.
+        noise: it is zero, but for rounding in FP32.
+        scaled: it carries the loss scale.
+    """
+
+    reference: Tensor | None = None
+    ulps: float = 0.0
+    largest: float = 0.0
+    noise: bool = False
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Known":
+        """Return what ``tensor`` carries."""
+        return getattr(tensor, "_known", cls())
+
+    @classmethod
+    def of_all(cls, tensors: Sequence[Tensor]) -> "Known":
+        """Return what several together bring into a result."""
+        each = [cls.of(tensor) for tensor in tensors] or [cls()]
+        return cls(
+            None,
+            max(known.ulps for known in each),
+            max(known.largest for known in each),
+            all(known.noise for known in each),
+            any(known.scaled for known in each),
+        )
+
+    def put_on(self, tensor: Tensor) -> None:
+        """Have ``tensor`` carry this."""
+        tensor._known = self  # type: ignore[attr-defined]
+
+
+class Results(PlacedOps):
+    """Sees each floating result of an operation; random numbers are drawn alike at every level."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, place = kwargs or {}, self.place()
+        self.remember(place)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        result = _drawn(func, args, kwargs) if seeded else func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(("empty", "new_empty")):
+            return result
+        inputs, outputs = floating((args, kwargs)), floating(result)
+        for output in outputs[:1] if name in NORMS else outputs:
+            if is_view(func) or (name in MOVES and output.dtype == inputs[0].dtype):
+                self.moved(output, inputs[0])
+            else:
+                op = f"to {short(output.dtype)}" if name in MOVES else name
+                self.seen(Key(place, op, output.numel(), self.in_backward()), output, inputs)
+        return result
+
+    def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
+        """Take note of a result, and of what it was computed from."""
+        raise NotImplementedError
+
+    def moved(self, output: Tensor, source: Tensor) -> None:
+        """Take note of an output that holds values of ``source``."""
+
+
+class Reference(Results):
+    """Keeps every result.
+
+    Attributes:
+        kept: copies, by what they are, in the order in which they were computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Key, deque[Tensor]] = defaultdict(deque)
+
+    def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
+        self.kept[key].append(output.detach().clone())
+
+    def left(self) -> int:
+        """Return how many results have not been taken; casts are of one level by nature."""
+        return sum(len(kept) for key, kept in self.kept.items() if key.op not in CASTS)
+
+
+class Compared(Results):
+    """Compares every result with its counterpart, and lets go of that.
+
+    Attributes:
+        differences: in the order in which they were computed.
+        unmatched: how many results have no counterpart.
+    """
+
+    def __init__(self, reference: Reference, dtype: torch.dtype, rescale: float) -> None:
+        """Prepare for a run.
+
+        Args:
+            reference: has run.
+            dtype: whose ulps are counted.
+            rescale: by which gradients of the reference are multiplied, a power of two.
+        """
+        super().__init__()
+        self.differences: list[Difference] = []
+        self.unmatched = 0
+        self._kept, self._dtype, self._rescale = reference.kept, dtype, rescale
+
+    def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
+        known = Known.of_all(inputs)
+        reference = self._counterpart(key, known.scaled)
+        if key.op.startswith("to ") and reference is None:
+            known = Known.of(inputs[0])
+            reference = known.reference if key.op in CASTS else None
+        elif reference is None:
+            self.unmatched += 1
+        if reference is not None:
+            known = self._compared(key, output, inputs, reference.reshape(output.shape), known)
+        known.put_on(output)
+
+    def moved(self, output: Tensor, source: Tensor) -> None:
+        Known.of(source)._replace(reference=None).put_on(output)
+
+    def _counterpart(self, key: Key, scaled: bool) -> Tensor | None:
+        kept = self._kept.get(key)
+        if not kept:
+            return None
+        return kept.popleft() * self._rescale if scaled else kept.popleft()
+
+    def _compared(
+        self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Known
+    ) -> Known:
+        """Note the difference, and return what ``output`` carries."""
+        largest = float(reference.abs().max())
+        noise = known.noise or largest <= _noise(key.op, output, inputs) * known.largest
+        if noise:
+            return Known(reference, known.ulps, largest, True, known.scaled)
+        ulps, worst = ulps_between(output.detach(), reference, self._dtype)
+        shape = tuple(output.shape)
+        self.differences.append(
+            Difference(
+                key.place, key.op, shape, key.backward, key.parameter, ulps, worst, known.ulps
+            )
+        )
+        return Known(reference, ulps, largest, False, known.scaled)
+
+
+def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:
+    """Return how large a result is, against the largest of its terms, where it is noise."""
+    bias_gradient = op == "convolution_backward" and output.dim() == 1
+    if op not in SUMS and not bias_gradient:
+        return 0.0
+    terms = max((tensor.numel() for tensor in inputs), default=0) / output.numel()
+    return max(NOISE, terms * NOISE_OF_A_TERM)
+
+
+def floating(values: Any) -> list[Tensor]:
+    """Return the floating, dense, not empty tensors in ``values``."""
+    return [
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and leaf.layout is torch.strided
+        and leaf.numel()
+    ]
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw in FP32, and round: a generator gives other numbers for other dtypes."""
+    halves = {leaf.dtype for leaf in floating((args, kwargs))} & set(HALF_DTYPES)
+    asked = kwargs.get("dtype") or next(iter(halves), None)
+    if asked not in HALF_DTYPES:
+        return func(*args, **kwargs)
+    wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
+    drawn = tree_map_only(
+        Tensor,
+        lambda t: t.to(asked) if t.dtype is torch.float32 else t,
+        func(*wide_args, **wide_kwargs),
+    )
+    return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+
+
+def _widened(leaf: Any) -> Any:
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if leaf in HALF_DTYPES else leaf
+    if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES:
+        return leaf.float()
+    return leaf
