@@ -71,7 +71,8 @@ def test_an_ulp_is_eps_of_the_root_mean_square(dtype, size):
         ([math.inf, 1.0], [7e4, 1.0], math.inf),
         ([math.nan, 1.0], [1.0, 1.0], math.inf),
         ([math.inf, 1.0], [math.inf, 1.0], 0.0),  # the reference is inf itself: a mask
-        ([0.0, 3e38], [3e38, 0.0], pytest.approx(math.sqrt(2) * 2**10)),  # squares leave FP32
+        ([-65504.0, 1.0], [torch.finfo(torch.float32).min, 1.0], 0.0),  # each the lowest: masks
+        ([0.0, 65504.0], [65504.0, 0.0], pytest.approx(math.sqrt(2) * 2**10)),
         ([2.0**-24], [0.0], pytest.approx(1.0)),  # the smallest subnormal
         ([0.0], [1e-12], pytest.approx(2**10)),  # all of it was lost
     ],
@@ -180,6 +181,25 @@ def test_random_numbers_are_the_same_at_each_level(dtype, draw):
     assert found.furthest.ulps < ROUNDED
 
 
+class RMSNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        size = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(size + 1e-6)).to(x.dtype)
+
+
+def test_a_norm_of_the_users_that_runs_as_ours_is_compared_as_a_whole():
+    found = compare(around(RMSNorm(16)), batch(8, 16))
+    assert found.first is None
+    assert found.unmatched == 0
+    inside = [each for each in found.differences if each.place.module == "1"]
+    assert [each.op for each in inside if not each.parameter] == ["output"]
+    assert 0 < next(each.ulps for each in inside if each.op == "output") < 1
+
+
 def test_gradients_that_are_zero_but_for_rounding_are_left_out():
     """A bias before a batch norm has none."""
     model = nn.Sequential(
@@ -211,6 +231,21 @@ def test_a_norm_of_three_dimensions_has_its_counterpart():
     norms = [each.op for each in found.differences if "layer_norm" in each.op]
     assert norms.count("native_layer_norm") == 1
     assert norms.count("native_layer_norm_backward") == 3  # of input, weight and bias
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.arange(16, device=x.device).float(),
+        lambda x: torch.fft.rfft(x.float()).abs().sum(-1, keepdim=True) + x,
+        lambda x: x + torch.view_as_real(torch.ones(4, 8, dtype=torch.cfloat)).reshape(4, 16),
+    ],
+    ids=["integers", "complex", "a view of complex"],
+)
+def test_results_of_other_dtypes(function):
+    found = compare(around(Apply(function)), batch(4, 16))
+    assert found.first is None
+    assert found.unmatched == 0
 
 
 def test_a_half_model_is_compared_with_its_values_in_fp32():
@@ -266,8 +301,8 @@ def test_counterparts_are_let_go_of(monkeypatch):
     references = []
 
     class Spied(Reference):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, wholes):
+            super().__init__(wholes)
             references.append(self)
 
     monkeypatch.setattr("tritonamp.forecast.comparing.Reference", Spied)

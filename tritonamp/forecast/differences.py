@@ -27,7 +27,8 @@ class Difference:
 
     Attributes:
         place: of the operation; in backward, of the forward operation that the gradient belongs to.
-        op: its name in aten; "to float16" for a cast, "input", "parameter", "gradient".
+        op: its name in aten; "to float16" for a cast, "output" of a module, "input", "parameter",
+            "gradient".
         shape: of the result.
         backward: it was computed in backward.
         parameter: the full name, for a parameter and its gradient.
@@ -116,11 +117,12 @@ class Comparison:
 def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
 
-    Where the reference itself is inf or NaN, nothing is compared.
+    Where the reference itself is inf or NaN, nothing is compared; finite values that the format
+    does not hold count as its largest, which stands for them in masks.
 
     Args:
-        result: floating.
-        reference: of the same shape, floating.
+        result: floating or complex.
+        reference: of the same shape, likewise.
         dtype: the half format whose ulps are counted: of eps times the root mean square of the
             reference; where that is zero throughout, of the smallest subnormal.
 
@@ -128,14 +130,17 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
         Root of the mean square, and maximum, of the difference.
     """
     info = torch.finfo(dtype)
+    if reference.is_complex():
+        result, reference = map(torch.view_as_real, (result, reference))
     known = reference.isfinite()
     got, expected = result[known].double(), reference[known].double()
+    expected = expected.clamp(info.min, info.max)
     if not expected.numel():
         return 0.0, 0.0
     if not bool(got.isfinite().all()):
         return math.inf, math.inf
     ulp = info.eps * (_rms(expected) or info.smallest_normal)
-    off = (got - expected).abs()
+    off = (got.clamp(info.min, info.max) - expected).abs()
     return _rms(off) / ulp, float(off.max()) / ulp
 
 
@@ -196,7 +201,8 @@ def _cure(tried: Comparison, parted: Difference) -> str:
         return (
             f"{setting} (tried: they then part first in {_where(then)}, {_number(then.ulps)} ulps)"
         )
-    return f"scale or centre what it is given, which is rounded before; {setting} was tried in vain"
+    in_vain = f"{setting} was tried in vain: what it is given is rounded before"
+    return in_vain if parted.backward else f"{in_vain}; scale or centre that"
 
 
 def _gradients(compared: Comparison) -> Iterator[str]:

@@ -104,9 +104,13 @@ def is_view(func: Any) -> bool:
 
 
 def _line() -> str:
-    """Return the innermost line of the user's code, as "file:number"; "" without any."""
+    """Return the innermost line of the user's code, as "file:number"; "" without any.
+
+    The file is named as linecache finds it: from the current folder, or where packages are.
+    """
     for frame, role in outwards(sys._getframe(2)):
         if role is Role.USER:
             file = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
+            file = file.rpartition(f"{os.sep}site-packages{os.sep}")[2]
             return f"{file}:{frame.f_lineno}"
     return ""

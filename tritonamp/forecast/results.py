@@ -1,11 +1,13 @@
 """Every result of a run beside that of another: kept in the one, compared in the other."""
 
+import functools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tritonamp.forecast.differences import Difference, ulps_between
@@ -26,7 +28,8 @@ class Key(NamedTuple):
 
     Attributes:
         place: of the operation.
-        op: its name in aten, "to float16" for a cast, "input", "parameter" or "gradient".
+        op: its name in aten, "to float16" for a cast, "output" of a module, "input", "parameter"
+            or "gradient".
         numel: of the result; a norm may have it in another shape.
         backward: it was computed in backward.
         parameter: the full name, for a parameter and its gradient.
@@ -79,7 +82,27 @@ class Known(NamedTuple):
 
 
 class Results(PlacedOps):
-    """Sees each floating result of an operation; random numbers are drawn alike at every level."""
+    """Sees each floating result of an operation; random numbers are drawn alike at every level.
+
+    Attributes:
+        wholes: paths of modules of which only the output is seen, as each level computes it in its
+            own way.
+    """
+
+    def __init__(self, wholes: Collection[str]) -> None:
+        super().__init__()
+        self.wholes = wholes
+
+    def follow(self, model: nn.Module) -> None:
+        super().follow(model)
+        for path in self.wholes:
+            model.get_submodule(path).register_forward_hook(functools.partial(self._whole, path))
+
+    def _whole(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        # private (torch 2.11 to 2.15): what is done here is not an op of the run
+        with _disable_current_modes():
+            for result in floating(output):
+                self.seen(Key(Location(path, ""), "output", result.numel()), result, floating(args))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, place = kwargs or {}, self.place()
@@ -90,11 +113,12 @@ class Results(PlacedOps):
         if name.startswith(("empty", "new_empty")):
             return result
         inputs, outputs = floating((args, kwargs)), floating(result)
+        moves = bool(inputs) and (is_view(func) or name in MOVES)
         for output in outputs[:1] if name in NORMS else outputs:
-            if is_view(func) or (name in MOVES and output.dtype == inputs[0].dtype):
-                self.moved(output, inputs[0])
+            if place.module in self.wholes or (moves and output.dtype == inputs[0].dtype):
+                self.moved(output, inputs)
             else:
-                op = f"to {short(output.dtype)}" if name in MOVES else name
+                op = f"to {short(output.dtype)}" if moves else name
                 self.seen(Key(place, op, output.numel(), self.in_backward()), output, inputs)
         return result
 
@@ -102,8 +126,8 @@ class Results(PlacedOps):
         """Take note of a result, and of what it was computed from."""
         raise NotImplementedError
 
-    def moved(self, output: Tensor, source: Tensor) -> None:
-        """Take note of an output that holds values of ``source``."""
+    def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Take note of a result that is not to be seen: a view, or a step inside a whole."""
 
 
 class Reference(Results):
@@ -113,8 +137,8 @@ class Reference(Results):
         kept: copies, by what they are, in the order in which they were computed.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, wholes: Collection[str]) -> None:
+        super().__init__(wholes)
         self.kept: dict[Key, deque[Tensor]] = defaultdict(deque)
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
@@ -141,7 +165,7 @@ class Compared(Results):
             dtype: whose ulps are counted.
             rescale: by which gradients of the reference are multiplied, a power of two.
         """
-        super().__init__()
+        super().__init__(reference.wholes)
         self.differences: list[Difference] = []
         self.unmatched = 0
         self._kept, self._dtype, self._rescale = reference.kept, dtype, rescale
@@ -158,8 +182,8 @@ class Compared(Results):
             known = self._compared(key, output, inputs, reference.reshape(output.shape), known)
         known.put_on(output)
 
-    def moved(self, output: Tensor, source: Tensor) -> None:
-        Known.of(source)._replace(reference=None).put_on(output)
+    def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        Known.of_all(inputs).put_on(output)
 
     def _counterpart(self, key: Key, scaled: bool) -> Tensor | None:
         kept = self._kept.get(key)
@@ -195,12 +219,12 @@ def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:
 
 
 def floating(values: Any) -> list[Tensor]:
-    """Return the floating, dense, not empty tensors in ``values``."""
+    """Return the floating and complex, dense, not empty tensors in ``values``."""
     return [
         leaf
         for leaf in tree_leaves(values)
         if isinstance(leaf, Tensor)
-        and leaf.is_floating_point()
+        and (leaf.is_floating_point() or leaf.is_complex())
         and leaf.layout is torch.strided
         and leaf.numel()
     ]
