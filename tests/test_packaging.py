@@ -17,6 +17,7 @@ else:
     import tomli as tomllib  # comes with pytest there
 
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = "tritonamp.kernels"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -43,6 +44,20 @@ def test_every_python_file_is_in_a_package() -> None:
         if not (path.parent / "__init__.py").exists()
     ]
     assert not stray, f"no __init__.py beside {stray}: they would be missing from the wheel"
+
+
+def test_every_other_file_is_package_data() -> None:
+    """Sources of C++, READMEs and error pages are read, and pointed to, where it is installed."""
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]
+    stray = []
+    for top in ("tritonamp", "kernels"):
+        for path in (ROOT / top).rglob("*.*"):
+            if path.suffix in (".py", ".pyc"):
+                continue
+            package = ".".join(path.parent.relative_to(ROOT).parts).replace("kernels", KERNELS)
+            if not any(map(path.match, patterns["*"] + patterns.get(package, []))):
+                stray.append(str(path.relative_to(ROOT)))
+    assert not stray, f"missing from the wheel: {stray}"
 
 
 def test_core_dependencies_are_torch_and_triton() -> None:
