@@ -1,4 +1,4 @@
-"""``python -m tritonamp``: the commands ``check``, ``demo`` and ``doctor``."""
+"""``python -m tritonamp``: the commands ``check``, ``demo``, ``doctor`` and ``explain``."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tritonamp
 from tritonamp import demo
-from tritonamp.commands import check, doctor
+from tritonamp.commands import check, doctor, explain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor.run(args, parser.error)
     elif args.command == "check":
         return check.run(args, parser.error)
+    elif args.command == "explain":
+        return explain.run(args, parser.error)
     else:
         try:
             demo.run(args)
@@ -43,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "doctor", help="what this machine has, which backend each operation will use, and why"
         )
+    )
+    explain.add_arguments(
+        commands.add_parser("explain", help="what an error means, and its cure, by its text")
     )
     return parser
 

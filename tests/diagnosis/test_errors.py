@@ -1,0 +1,219 @@
+"""Every program of errors.md: the first of a section raises its text, the cures train."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tritonamp
+from tritonamp.commands.error_pages import Section, find, sections
+from tritonamp.diagnosis.skips import Cause, Explanation, Skip
+from tritonamp.kernels.decide import OVERFLOW
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "tritonamp/diagnosis/errors.md"
+SECTIONS = sections()
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]*)#?([^)]*)\)")
+OWN = (
+    "step 17 skipped",
+    "is enabled already",
+    "gradients of a plain",
+)  # no programs: their README has
+PROGRAMS = [page for page in SECTIONS if not page.title.startswith(OWN)]
+
+each_program = pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.title)
+
+
+def run(page: Section, number: int) -> dict[str, Any]:
+    """Run a program of a section, and return its names."""
+    code = BLOCK.findall(page.body)[number]
+    line = PAGE.read_text().index(code, PAGE.read_text().index(f"## {page.title}"))
+    # a replay quotes the line that it names
+    code = "\n" * PAGE.read_text().count("\n", 0, line) + code
+    names: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def before_training() -> Iterator[dict[Tensor, Tensor]]:
+    """What parameters hold when a forward first meets them."""
+    values: dict[Tensor, Tensor] = {}
+
+    def look(module: nn.Module, _: Any) -> None:
+        for param in module.parameters():
+            values.setdefault(param, param.detach().clone())
+
+    handle = nn.modules.module.register_module_forward_pre_hook(look)
+    yield values
+    handle.remove()
+    values.clear()
+
+
+@each_program
+def test_the_text_comes(
+    page: Section, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run(page, 0).clear()
+        except (Exception, SystemExit) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    said = [*(str(w.message) for w in caught), capsys.readouterr().out, caplog.text, *said]
+    given = " ".join("\n".join(said).replace("`", "").split())
+    assert any(text in given for text in page.texts), given
+    assert page in find("\n".join(said), SECTIONS)
+
+
+@each_program
+@pytest.mark.parametrize("cure", [1, 2], ids=["torch", "tritonamp"])
+def test_the_cure_trains(page: Section, cure: int, before_training: dict[Tensor, Tensor]) -> None:
+    names = run(page, cure)
+    assert ("tritonamp" in names) == (cure == 2)
+    assert names["loss"].isfinite()
+    moved = [
+        not torch.equal(p.detach().float(), before_training[p].float())
+        for p in names["model"].parameters()
+        if p in before_training
+    ]
+    names.clear()  # so that nothing stays enabled
+    assert any(moved)
+
+
+def test_sections_have_three_programs() -> None:
+    assert [page.title for page in PROGRAMS if len(BLOCK.findall(page.body)) != 3] == []
+    assert len(PROGRAMS) == 15 and len(SECTIONS) == len(PROGRAMS) + len(OWN)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float16)
+
+
+def attend(dtype: torch.dtype) -> Tensor:
+    q, k = half(1, 1, 4, 4), half(1, 1, 4, 4).to(dtype)
+    return functional.scaled_dot_product_attention(q, k, k)
+
+
+def step_twice() -> None:
+    scaler, optimizer = scaled()
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def scaled() -> tuple[torch.amp.GradScaler, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 2)).sum()).backward()
+    return scaler, torch.optim.SGD(model.parameters())
+
+
+def half_linear() -> tuple[tritonamp.Amp, torch.optim.Optimizer, Tensor]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    return amp, optimizer, model(torch.ones(2, 2)).sum()
+
+
+def enable_twice() -> None:
+    model = nn.Linear(2, 2)
+    with tritonamp.enable(model):
+        tritonamp.enable(nn.Sequential(model))
+
+
+def enable_an_optimizer_twice() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with tritonamp.enable(model, optimizer):
+        tritonamp.enable(nn.Linear(2, 2), optimizer)
+
+
+def plain_backward() -> None:
+    amp, optimizer, loss = half_linear()
+    with amp:
+        loss.backward()
+        optimizer.step()
+
+
+def unscale_twice() -> None:
+    amp, optimizer, loss = half_linear()
+    with amp:
+        amp.backward(loss)
+        amp.unscale_(optimizer)
+        amp.unscale_(optimizer)
+
+
+DTYPES = "expected scalar type Half"
+ALSO: list[tuple[str, Callable[[], Any]]] = [
+    (DTYPES, lambda: nn.Linear(4, 4)(half(2, 4))),
+    (DTYPES, lambda: half(2, 4) @ torch.ones(4, 4)),
+    (DTYPES, lambda: torch.bmm(torch.ones(1, 4, 4), half(1, 4, 4))),
+    (DTYPES, lambda: torch.addmm(torch.ones(2, 2), half(2, 2), half(2, 2))),
+    (DTYPES, lambda: torch.dot(half(3), torch.ones(3))),
+    (DTYPES, lambda: attend(torch.float32)),
+    (DTYPES, lambda: nn.LayerNorm(4).half()(torch.ones(2, 4))),
+    (DTYPES, lambda: nn.LSTM(4, 4)(half(2, 1, 4))),
+    ("Input type", lambda: nn.Conv2d(3, 4, 3).half()(torch.ones(1, 3, 4, 4))),
+    ("Input type", lambda: nn.Conv2d(3, 4, 3)(half(1, 3, 4, 4))),
+    ("not implemented", lambda: torch.cdist(half(3, 3), half(3, 3))),
+    ("not implemented", lambda: torch.linalg.inv(half(3, 3))),
+    ("not implemented", lambda: torch.fft.fft(half(3))),
+    ("value cannot", lambda: torch.full((2,), 1e9, dtype=torch.float16)),
+    ("value cannot", lambda: half(2).clamp(min=-1e9)),
+    ("No inf checks", lambda: scaled()[0].update()),
+    ("Attempted step", lambda: torch.amp.GradScaler("cpu").unscale_(scaled()[1])),
+    ("Attempted step", lambda: torch.amp.GradScaler("cpu").update()),
+    ("step() has", step_twice),
+    ("unscale_() has", unscale_twice),
+    ("is enabled already", enable_twice),
+    ("is enabled already", enable_an_optimizer_twice),
+    ("gradients of a plain", plain_backward),
+]
+
+
+@pytest.mark.parametrize(("title", "program"), ALSO)
+def test_other_texts_lead_to_their_section(title: str, program: Callable[[], Any]) -> None:
+    """As torch at hand, and tritonamp, word them."""
+    with pytest.raises((RuntimeError, ValueError, AssertionError)) as caught:
+        program()
+    (page,) = find(f"{caught.type.__name__}: {caught.value}", SECTIONS)
+    assert page.title.startswith(title)
+
+
+@pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.value)
+def test_each_cause_of_a_skip_is_found(cause: Cause) -> None:
+    skip = Skip(OVERFLOW, 40, True, 17, 40, 4.0, 1.0, False, {}, 0.0, 65504.0)
+    line = Explanation(skip, cause, cause.advice).line("the last 8 in a row", "rank 3")
+    assert "step 17 skipped" in " ".join(page.title for page in find(line, SECTIONS))
+    assert find(cause.value, SECTIONS)
+
+
+def anchor(title: str) -> str:
+    """The fragment that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    wrong = []
+    for path, fragment in LINK.findall(PAGE.read_text()):
+        file = (PAGE.parent / path).resolve() if path else PAGE
+        headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE) if file.exists() else ()
+        if not headings or (fragment and fragment not in map(anchor, headings)):
+            wrong.append(f"{path}#{fragment}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("readme", ["README.md", "tritonamp/apex/README.md"])
+def test_readmes_link_to_sections(readme: str) -> None:
+    fragments = re.findall(r"errors\.md#([^)]*)\)", (ROOT / readme).read_text())
+    assert set(fragments) <= {anchor(page.title) for page in SECTIONS}
+    assert "errors.md" in (ROOT / readme).read_text()

@@ -1,0 +1,72 @@
+"""``python -m tritonamp explain``: what an error text means, from ``diagnosis/errors.md``."""
+
+import argparse
+import posixpath
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tritonamp.commands.error_pages import Section, find, nearest, sections, words
+
+_BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#]*)(#[^)]*)?\)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "What an error or a warning of mixed precision means, the smallest program that raises "
+        "it, and the cure, in plain torch and with tritonamp."
+    )
+    parser.epilog = "Exit status: 0 found, 1 not found."
+    parser.add_argument(
+        "text",
+        metavar="TEXT",
+        nargs="*",
+        help="the error, or all of a traceback; - reads it from stdin (default: list all texts)",
+    )
+
+
+def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
+    """Print the section of a text, or the list of all; return the exit status.
+
+    Args:
+        args: what ``add_arguments`` has read.
+        fail: called with a message where the arguments make no sense; does not return.
+    """
+    pages = sections()
+    if not args.text:
+        print(_listed(pages))
+        return 0
+    from_stdin = args.text == ["-"]
+    text = sys.stdin.buffer.read().decode(errors="replace") if from_stdin else " ".join(args.text)
+    if not words(text):
+        fail(f"expected the text of an error, got {text.strip()!r}")
+    found = find(text, pages)
+    if not found:
+        print(f"No section is about this text. The nearest:\n\n{_listed(nearest(text, pages))}")
+        return 1
+    print(_shown(found[0]))
+    if found[1:]:
+        print(f"\nThe text holds others, too:\n\n{_listed(found[1:])}")
+    return 0
+
+
+def _listed(pages: Sequence[Section]) -> str:
+    return "\n".join(f"  {page.title}" for page in pages)
+
+
+def _shown(page: Section) -> str:
+    """Return a section for a terminal: programs indented, links as paths of the package."""
+    body = _BLOCK.sub(lambda block: textwrap.indent(block[1], "    ").rstrip(), page.body)
+    body = _LINK.sub(_target, body).replace("**", "")
+    return f"{page.title}\n{'=' * len(page.title)}\n\n{body}"
+
+
+def _target(link: re.Match[str]) -> str:
+    """Return the words of a link, and the file it leads to; one within the page is its title."""
+    label, path = link[1], link[2]
+    if not path:
+        return f'"{label}"'
+    return f"{label} ({posixpath.normpath(f'tritonamp/diagnosis/{path}')})"
