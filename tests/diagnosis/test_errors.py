@@ -92,7 +92,7 @@ def test_the_cure_trains(page: Section, cure: int, before_training: dict[Tensor,
 
 def test_sections_have_three_programs() -> None:
     assert [page.title for page in PROGRAMS if len(BLOCK.findall(page.body)) != 3] == []
-    assert len(PROGRAMS) == 15 and len(SECTIONS) == len(PROGRAMS) + len(OWN)
+    assert len(PROGRAMS) == 17 and len(SECTIONS) == len(PROGRAMS) + len(OWN)
 
 
 def half(*shape: int) -> Tensor:
@@ -153,6 +153,14 @@ def unscale_twice() -> None:
 
 
 DTYPES = "expected scalar type Half"
+
+
+def unsafe_on_cuda() -> None:
+    """Call the rule that torch has for CUDA's autocast, which no tensor of a CPU comes by."""
+    rules = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    torch.ops.aten.binary_cross_entropy.default.redispatch(rules, half(2), half(2))
+
+
 ALSO: list[tuple[str, Callable[[], Any]]] = [
     (DTYPES, lambda: nn.Linear(4, 4)(half(2, 4))),
     (DTYPES, lambda: half(2, 4) @ torch.ones(4, 4)),
@@ -172,6 +180,9 @@ ALSO: list[tuple[str, Callable[[], Any]]] = [
     ("No inf checks", lambda: scaled()[0].update()),
     ("Attempted step", lambda: torch.amp.GradScaler("cpu").unscale_(scaled()[1])),
     ("Attempted step", lambda: torch.amp.GradScaler("cpu").update()),
+    ("binary_cross_entropy", unsafe_on_cuda),
+    ("torch.cuda.amp", lambda: torch.cuda.amp.autocast(enabled=False)),
+    ("torch.cuda.amp", lambda: torch.cuda.amp.custom_bwd(print)),
     ("step() has", step_twice),
     ("unscale_() has", unscale_twice),
     ("is enabled already", enable_twice),
@@ -183,7 +194,7 @@ ALSO: list[tuple[str, Callable[[], Any]]] = [
 @pytest.mark.parametrize(("title", "program"), ALSO)
 def test_other_texts_lead_to_their_section(title: str, program: Callable[[], Any]) -> None:
     """As torch at hand, and tritonamp, word them."""
-    with pytest.raises((RuntimeError, ValueError, AssertionError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, AssertionError, FutureWarning)) as caught:
         program()
     (page,) = find(f"{caught.type.__name__}: {caught.value}", SECTIONS)
     assert page.title.startswith(title)

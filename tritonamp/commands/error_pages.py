@@ -19,6 +19,7 @@ _DTYPE = re.compile(
 )
 _WORD = re.compile(r"[^\W\d_]+")
 _LINES = 50  # at the end of a text: what is compared where nothing is contained
+_UNLIKE = 0.2  # of 1: a word or two in common
 
 
 class Section(NamedTuple):
@@ -73,7 +74,10 @@ def find(text: str, pages: Sequence[Section]) -> list[Section]:
 
 
 def nearest(text: str, pages: Sequence[Section], count: int = 3) -> list[Section]:
-    """Return the sections whose texts are most like a line of ``text``, the best first."""
+    """Return the sections whose texts are most like a line of ``text``, the best first.
+
+    Those that share next to nothing with it are left out.
+    """
     lines = [words(line).split() for line in text.splitlines()[-_LINES:]]
 
     def likeness(page: Section) -> float:
@@ -83,7 +87,8 @@ def nearest(text: str, pages: Sequence[Section], count: int = 3) -> list[Section
             for line in lines
         )
 
-    return sorted(pages, key=likeness, reverse=True)[:count]
+    near = sorted(((likeness(page), index) for index, page in enumerate(pages)), reverse=True)
+    return [pages[index] for like, index in near[:count] if like > _UNLIKE]
 
 
 def _known(page: Section) -> list[str]:

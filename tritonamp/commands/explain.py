@@ -11,7 +11,8 @@ from typing import Any
 from tritonamp.commands.error_pages import Section, find, nearest, sections, words
 
 _BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\[([^\]]+)\]\(([^)#]*)(#[^)]*)?\)")
+_WIDTH = 96
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#]*)([^)]*)\)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +46,17 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         fail(f"expected the text of an error, got {text.strip()!r}")
     found = find(text, pages)
     if not found:
-        print(f"No section is about this text. The nearest:\n\n{_listed(nearest(text, pages))}")
+        print(_not_found(nearest(text, pages)))
         return 1
     print(_shown(found[0]))
     if found[1:]:
         print(f"\nThe text holds others, too:\n\n{_listed(found[1:])}")
     return 0
+
+
+def _not_found(near: Sequence[Section]) -> str:
+    listed = f"The nearest:\n\n{_listed(near)}" if near else "Without one, all are listed."
+    return f"No section is about this text. {listed}"
 
 
 def _listed(pages: Sequence[Section]) -> str:
@@ -59,14 +65,27 @@ def _listed(pages: Sequence[Section]) -> str:
 
 def _shown(page: Section) -> str:
     """Return a section for a terminal: programs indented, links as paths of the package."""
-    body = _BLOCK.sub(lambda block: textwrap.indent(block[1], "    ").rstrip(), page.body)
-    body = _LINK.sub(_target, body).replace("**", "")
-    return f"{page.title}\n{'=' * len(page.title)}\n\n{body}"
+    parts = [page.title, "=" * len(page.title)]
+    for number, part in enumerate(_BLOCK.split(page.body)):
+        if number % 2:
+            parts += ["", textwrap.indent(part, "    ").rstrip()]
+        else:
+            prose = _LINK.sub(_target, part).replace("**", "")
+            parts += [
+                f"\n{_filled(paragraph)}" for paragraph in prose.split("\n\n") if paragraph.strip()
+            ]
+    return "\n".join(parts)
+
+
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(
+        " ".join(paragraph.split()), _WIDTH, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _target(link: re.Match[str]) -> str:
-    """Return the words of a link, and the file it leads to; one within the page is its title."""
-    label, path = link[1], link[2]
+    """Return the words of a link, and where it leads to; one within the page is its title."""
+    label, path, fragment = link.groups()
     if not path:
         return f'"{label}"'
-    return f"{label} ({posixpath.normpath(f'tritonamp/diagnosis/{path}')})"
+    return f"{label} ({posixpath.normpath(f'tritonamp/diagnosis/{path}')}{fragment})"
