@@ -63,6 +63,12 @@ def test_an_ulp_is_eps_of_the_root_mean_square(dtype, size):
     assert ulps_between(result, reference, dtype) == pytest.approx((2.0, 4.0))
 
 
+def test_what_half_holds_at_its_end_stands_for_larger_values():
+    lowest = torch.tensor([torch.finfo(torch.float32).min, 1.0])
+    assert ulps_between(torch.tensor([-65504.0, 1.0], dtype=FP16), lowest, FP16) == (0.0, 0.0)
+    assert ulps_between(torch.tensor([-1e6, 1.0]), torch.tensor([-2e6, 1.0]), FP16)[0] > 500
+
+
 @pytest.mark.parametrize(
     ("result", "reference", "ulps"),
     [
@@ -71,8 +77,7 @@ def test_an_ulp_is_eps_of_the_root_mean_square(dtype, size):
         ([math.inf, 1.0], [7e4, 1.0], math.inf),
         ([math.nan, 1.0], [1.0, 1.0], math.inf),
         ([math.inf, 1.0], [math.inf, 1.0], 0.0),  # the reference is inf itself: a mask
-        ([-65504.0, 1.0], [torch.finfo(torch.float32).min, 1.0], 0.0),  # each the lowest: masks
-        ([0.0, 65504.0], [65504.0, 0.0], pytest.approx(math.sqrt(2) * 2**10)),
+        ([0.0, 3e38], [3e38, 0.0], pytest.approx(math.sqrt(2) * 2**10)),  # squares leave FP32
         ([2.0**-24], [0.0], pytest.approx(1.0)),  # the smallest subnormal
         ([0.0], [1e-12], pytest.approx(2**10)),  # all of it was lost
     ],
@@ -265,6 +270,7 @@ def test_a_run_that_fails_is_said_and_what_came_before_it_kept():
     found = compare(nn.Sequential(nn.Linear(16, 16), Mixed(16, 16)), batch(4, 16), level="O3")
     assert found.failed.startswith("module '1' failed in the run in float16 (O3): RuntimeError: ")
     assert found.failed in str(found)
+    assert "until then they part nowhere" in str(found)
     assert math.isnan(found.losses[0])
     assert {"addmm"} <= {each.op for each in found.differences}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tritonamp.forecast.findings import short
 from tritonamp.forecast.places import Location
+from tritonamp.policy import HALF_DTYPES
 
 PARTS = 4.0  # times what its inputs were off: an op that adds so much is where two runs part
 ROUNDED = 8.0  # ulps that inputs may always be off: of values that were rounded a few times
@@ -117,8 +118,8 @@ class Comparison:
 def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
 
-    Where the reference itself is inf or NaN, nothing is compared; finite values that the format
-    does not hold count as its largest, which stands for them in masks.
+    Where the reference itself is inf or NaN, nothing is compared; finite values that the dtype of
+    the result does not hold count as its largest, which stands for them in masks.
 
     Args:
         result: floating or complex.
@@ -134,13 +135,14 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
         result, reference = map(torch.view_as_real, (result, reference))
     known = reference.isfinite()
     got, expected = result[known].double(), reference[known].double()
-    expected = expected.clamp(info.min, info.max)
+    if result.dtype in HALF_DTYPES:
+        expected = expected.clamp(torch.finfo(result.dtype).min, torch.finfo(result.dtype).max)
     if not expected.numel():
         return 0.0, 0.0
     if not bool(got.isfinite().all()):
         return math.inf, math.inf
     ulp = info.eps * (_rms(expected) or info.smallest_normal)
-    off = (got.clamp(info.min, info.max) - expected).abs()
+    off = (got - expected).abs()
     return _rms(off) / ulp, float(off.max()) / ulp
 
 
@@ -184,9 +186,10 @@ def _first(compared: Comparison) -> Iterator[str]:
         if compared.tried is not None:
             yield f"  to do: {_cure(compared.tried, first)}"
     elif furthest is not None and furthest.ulps:
+        until = "until then " if compared.failed else ""
         yield (
-            f"they part nowhere: no operation gives {PARTS:g} times what its inputs were off; "
-            f"furthest is {_where(furthest)}, {_number(furthest.ulps)} ulps"
+            f"{until}they part nowhere: no operation gives {PARTS:g} times what its inputs were "
+            f"off; furthest is {_where(furthest)}, {_number(furthest.ulps)} ulps"
         )
     else:
         yield "every result is the same"
