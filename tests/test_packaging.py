@@ -2,6 +2,7 @@
 
 import importlib.resources
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,28 @@ def test_every_python_file_is_in_a_package() -> None:
         if not (path.parent / "__init__.py").exists()
     ]
     assert not stray, f"no __init__.py beside {stray}: they would be missing from the wheel"
+
+
+def test_the_wheel_holds_every_file_but_documents(tmp_path: Path) -> None:
+    """The C++ of steps among them, without which they would be slower and say nothing."""
+    pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml has it
+    source, built = tmp_path / "source", tmp_path / "built"
+    for top in ("tritonamp", "kernels"):
+        shutil.copytree(ROOT / top, source / top, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = f"from setuptools import setup; setup(script_args=['build_py', '-d', {str(built)!r}])"
+    result = run_python(code, cwd=source)
+    assert result.returncode == 0, result.stderr
+    found = {path.relative_to(built) for path in built.rglob("*") if path.is_file()}
+    files = [path.relative_to(source) for path in source.rglob("*/*") if path.is_file()]
+    expected = {
+        Path("tritonamp") / path if path.parts[0] == "kernels" else path
+        for path in files
+        if path.suffix != ".md" and "egg-info" not in path.parts[0]
+    }
+    assert found == expected
+    assert Path("tritonamp/kernels/_facts.cpp") in found
 
 
 def test_core_dependencies_are_torch_and_triton() -> None:
