@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._facts import use_native
-from tritonamp.kernels._launch import PreparedLaunch, prepare
+from tritonamp.kernels._launch import Operand, PreparedLaunch, prepare
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._transfer import in_main_memory, transfer, upload
@@ -75,6 +75,11 @@ class UpdateLists:
     def overflow(self, device: torch.device) -> Tensor:
         """Return the flags that ``note_overflow`` sets, by number."""
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
+
+    def numbers_and_flags(self, device: torch.device) -> tuple[Any, ...]:
+        """Return what a kernel takes behind the lists: groups, rules, factor, skip, overflow."""
+        rules, groups = self.numbers(device)
+        return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
     def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """Yield for each tensor those of the lists ``names`` (complex as real), and its number."""

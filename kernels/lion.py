@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
@@ -119,14 +118,7 @@ def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
     with lists.tensors.launches(("params", "exp_avgs", "copies")) as layout:
         calls: list[tuple[Any, ...]] = []
         for t in layout.tables:
-            rules, groups = lists.numbers(t.device)
-            operands = (
-                groups,
-                rules,
-                Operand.GRAD_SCALE,
-                Operand.FOUND_INF,
-                lists.overflow(t.device),
-            )
+            operands = lists.numbers_and_flags(t.device)
             constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS
             calls.append(t.launch_of(lion_kernel, _LISTS, operands, constants, _VEC))
         lists.launch_all(calls, grad_scale, found_inf)

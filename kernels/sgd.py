@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
@@ -120,14 +119,7 @@ def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
     with lists.tensors.launches(written) as layout:
         calls: list[tuple[Any, ...]] = []
         for t in layout.tables:
-            rules, groups = lists.numbers(t.device)
-            operands = (
-                groups,
-                rules,
-                Operand.GRAD_SCALE,
-                Operand.FOUND_INF,
-                lists.overflow(t.device),
-            )
+            operands = lists.numbers_and_flags(t.device)
             types = t.type("params"), t.type("grads"), t.type("copies")
             has_momentum = t.type("momentum_buffers") is not None
             constants = *types, has_momentum, _NUMBERS

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -295,6 +296,31 @@ def test_add_param_group_later(handles: Any, device: torch.device) -> None:
     train(model, optimizer, amp, x, 1)
     assert not torch.equal(master, original)
     assert torch.equal(model.last.weight, master.half())
+
+
+def calls_of_enable(handles: Any, tensors: int) -> int:
+    """Return how many functions are called, of Python's and C's; each tensor in a group."""
+    model = nn.ParameterList(torch.zeros(1) for _ in range(tensors))
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in model])
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        amp = handles(model, optimizer, level="O2")
+    finally:
+        sys.setprofile(None)
+    amp.disable()
+    return calls
+
+
+def test_a_tensor_costs_the_same_in_a_larger_model(handles: Any) -> None:
+    handles(Net(), level="O2")  # what is found out once is known
+    few, twice, thrice = (calls_of_enable(handles, tensors) for tensors in (100, 200, 300))
+    assert thrice - twice < 1.1 * (twice - few)
 
 
 def test_parameters_that_came_later_are_named(handles: Any, device: torch.device) -> None:

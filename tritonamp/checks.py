@@ -53,14 +53,14 @@ def _check_model(model: nn.Module) -> None:
             "the original module"
         )
     for name, module in model.named_modules():
-        if hasattr(module, "_tritonamp"):
+        if "_tritonamp" in vars(module):
             where = f"its submodule {name!r}" if name else "it"
             raise ValueError(
                 f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "
                 "on the first handle, or keep using it"
             )
     for name, param in model.named_parameters():
-        if is_lazy(param) or param.device.type == "meta":
+        if is_lazy(param) or param.is_meta:
             raise ValueError(
                 f"model: parameter {name!r} has no values yet (lazy, or on the meta device): run a "
                 "forward in FP32, or load the weights, before tritonamp.enable"

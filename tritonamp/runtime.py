@@ -23,6 +23,7 @@ from tritonamp.casts.loaded import (
     check_half_dtypes,
     check_own_memory,
     check_range,
+    half_parameters,
     loaded_dtype,
 )
 from tritonamp.casts.model import fp32_modules
@@ -124,8 +125,9 @@ def enable(
     given = _as_list(model)
     models = check_models(given)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+    half = half_parameters(models)
     if dtype is None and isinstance(level, str) and level in LEVELS:
-        dtype = loaded_dtype(models, device)
+        dtype = loaded_dtype(half, device)
     resolved = resolve(level, dtype, **policy_fields)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     check_sharding(models, resolved, optimizers)
@@ -136,9 +138,9 @@ def enable(
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
     check_cast_inputs(models, resolved)
-    check_half_dtypes(models, resolved)
-    check_own_memory(models, resolved)
-    check_range(bfloat16_in_float16(models, resolved))
+    check_half_dtypes(half, resolved)
+    check_own_memory(half, resolved)
+    check_range(bfloat16_in_float16(half, resolved))
     warn_of_zero_eps(optimizers, resolved)
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or scaler_for(resolved, device)
@@ -193,7 +195,8 @@ class Amp:
         self._scalers = {0: scaler}
         self._fp32_values = Fp32Values()
         self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
-        self._ranks = Ranks([*models, *given], self._fp32_values, _MovedBySteps(self))
+        with_wrappers = list(dict.fromkeys([*models, *given]))
+        self._ranks = Ranks(with_wrappers, self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
         self._context.look = InputLook(policy) if policy.op_policy and policy.cast_inputs else None
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]

@@ -10,6 +10,8 @@ from helpers import Net, same
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.apex import amp as apex
+from tritonamp.apex.amp import _amp_state
 from tritonamp.kernels import _facts
 from tritonamp.kernels._dynamo import between_graphs
 
@@ -45,7 +47,8 @@ class Run:
     def loss(self, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.model(x), y) * factor
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    @staticmethod
+    def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Inputs, targets, and what to multiply the loss by."""
         torch.manual_seed(1)
         for number in range(STEPS):
@@ -191,6 +194,49 @@ def test_forward_and_loss_are_one_graph(case: Case) -> None:
     torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
     assert history == expected_history
     assert made == [(0, 1)] * STEPS
+
+
+@pytest.fixture
+def _apex_is_off_afterwards() -> Iterator[None]:
+    yield
+    _amp_state.handle._deactivate()
+
+
+def trained_by_apex(level: str, compiled: Callable[[Any], Any]) -> tuple[list[Tensor], list[Any]]:
+    """Return losses and weights of a loop in apex's words, and graph counts after each step."""
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer = apex.initialize(
+        net, torch.optim.AdamW(net.parameters(), lr=0.01), opt_level=level, verbosity=0
+    )
+
+    def step(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y) * factor
+        with apex.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        nn.utils.clip_grad_norm_(apex.master_params(optimizer), 0.1)
+        optimizer.step()
+        return loss
+
+    run, numbers, made = compiled(step), [], []
+    for batch in Run.batches():
+        numbers.append(run(*batch).detach())
+        made.append(counts())
+    return [*numbers, *(p.detach().clone() for p in apex.master_params(optimizer))], made
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.usefixtures("_apex_is_off_afterwards")
+# torch 2.11 does not know the operators of tensors, which O1 wraps: it breaks there
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_a_step_in_the_words_of_apex(level: str) -> None:
+    numbers, made = trained_by_apex(level, functools.partial(torch.compile, backend="eager"))
+    _amp_state.handle._deactivate()
+    expected, _ = trained_by_apex(level, lambda step: step)
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+    assert made == [made[0]] * STEPS
+    assert made[0][1] > 0
 
 
 def half_weights(compiled: Callable[[Any], Any]) -> list[Tensor]:

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.profiler import ProfilerActivity
 
 import tritonamp
 from tritonamp.kernels import _facts, _native
@@ -314,23 +319,24 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_facts, "_native", _facts._InPython)
 
 
-def assert_same_bits(
-    device: torch.device,
-    kind: str,
-    change: Callable[[Run], None],
-    again: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
-    **how: Any,
-) -> list[bool]:
-    """Compare with plain steps; return which were made as the last one."""
-    found = trained(device, kind, change, **how)
-    made, again[:] = list(again), []
-    plainly(monkeypatch)
-    expected = trained(device, kind, change, **how)
-    assert not any(again)
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
-    return made
+Compared = Callable[[Callable[[], list[Tensor]]], list[bool]]
+
+
+@pytest.fixture
+def compared(again: list[bool], monkeypatch: pytest.MonkeyPatch) -> Compared:
+    """Compare what a training returns with plain steps'; return which were made as the last one."""
+
+    def compare(training: Callable[[], list[Tensor]]) -> list[bool]:
+        found = training()
+        made, again[:] = list(again), []
+        plainly(monkeypatch)
+        expected = training()
+        assert not any(again)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
+        return made
+
+    return compare
 
 
 ORDINARY = [("AdamW", change) for change in TAKEN] + [
@@ -340,13 +346,9 @@ ORDINARY = [("AdamW", change) for change in TAKEN] + [
 
 @pytest.mark.parametrize(("kind", "change"), ORDINARY, ids=name_of)
 def test_made_again(
-    kind: str,
-    change: Callable[[Run], None],
-    device: torch.device,
-    again: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, change: Callable[[Run], None], device: torch.device, compared: Compared
 ) -> None:
-    made = assert_same_bits(device, kind, change, again, monkeypatch)
+    made = compared(lambda: trained(device, kind, change))
     assert made == [False, True, True, True]
 
 
@@ -360,21 +362,15 @@ UNUSUAL = [
 
 @pytest.mark.parametrize(("kind", "change"), UNUSUAL, ids=name_of)
 def test_seen(
-    kind: str,
-    change: Callable[[Run], None],
-    device: torch.device,
-    again: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, change: Callable[[Run], None], device: torch.device, compared: Compared
 ) -> None:
-    made = assert_same_bits(device, kind, change, again, monkeypatch)
+    made = compared(lambda: trained(device, kind, change))
     assert made[:3] == [False, True, False]
 
 
 @pytest.mark.parametrize("level", ["O1", "O3"])
-def test_other_levels(
-    level: str, device: torch.device, again: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = assert_same_bits(device, "AdamW", nothing, again, monkeypatch, level=level)
+def test_other_levels(level: str, device: torch.device, compared: Compared) -> None:
+    made = compared(lambda: trained(device, "AdamW", nothing, level))
     assert made == [False, True, True, True]
 
 
@@ -394,10 +390,8 @@ def test_two_optimizers(device: torch.device, again: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
-def test_optimizers_without_enable(
-    name: str, device: torch.device, again: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trained() -> list[Tensor]:
+def test_optimizers_without_enable(name: str, device: torch.device, compared: Compared) -> None:
+    def training() -> list[Tensor]:
         model = net(device)
         optimizer = getattr(tritonamp.optim, name)(model.parameters(), lr=1e-2)
         optimizer._fused[0]._backend = "triton"
@@ -408,10 +402,7 @@ def test_optimizers_without_enable(
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
-    found = trained()
-    assert again[-2:] == [True] * 2
-    plainly(monkeypatch)
-    assert all(map(torch.equal, found, trained()))
+    assert compared(training)[-2:] == [True] * 2
 
 
 def test_nothing_is_kept_of_state_that_was_replaced(device: torch.device) -> None:
@@ -440,6 +431,57 @@ def test_versions_count_steps_again(device: torch.device, again: list[bool]) -> 
             saved.backward()
     finally:
         run.amp.disable()
+
+
+REGISTERS: dict[str, Callable[[torch.optim.Optimizer, Any], Any]] = {
+    "all pre": lambda optimizer, hook: register_optimizer_step_pre_hook(hook),
+    "all post": lambda optimizer, hook: register_optimizer_step_post_hook(hook),
+    "pre": lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
+    "post": lambda optimizer, hook: optimizer.register_step_post_hook(hook),
+}
+"""How a hook is registered, for the steps of all optimizers or of one."""
+
+
+@pytest.mark.parametrize("kind", REGISTERS)
+def test_a_hook_sees_each_step_from_the_next_on(
+    kind: str, device: torch.device, again: list[bool]
+) -> None:
+    run, seen = Run(device, "AdamW"), []
+
+    def master() -> list[float]:
+        return run.optimizer.param_groups[0]["params"][0].flatten().tolist()
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert optimizer is run.optimizer
+        seen.append(master())
+
+    with run.amp:
+        run.step()
+        run.step()
+        before = [master()]
+        handle = REGISTERS[kind](run.optimizer, hook)
+        try:
+            for _ in range(2):
+                run.step()
+                before.append(master())
+        finally:
+            handle.remove()
+        run.step()
+    assert before[0] != before[1] != before[2]
+    assert seen == (before[:2] if kind.endswith("pre") else before[1:])
+    assert again == [False, True, True, True, True]
+
+
+def test_torchs_profiler_sees_each_step(device: torch.device, again: list[bool]) -> None:
+    run = Run(device, "AdamW")
+    with run.amp:
+        run.step()
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            run.step()
+            run.step()
+    names = [event.name for event in profiler.events()]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    assert again == [False, True, True]
 
 
 def test_cpp_answers_where_kernels_run(device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """What follows from the dtypes that a model was loaded in."""
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,22 +17,36 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 logger = logging.getLogger("tritonamp")
 
+HalfParameters = Mapping[nn.Module, Sequence[Castable]]
+"""Of each model the parameters that are half, without those of quantised modules."""
+
 _SHOWN = 5  # parameters in a line
 
 
-def loaded_dtype(models: Iterable[nn.Module], device: torch.device) -> torch.dtype | None:
+def half_parameters(models: Iterable[nn.Module]) -> HalfParameters:
+    """Return the half parameters of models as they were loaded."""
+    return {
+        model: [
+            stored
+            for stored in castable_tensors(model)
+            if stored.is_parameter and stored.tensor.dtype in HALF_DTYPES
+        ]
+        for model in models
+    }
+
+
+def loaded_dtype(half: HalfParameters, device: torch.device) -> torch.dtype | None:
     """Return the half dtype that models were loaded in, or None.
 
     It is that of the parameters that train, else of the most elements, else the one that quantised
     modules compute in; float16 where the device does not compute in bfloat16.
     """
-    models = list(models)
-    half = [s.tensor for m in models for s in half_parameters(m)]
+    params = [s.tensor for s in itertools.chain(*half.values())]
     sizes: Counter[torch.dtype] = Counter()
-    for param in [p for p in half if p.requires_grad] or half:
+    for param in [p for p in params if p.requires_grad] or params:
         sizes[param.dtype] += param.numel()
     if not sizes:
-        sizes.update(_compute_dtypes(models))
+        sizes.update(_compute_dtypes(half))
     if not sizes:
         return None
     ((dtype, _),) = sizes.most_common(1)
@@ -51,20 +66,14 @@ def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
     return [dtype for dtype in said if dtype in HALF_DTYPES]
 
 
-def half_parameters(model: nn.Module) -> list[Castable]:
-    """Return the parameters of ``model`` that are half, without those of quantised modules."""
-    found = castable_tensors(model)
-    return [s for s in found if s.is_parameter and s.tensor.dtype in HALF_DTYPES]
-
-
-def check_half_dtypes(models: Iterable[nn.Module], policy: Policy) -> None:
+def check_half_dtypes(half: HalfParameters, policy: Policy) -> None:
     """Refuse several half dtypes among what trains.
 
     Raises:
         ValueError: names one parameter of each.
     """
     names: dict[torch.dtype, str] = {}
-    for stored in (s for m in models for s in half_parameters(m)):
+    for stored in itertools.chain(*half.values()):
         if stored.tensor.requires_grad and not policy.half_parameters:
             names.setdefault(stored.tensor.dtype, stored.name)
     if len(names) > 1:
@@ -75,14 +84,14 @@ def check_half_dtypes(models: Iterable[nn.Module], policy: Policy) -> None:
         )
 
 
-def check_own_memory(models: Iterable[nn.Module], policy: Policy) -> None:
+def check_own_memory(half: HalfParameters, policy: Policy) -> None:
     """Refuse half parameters in the same memory: each would get an FP32 master of its own.
 
     Raises:
         ValueError: names two of them.
     """
     found: dict[int, Castable] = {}
-    for stored in (s for m in models for s in half_parameters(m)):
+    for stored in itertools.chain(*half.values()):
         tensor = stored.tensor
         if not (policy.master_weights and tensor.requires_grad and tensor.numel()):
             continue
@@ -111,12 +120,12 @@ class InFloat16(NamedTuple):
     zero: int
 
 
-def bfloat16_in_float16(models: Iterable[nn.Module], policy: Policy) -> list[InFloat16]:
+def bfloat16_in_float16(half: HalfParameters, policy: Policy) -> list[InFloat16]:
     """Look at the bfloat16 parameters that forwards under ``policy`` use in float16.
 
     Reads the device once.
     """
-    used = [s for m in models for s in _to_float16(m, policy)]
+    used = [s for model, found in half.items() for s in _to_float16(model, found, policy)]
     if not used:
         return []
     device = used[0].tensor.device
@@ -127,17 +136,18 @@ def bfloat16_in_float16(models: Iterable[nn.Module], policy: Policy) -> list[InF
     ]
 
 
-def _to_float16(model: nn.Module, policy: Policy) -> list[Castable]:
+def _to_float16(model: nn.Module, half: Sequence[Castable], policy: Policy) -> list[Castable]:
     half_forward = policy.cast_model or policy.op_policy
     if not half_forward or policy.dtype is not torch.float16 or policy.half_parameters:
+        return []
+    in_bfloat16 = [s for s in half if s.tensor.dtype is torch.bfloat16]
+    if not in_bfloat16:
         return []
     kept = {id(p) for outer in fp32_modules(model, policy) for p in outer.parameters()}
     return [
         s
-        for s in half_parameters(model)
-        if s.tensor.dtype is torch.bfloat16
-        and id(s.tensor) not in kept
-        and not (policy.op_policy and is_norm(s.module))
+        for s in in_bfloat16
+        if id(s.tensor) not in kept and not (policy.op_policy and is_norm(s.module))
     ]
 
 

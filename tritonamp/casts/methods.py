@@ -48,14 +48,17 @@ class Names(NamedTuple):
 
 def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
     """Return the methods of ``cls``, the model's, that are entered as its ``forward`` is."""
+    classes = _written_classes(cls)
+    candidates = list(_candidates(classes))
+    if not candidates:
+        return ()
     reached = {name for name, param in model._parameters.items() if param is not None}
     reached |= {
         name
         for name, module in model._modules.items()
         if module is not None and any(True for _ in module.parameters())
     }
-    classes = _written_classes(cls)
-    return tuple(name for name in _candidates(classes) if _reaches(classes, name, reached))
+    return tuple(name for name in candidates if _reaches(classes, name, reached))
 
 
 def other_users(model: nn.Module, names: set[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """Which modules of a model stay FP32, and how its tensors change their dtype in place."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
@@ -19,12 +21,10 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
         ValueError: a name or class that matches nothing in ``model``.
     """
     named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
-    unwrapped = {unwrapped_name(name): m for name, m in named.items()}
     found: dict[nn.Module, None] = {}
     for wanted in policy.fp32_modules:
         if isinstance(wanted, str):
-            match = named.get(wanted) or unwrapped.get(unwrapped_name(wanted))
-            matches = [] if match is None else [match]
+            matches = [named[wanted]] if wanted in named else _by_unwrapped_name(wanted, named)
         else:
             matches = [m for m in named.values() if isinstance(m, wanted)]
         if not matches:
@@ -38,6 +38,12 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in named.values() if is_norm(m))
     return list(found)
+
+
+def _by_unwrapped_name(wanted: str, named: Mapping[str, nn.Module]) -> list[nn.Module]:
+    found = {unwrapped_name(name): module for name, module in named.items()}
+    module = found.get(unwrapped_name(wanted))
+    return [] if module is None else [module]
 
 
 def unwrapped_name(name: str) -> str:
@@ -60,9 +66,12 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
 
     ``grad_dtype`` has to follow: autograd refuses a gradient of another dtype.
     """
-    grad, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
+    is_leaf = tensor.is_leaf
+    grad = tensor.grad if is_leaf else None
+    if grad is not None:
+        tensor.grad = None
     tensor.data = data
-    if tensor.is_leaf:
+    if is_leaf:
         tensor.grad_dtype = data.dtype
     if grad is not None:
         tensor.grad = grad.to(data.dtype)

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from tritonamp.casts.model import flatten_rnns, fp32_modules, set_data
 from tritonamp.casts.norm_layers import is_norm, kept_tensors
+from tritonamp.casts.tree import TO
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.policy import HALF_DTYPES, Policy
 
-_QUANTISED = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_CASTABLE = frozenset((torch.float32, *HALF_DTYPES))
+_QUANTISED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
 
 
 class Castable(NamedTuple):
@@ -51,21 +53,24 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
     for path, module in model.named_modules():
         if is_quantised(module):
             continue
+        front = f"{path}." if path else ""
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
                 plain = not hasattr(tensor, "__tensor_flatten__")
-                if plain and tensor.dtype in (torch.float32, *HALF_DTYPES):
-                    full = f"{path}.{name}" if path else name
-                    yield Castable(tensor, full, module, tensors is module._parameters)
+                if plain and tensor.dtype in _CASTABLE:
+                    yield Castable(tensor, front + name, module, tensors is module._parameters)
 
 
 def is_quantised(module: nn.Module) -> bool:
     """Tell whether a module holds its weights as integers, as those of bitsandbytes and GPTQ do."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)
+    for tensors in (module._parameters, module._buffers):
+        for t in tensors.values():
+            if t is not None and t.dtype in _QUANTISED and t.dim() > 1:
+                return True
+    return False
 
 
 def is_frozen_half(stored: Castable) -> bool:
@@ -138,7 +143,7 @@ class ModelDtypes:
         for tensor, dtype in wanted_dtypes(model, self._policy).items():
             original = tensor.detach()
             self._came[tensor] = original.dtype
-            set_data(tensor, original.to(dtype))
+            set_data(tensor, TO[dtype](original))
             if dtype in HALF_DTYPES:
                 at = original.device if tensor in stepped else "cpu"
                 # ``data`` counts its writes apart from those to the half tensor

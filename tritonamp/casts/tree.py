@@ -28,11 +28,12 @@ class Cast(NamedTuple):
     passes: tuple[type, ...] = ()
 
 
-_METHODS = {
+TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
 }
+"""``Tensor.to`` by dtype, at half the price."""
 
 
 def to_half(dtype: torch.dtype) -> Cast:
@@ -51,8 +52,8 @@ def cast_tree(value: Any, cast: Cast) -> Any:
     Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and
     calls ``obj.to(dtype)`` on other objects that have it. To FP32, distributions are cast, too.
     """
-    if type(value) is Tensor:  # at half the price
-        return _METHODS[cast.target](value) if value.dtype in cast.sources else value
+    if type(value) is Tensor:
+        return TO[cast.target](value) if value.dtype in cast.sources else value
     return _cast(value, cast)[0]
 
 

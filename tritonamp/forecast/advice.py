@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp.casts.loaded import check_half_dtypes
+from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, short
 from tritonamp.forecast.unrounded import rounds_to_zero
@@ -60,7 +60,7 @@ def _refused(
     """Yield what ``enable`` would raise about the optimizers, and about mixed half dtypes."""
     checks: dict[str, Callable[[], object]] = {
         "optimizer": functools.partial(check_optimizers, optimizers, [model]),
-        "half dtypes": functools.partial(check_half_dtypes, [model], policy),
+        "half dtypes": functools.partial(check_half_dtypes, half_parameters([model]), policy),
     }
     for kind, check in checks.items():
         try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.loaded import loaded_dtype
+from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import look
 from tritonamp.forecast.comparing import Side, compared
@@ -134,7 +134,7 @@ def check(
     (model,) = check_models([model])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if dtype is None and isinstance(level, str) and level in LEVELS:
-        dtype = loaded_dtype([model], device)
+        dtype = loaded_dtype(half_parameters([model]), device)
     policy = resolve(level, dtype)
     beside = None if compare is None else resolve(compare, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -56,7 +56,8 @@ def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
 
 def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     """Yield what the half parameters that a model was loaded with become under a policy."""
-    found = bfloat16_in_float16([model], policy)
+    half = half_parameters([model])
+    found = bfloat16_in_float16(half, policy)
     if small := describe_small(found):
         yield Finding(
             "bfloat16",
@@ -68,7 +69,7 @@ def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     wanted = wanted_dtypes(model, policy)
     norms = [
         s.name
-        for s in half_parameters(model)
+        for s in half[model]
         if is_norm(s.module) and not policy.op_policy and s.tensor not in wanted
     ]
     if norms:

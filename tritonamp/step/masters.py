@@ -63,30 +63,33 @@ class MasterWeights:
         # both by master: the true gradient that a half parameter shows, and its own meanwhile
         self._shown: dict[Tensor, Tensor | None] = {}
         self._hidden: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
-            self.adopt(group)
+        self.adopt(*optimizer.param_groups)
 
     # which tensors there are
 
-    def adopt(self, group: dict[str, Any]) -> None:
-        """Put masters, with their state, in the place of a group's half parameters."""
-        for i, param in enumerate(group["params"]):
-            if param in self._sources:
-                continue
-            master = param
-            if self._trains_fp32_values and self._needs_master(param):
-                master = self._fp32_values.master(param)
-            self._sources[master] = param
-            if master is not param:
-                group["params"][i] = master
-                if param in self.optimizer.state:
-                    self.optimizer.state[master] = self.optimizer.state.pop(param)
+    def adopt(self, *groups: dict[str, Any]) -> None:
+        """Put masters, with their state, in the place of the half parameters of groups."""
+        for params in (group["params"] for group in groups):
+            for i, param in enumerate(params):
+                master = param if param in self._sources else self._master_of(param)
+                if master is not param:
+                    params[i] = master
         masters = [master for group in self.optimizer.param_groups for master in group["params"]]
         self._masters = [m for m in masters if m in self._sources]  # not of groups still to come
         self._params = [self._sources[master] for master in self._masters]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
         self._moves = -1
+
+    def _master_of(self, param: Tensor) -> Tensor:
+        """Return what is stepped on for a parameter, which gets its state."""
+        master = param
+        if self._trains_fp32_values and self._needs_master(param):
+            master = self._fp32_values.master(param)
+        self._sources[master] = param
+        if master is not param and param in self.optimizer.state:
+            self.optimizer.state[master] = self.optimizer.state.pop(param)
+        return master
 
     def _needs_master(self, param: Tensor) -> bool:
         trains_in_half = param.dtype in HALF_DTYPES and param.requires_grad
@@ -99,8 +102,7 @@ class MasterWeights:
             widen_state(self.optimizer, unfrozen)
             for param in unfrozen:
                 self._sources.pop(param, None)
-            for group in self.optimizer.param_groups:
-                self.adopt(group)
+            self.adopt(*self.optimizer.param_groups)
             self.take_masters()
 
     def give_back(self) -> None:
@@ -157,9 +159,8 @@ class MasterWeights:
         groups = self.optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
         same = len(params) == len(self._masters) and all(map(operator.is_, params, self._masters))
-        if not same:
-            for group in groups:  # somebody has changed the groups by hand
-                self.adopt(group)
+        if not same:  # somebody has changed the groups by hand
+            self.adopt(*groups)
         self._fp32_values.refresh(self._halves)
         if self._moves != self._fp32_values.moves:
             for master, param in self.copies().items():
