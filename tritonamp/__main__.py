@@ -1,6 +1,7 @@
 """``python -m tritonamp``: the commands ``check``, ``demo``, ``doctor`` and ``explain``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,5 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def until_nobody_reads() -> int:
+    """Run ``main``; quietly end with status 1 where its reader has gone, as ``head`` does."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered would raise once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_nobody_reads())
