@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     # is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import torch._dynamo  # here, and not in the first enable: see pytest_collection_finish
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
 
 import tritonamp
@@ -44,6 +45,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         takes = {item: asked & set(item.fixturenames) for item in items}
         config.hook.pytest_deselected(items=[item for item in items if not takes[item]])
         items[:] = [item for item in items if takes[item]]
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that is imported out of garbage collections, of which it would be the most."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

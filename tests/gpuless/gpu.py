@@ -1,8 +1,9 @@
 """What a GPU does while the host goes on: copies under way, waits, pinned memory, captured work."""
 
 import contextlib
+import inspect
+import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-ROOT = Path(__file__).parents[2]
+ROOT = f"{Path(__file__).parents[2]}{os.sep}"
 OURS = {"driver.py", "fake_cuda.py", "gpu.py", "tensors.py", "torch_cuda.py"}
 
 
@@ -148,9 +149,11 @@ class Gpu:
 
 
 def _where() -> str:
-    frames = [
-        f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
-        for frame in traceback.extract_stack()
-        if Path(frame.filename).is_relative_to(ROOT) and Path(frame.filename).name not in OURS
-    ]
-    return " < ".join(reversed(frames[-6:]))
+    places: list[str] = []
+    frame = inspect.currentframe()
+    while frame is not None and len(places) < 6:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and os.path.basename(file) not in OURS:
+            places.append(f"{file.removeprefix(ROOT)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(places)

@@ -1,5 +1,6 @@
 """Tensors whose device is ``cuda:0`` and whose values are in main memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from gpuless.gpu import Gpu
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 CUDA = torch.device("cuda", 0)
 SIZE_IS_READ = {
@@ -115,17 +116,35 @@ class FakeCudaMode(TorchDispatchMode):
 
 def unwrap(tree: Any) -> Any:
     """Return the same arguments or results with the tensors of main memory."""
-    return tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, tree)
+    return _mapped(lambda x: x.inner if isinstance(x, CudaTensor) else x, tree)
 
 
 def wrap(tree: Any) -> Any:
     """Return the same results with tensors of the GPU."""
-    return tree_map(lambda x: CudaTensor(x) if type(x) is Tensor else x, tree)
+    return _mapped(lambda x: CudaTensor(x) if type(x) is Tensor else x, tree)
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Do as torch's ``tree_map``, in less time for what most operations take and return."""
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([_mapped(function, x) for x in tree])
+    if kind is dict:
+        return {key: _mapped(function, x) for key, x in tree.items()}
+    is_leaf = isinstance(tree, (Tensor, int, float, str)) or tree is None
+    return function(tree) if is_leaf else tree_map(function, tree)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return all tensors that an operation is given, those of lists, too."""
+    given = [*args, *kwargs.values()]
+    every = [x for value in given for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return [x for x in every if isinstance(x, Tensor)]
 
 
 def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation with the tensors of main memory."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = _tensors(args, kwargs)
     ours = any(isinstance(x, CudaTensor) for x in tensors)
     device, name = kwargs.get("device"), func._schema.name.removeprefix("aten::")
     to_gpu = ours if device is None else torch.device(device).type == "cuda"
