@@ -19,7 +19,7 @@ _DTYPE = re.compile(
 )
 _WORD = re.compile(r"[^\W\d_]+")
 _LINES = 50  # at the end of a text: what is compared where nothing is contained
-_UNLIKE = 0.2  # of 1: a word or two in common
+_UNLIKE = 0.45  # of 1: fewer than half of their words in common
 
 
 class Section(NamedTuple):
@@ -76,7 +76,7 @@ def find(text: str, pages: Sequence[Section]) -> list[Section]:
 def nearest(text: str, pages: Sequence[Section], count: int = 3) -> list[Section]:
     """Return the sections whose texts are most like a line of ``text``, the best first.
 
-    Those that share next to nothing with it are left out.
+    Those that share fewer than half of their words with it are left out.
     """
     lines = [words(line).split() for line in text.splitlines()[-_LINES:]]
 

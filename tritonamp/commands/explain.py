@@ -12,6 +12,7 @@ from tritonamp.commands.error_pages import Section, find, nearest, sections, wor
 
 _BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _WIDTH = 96
+_ALL = "`python -m tritonamp explain` without a text lists all sections."
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#]*)([^)]*)\)")
 
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
 
 
 def _not_found(near: Sequence[Section]) -> str:
-    listed = f"The nearest:\n\n{_listed(near)}" if near else "Without one, all are listed."
+    listed = f"The nearest:\n\n{_listed(near)}" if near else _ALL
     return f"No section is about this text. {listed}"
 
 
