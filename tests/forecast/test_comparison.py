@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.forecast.differences import PARTS, ROUNDED, ulps_between
 from tritonamp.forecast.results import Reference
+from tritonamp.forecast.ulps import PARTS, ROUNDED, ulps_between
 
 FP16, BF16 = torch.float16, torch.bfloat16
 EPS = {FP16: 2.0**-10, BF16: 2.0**-7}
@@ -104,14 +104,18 @@ def test_the_first_operation_that_parts_is_named_with_its_size(dtype):
     ulps = [spacing / math.sqrt(12) / spread for spacing in (offset / 2, offset)]
     assert ulps[0] < first.ulps < ulps[1]
     assert first.before < 1
+    assert found.parted is first
+    assert found.drift is None
     text = str(found)
     assert f"they part first in 2, op sub at {first.place.line}: " in text
     assert "code: center = Apply(lambda x: x - x.mean(-1, keepdim=True))" in text
     assert "fp32_modules=['2'] was tried in vain" in text
 
 
-def test_a_module_in_fp32_is_tried():
-    found = compare(around(Apply(lambda x: x * x), nn.LayerNorm(16)), 3e3 * batch(4, 16))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_module_in_fp32_is_tried(level):
+    model = around(Apply(lambda x: x * x), nn.LayerNorm(16))
+    found = compare(model, 3e3 * batch(4, 16), level=level)
     assert (found.first.place.module, found.first.op, found.first.ulps) == ("1", "mul", math.inf)
     assert math.isnan(found.losses[0])
     assert found.tried.first is None
@@ -130,6 +134,67 @@ def test_rounding_alone_is_no_parting(dtype, level):
     grads = {each.parameter for each in found.differences if each.op == "gradient"}
     assert grads == {name for name, _ in model.named_parameters()}
     assert found.unmatched <= 0.1 * len(found.differences)
+
+
+def test_at_o3_the_result_of_a_module_in_fp32_is_half_again():
+    model = around(Apply(lambda x: x * x), nn.LayerNorm(16))
+    found = str(compare(model, 3e3 * batch(4, 16), level="O3"))
+    assert "fp32_modules=['1'] was tried in vain: what it gives on leaves float16" in found
+    model = around(Apply(lambda x: (1e4 * x).square().mean(-1, keepdim=True).sqrt() * x))
+    found = str(compare(model, 1e-2 * batch(4, 16), level="O3"))
+    assert "to do: fp32_modules=['1'] (tried: they part nowhere)" in found
+
+
+class Loop(nn.Module):
+    """A model that calls one operation of one line again and again."""
+
+    def __init__(self, calls, function):
+        super().__init__()
+        self.calls, self.function = calls, function
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = self.function(x)
+        return x
+
+
+@pytest.mark.parametrize(("dtype", "little"), [(FP16, 0.03), (BF16, 0.2)])
+def test_an_operation_that_drifts_is_named(dtype, little):
+    """A sum around 64, where half an ulp is 0.03125 in float16: what is added is lost."""
+    calls = 120
+    summed = nn.Sequential(Apply(lambda x: x.tanh().abs() + 64), Loop(calls, lambda x: x + little))
+    found = compare(around(summed, Apply(lambda x: x / 64)), batch(8, 16), dtype=dtype)
+    assert found.first is None
+    drift = found.drift
+    assert (drift.end.place.module, drift.end.op, drift.calls) == ("1.1", "add", calls)
+    assert drift.start.ulps < 1
+    lost = calls * little
+    assert drift.end.ulps == pytest.approx(lost / (64.5 + lost) / EPS[dtype], rel=0.05)
+    assert found.parted is drift.end
+    text = str(found)
+    place = drift.end.place.line
+    assert f"they drift apart in 1.1, op add at {place}: " in text
+    assert f"ulps in the first of its {calls} results, " in text
+    assert "to do: fp32_modules=['1.1'] (tried: they part nowhere)" in text
+
+
+def test_an_operation_that_is_called_on_what_others_put_off_does_not_drift():
+    """A cube is off by three times what its input was; the module between the cubes by nothing."""
+    shared = Apply(torch.neg)
+    cubes = [module for _ in range(3) for module in (Apply(lambda x: x.pow(3)), shared)]
+    begin = Apply(lambda x: (1 + x.tanh() / 20 + 16) - 16)
+    found = compare(nn.Sequential(nn.Linear(16, 16), begin, shared, *cubes), batch(8, 16))
+    calls = [each for each in found.differences if each.op == "neg" and not each.backward]
+    assert len(calls) == 4
+    assert calls[-1].ulps > PARTS * max(calls[0].before, ROUNDED)
+    assert found.drift is None
+
+
+@both_formats
+def test_a_recurrence_that_forgets_does_not_drift(dtype):
+    cell = nn.Linear(16, 16)
+    found = compare(around(Loop(60, lambda x: torch.tanh(cell(x)))), batch(8, 16), dtype=dtype)
+    assert found.parted is None
 
 
 def test_a_cast_that_overflows_is_where_they_part():
@@ -328,9 +393,19 @@ def test_as_plain_values():
     first = plain["differences"][plain["first"]]
     assert (first["module"], first["op"], first["ulps"]) == ("1", "mul", "inf")
     assert plain["losses"][0] == "nan"
+    assert plain["parted"] == plain["first"]
     assert plain["tried"]["first"] is None
+    assert plain["tried"]["parted"] is None
     assert plain["dtype"] == "float16"
     assert str(forecast).endswith(str(forecast.comparison))
+
+
+def test_a_forecast_without_findings_says_that_the_levels_part():
+    model = around(Apply(lambda x: x + 256), Apply(lambda x: x - x.mean(-1, keepdim=True)))
+    args = (model, None, (batch(64, 16),), target_loss)
+    found = str(tritonamp.check(*args, compare="O0"))
+    assert found.startswith("nothing foreseen, but the levels part, see below: Sequential in ")
+    assert str(tritonamp.check(*args)).startswith("nothing found: Sequential in ")
 
 
 def test_without_compare_there_is_none():

@@ -1,6 +1,7 @@
 """A picture of how far the results of two levels are apart, as a PNG."""
 
 import math
+import posixpath
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None
         yscale="log",
         ylim=(LEAST / 2, 4 * top),
         xlabel="results, in the order in which they were computed",
-        ylabel="off by, in ulps (root mean square)",
+        ylabel="off by, in ulps (root mean square); at the foot: the same",
     )
     for label, color, shown in (
         ("forward", FORWARD, lambda each: not each.backward),
@@ -44,7 +45,7 @@ def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None
     axes.axhline(HALF_AN_ULP, color="0.6", lw=1, ls=":", label="half an ulp: rounded once")
     _name(axes, compared, top)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside lower center", ncols=4)
     figure.suptitle(
         f"{model}: {compared.level} against {compared.reference}", fontsize=13, weight="bold"
     )
@@ -52,15 +53,17 @@ def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None
 
 
 def _name(axes: Axes, compared: tritonamp.Comparison, top: float) -> None:
-    """Write module and operation beside where they part first, and beside what grows most."""
+    """Write where it is beside the result at which they part, and beside those that grow most."""
     results = [each for each in compared.differences if not each.parameter]
-    parted = [number for number, each in enumerate(results) if each.parts]
+    parted = [n for n, each in enumerate(results) if each.parts or each is compared.parted]
     grown = sorted(parted, key=lambda number: -results[number].growth)[:NAMED]
     for number in {*parted[:1], *grown}:
         each, first = results[number], number == parted[0]
         text = f"{each.place.module or 'the model itself'}: {each.op}"
+        if each.place.line:
+            text += f", {posixpath.basename(each.place.line)}"
         axes.annotate(
-            f"first: {text}" if first else text,
+            f"they part: {text}" if first else text,
             (number, min(each.ulps, top)),
             xytext=(4, 6),
             textcoords="offset points",

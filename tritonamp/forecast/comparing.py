@@ -53,8 +53,8 @@ def compared(
         RuntimeError: the reference fails; the module is named.
     """
     found = _compared(model, batch, loss_fn, asked, reference)
-    module = found.first.place.module if found.first else ""
-    if not module or not asked.policy.op_policy:
+    module = found.parted.place.module if found.parted else ""
+    if not module or not _is_half(asked.policy):
         return found
     tried = dataclasses.replace(asked.policy, fp32_modules=(*asked.policy.fp32_modules, module))
     cured = _compared(model, batch, loss_fn, asked._replace(policy=tried), reference)

@@ -1,62 +1,22 @@
-"""How far the results of a run at one level are from those at another, in ulps."""
+"""Where two levels part: the results at the one beside those at the other, and a report."""
 
 import dataclasses
 import linecache
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tritonamp.forecast.findings import short
-from tritonamp.forecast.places import Location
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.forecast.ulps import PARTS, Difference, Drift, drifts
 
-PARTS = 4.0  # times what its inputs were off: an op that adds so much is where two runs part
-ROUNDED = 8.0  # ulps that inputs may always be off: of values that were rounded a few times
 GROWN = 1.5  # times what its inputs were off: what the text shows
 UNMATCHED = 0.1  # share of results: some are only how a level computes the same
 SHOWN = 12  # rows in the text
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One result of an operation at two levels.
-
-    Attributes:
-        place: of the operation; in backward, of the forward operation that the gradient belongs to.
-        op: its name in aten; "to float16" for a cast, "output" of a module, "input", "parameter",
-            "gradient".
-        shape: of the result.
-        backward: it was computed in backward.
-        parameter: the full name, for a parameter and its gradient.
-        ulps: root of the mean square of what the result is off, in ulps of the half format at the
-            root mean square of the reference; inf where it has inf or NaN and the reference not.
-        worst: the most that one element is off, in the same unit.
-        before: the largest ``ulps`` of what it was computed from.
-    """
-
-    place: Location
-    op: str
-    shape: tuple[int, ...]
-    backward: bool
-    parameter: str
-    ulps: float
-    worst: float
-    before: float
-
-    @property
-    def growth(self) -> float:
-        """How many times further off it is than what it was computed from."""
-        return 1.0 if math.isinf(self.before) else self.ulps / max(self.before, ROUNDED)
-
-    @property
-    def parts(self) -> bool:
-        """Whether the two runs part here."""
-        return self.growth >= PARTS
 
 
 @dataclass(frozen=True)
@@ -72,8 +32,8 @@ class Comparison:
         unmatched: how many results of the one have no counterpart in the other.
         losses: of the level, and of the reference; the first is NaN where the run failed.
         failed: why the run at the level came to no end, or "".
-        tried: the same, with the module in FP32 in which the two part first; None: they part
-            nowhere, or in no module.
+        tried: the same, with the module in FP32 in which the two part; None: they part nowhere, or
+            in no module.
     """
 
     level: str
@@ -87,8 +47,24 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Where they part first; None: nowhere."""
+        """Where they part first, in one operation; None: nowhere."""
         return next((each for each in self.differences if each.parts), None)
+
+    @property
+    def drift(self) -> Drift | None:
+        """Where they part by many small steps of one operation, the largest; None: nowhere."""
+        calls = defaultdict(list)
+        for each in self.differences:
+            if not each.parameter:
+                calls[each.place, each.op, each.backward].append(each)
+        parting = [Drift(c[0], c[-1], len(c)) for c in calls.values() if drifts(c)]
+        return max(parting, key=lambda each: each.growth, default=None)
+
+    @property
+    def parted(self) -> Difference | None:
+        """The result at which they have parted, at once or little by little; None: nowhere."""
+        drift = self.drift if self.first is None else None
+        return drift.end if drift is not None else self.first
 
     @property
     def furthest(self) -> Difference | None:
@@ -109,52 +85,18 @@ class Comparison:
                 {**dataclasses.asdict(each), **each.place._asdict()} for each in self.differences
             ],
             "first": None if self.first is None else self.differences.index(self.first),
+            "parted": None if self.parted is None else self.differences.index(self.parted),
         }
         for each in plain["differences"]:
             del each["place"]
         return _for_json(plain)
 
 
-def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
-
-    Where the reference itself is inf or NaN, nothing is compared; finite values that the dtype of
-    the result does not hold count as its largest, which stands for them in masks.
-
-    Args:
-        result: floating or complex.
-        reference: of the same shape, likewise.
-        dtype: the half format whose ulps are counted: of eps times the root mean square of the
-            reference; where that is zero throughout, of the smallest subnormal.
-
-    Returns:
-        Root of the mean square, and maximum, of the difference.
-    """
-    info = torch.finfo(dtype)
-    if reference.is_complex():
-        result, reference = map(torch.view_as_real, (result, reference))
-    known = reference.isfinite()
-    got, expected = result[known].double(), reference[known].double()
-    if result.dtype in HALF_DTYPES:
-        expected = expected.clamp(torch.finfo(result.dtype).min, torch.finfo(result.dtype).max)
-    if not expected.numel():
-        return 0.0, 0.0
-    if not bool(got.isfinite().all()):
-        return math.inf, math.inf
-    ulp = info.eps * (_rms(expected) or info.smallest_normal)
-    off = (got - expected).abs()
-    return _rms(off) / ulp, float(off.max()) / ulp
-
-
-def _rms(values: Tensor) -> float:
-    return float(values.square().mean().sqrt())
-
-
 def _report(compared: Comparison) -> Iterator[str]:
     title = f"{compared.level} against {compared.reference}, the same batch"
     got, expected = compared.losses
     yield f"{title}: {compared.failed or f'loss {got:.6g} instead of {expected:.6g}'}"
-    yield from _first(compared)
+    yield from _parting(compared)
     rows = _shown(compared)
     if rows:
         name, eps = short(compared.dtype), math.log2(torch.finfo(compared.dtype).eps)
@@ -172,19 +114,20 @@ def _report(compared: Comparison) -> Iterator[str]:
         )
 
 
-def _first(compared: Comparison) -> Iterator[str]:
-    first, furthest = compared.first, compared.furthest
+def _parting(compared: Comparison) -> Iterator[str]:
+    first, drift, furthest = compared.first, compared.drift, compared.furthest
     if first is not None:
         yield (
             f"they part first in {_where(first)}: {_number(first.ulps)} ulps, before it "
             f"{_number(first.before)}"
         )
-        file, _, number = first.place.line.rpartition(":")
-        code = linecache.getline(file, int(number)).strip() if file else ""
-        if code:
-            yield f"  code: {code}"
-        if compared.tried is not None:
-            yield f"  to do: {_cure(compared.tried, first)}"
+        yield from _to_do(compared, first)
+    elif drift is not None:
+        yield (
+            f"they drift apart in {_where(drift.end)}: {_number(drift.start.ulps)} ulps in the "
+            f"first of its {drift.calls} results, {_number(drift.end.ulps)} in the last"
+        )
+        yield from _to_do(compared, drift.end)
     elif furthest is not None and furthest.ulps:
         until = "until then " if compared.failed else ""
         yield (
@@ -195,15 +138,26 @@ def _first(compared: Comparison) -> Iterator[str]:
         yield "every result is the same"
 
 
+def _to_do(compared: Comparison, parted: Difference) -> Iterator[str]:
+    file, _, number = parted.place.line.rpartition(":")
+    code = linecache.getline(file, int(number)).strip() if file else ""
+    if code:
+        yield f"  code: {code}"
+    if compared.tried is not None:
+        yield f"  to do: {_cure(compared.tried, parted)}"
+
+
 def _cure(tried: Comparison, parted: Difference) -> str:
     """Say what became of it with the module in FP32."""
-    then, setting = tried.first, f"fp32_modules=[{parted.place.module!r}]"
+    then, setting = tried.parted, f"fp32_modules=[{parted.place.module!r}]"
     if then is None:
         return f"{setting} (tried: they part nowhere)"
     if then.place.module != parted.place.module:
         return (
             f"{setting} (tried: they then part first in {_where(then)}, {_number(then.ulps)} ulps)"
         )
+    if math.isinf(then.ulps):
+        return f"{setting} was tried in vain: what it gives on leaves {short(tried.dtype)}"
     in_vain = f"{setting} was tried in vain: what it is given is rounded before"
     return in_vain if parted.backward else f"{in_vain}; scale or centre that"
 

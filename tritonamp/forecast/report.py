@@ -215,7 +215,9 @@ def _report(forecast: Forecast) -> Iterator[str]:
     half = _format(forecast.asked)
     if not forecast.findings:
         rest = f"{half}, {_scale(forecast.formats[half])}" if half != "FP32" else "FP32 throughout"
-        yield f"nothing found: {forecast.model} in {rest}"
+        parts = forecast.comparison is not None and forecast.comparison.parted is not None
+        found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
+        yield f"{found}: {forecast.model} in {rest}"
         return
     origins = [finding for finding in forecast.findings if finding.kind != "follows"]
     problems = sum(finding.problem for finding in origins)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from tritonamp.forecast.differences import Difference, ulps_between
 from tritonamp.forecast.findings import short
 from tritonamp.forecast.places import MOVES, Location, PlacedOps, is_view
 from tritonamp.forecast.recording import NORMS
+from tritonamp.forecast.ulps import Difference, ulps_between
 from tritonamp.policy import HALF_DTYPES
 
 CASTS = tuple(f"to {short(dtype)}" for dtype in HALF_DTYPES)

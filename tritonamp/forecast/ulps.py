@@ -1,0 +1,117 @@
+"""How far one result is from that of another run, in ulps, and whether they part there."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.forecast.places import Location
+from tritonamp.policy import HALF_DTYPES
+
+PARTS = 4.0  # times what its inputs were off: an op that adds so much is where two runs part
+ROUNDED = 8.0  # ulps that inputs may always be off: of values that were rounded a few times
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One result of an operation at two levels.
+
+    Attributes:
+        place: of the operation; in backward, of the forward operation that the gradient belongs to.
+        op: its name in aten; "to float16" for a cast, "output" of a module, "input", "parameter",
+            "gradient".
+        shape: of the result.
+        backward: it was computed in backward.
+        parameter: the full name, for a parameter and its gradient.
+        ulps: root of the mean square of what the result is off, in ulps of the half format at the
+            root mean square of the reference; inf where it has inf or NaN and the reference not.
+        worst: the most that one element is off, in the same unit.
+        before: the largest ``ulps`` of what it was computed from.
+    """
+
+    place: Location
+    op: str
+    shape: tuple[int, ...]
+    backward: bool
+    parameter: str
+    ulps: float
+    worst: float
+    before: float
+
+    @property
+    def growth(self) -> float:
+        """How many times further off it is than what it was computed from."""
+        return _growth(self.before, self.ulps)
+
+    @property
+    def parts(self) -> bool:
+        """Whether the two runs part here."""
+        return self.growth >= PARTS
+
+
+class Drift(NamedTuple):
+    """An operation that runs many times, each time a little further off, as a running sum does.
+
+    Attributes:
+        start, end: its first and its last result.
+        calls: how many results it has.
+    """
+
+    start: Difference
+    end: Difference
+    calls: int
+
+    @property
+    def growth(self) -> float:
+        """How many times further off its last result is than what the first was computed from."""
+        return _growth(self.start.before, self.end.ulps)
+
+
+def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
+
+    Where the reference itself is inf or NaN, nothing is compared; finite values that the dtype of
+    the result does not hold count as its largest, which stands for them in masks.
+
+    Args:
+        result: floating or complex.
+        reference: of the same shape, likewise.
+        dtype: the half format whose ulps are counted: of eps times the root mean square of the
+            reference; where that is zero throughout, of the smallest subnormal.
+
+    Returns:
+        Root of the mean square, and maximum, of the difference.
+    """
+    info = torch.finfo(dtype)
+    if reference.is_complex():
+        result, reference = map(torch.view_as_real, (result, reference))
+    known = reference.isfinite()
+    got, expected = result[known].double(), reference[known].double()
+    if result.dtype in HALF_DTYPES:
+        expected = expected.clamp(torch.finfo(result.dtype).min, torch.finfo(result.dtype).max)
+    if not expected.numel():
+        return 0.0, 0.0
+    if not bool(got.isfinite().all()):
+        return math.inf, math.inf
+    ulp = info.eps * (_rms(expected) or info.smallest_normal)
+    off = (got - expected).abs()
+    return _rms(off) / ulp, float(off.max()) / ulp
+
+
+def drifts(calls: Sequence[Difference]) -> bool:
+    """Whether an operation goes further off from call to call, half of it or more by itself."""
+    start, end = calls[0], calls[-1]
+    own = sum(max(each.ulps - each.before, 0.0) for each in calls)
+    grown = _growth(start.before, end.ulps) >= PARTS
+    return len(calls) > 1 and grown and own >= (end.ulps - start.before) / 2
+
+
+def _growth(before: float, ulps: float) -> float:
+    return 1.0 if math.isinf(before) else ulps / max(before, ROUNDED)
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
