@@ -1,4 +1,4 @@
-"""``python -m tritonamp``: the commands ``check``, ``demo``, ``doctor`` and ``explain``."""
+"""``python -m tritonamp``: the commands ``check``, ``demo``, ``doctor``, ``explain``, ``migrate``."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tritonamp
 from tritonamp import demo
 from tritonamp.commands import check, doctor, explain
+from tritonamp.commands.migrate import command as migrate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check.run(args, parser.error)
     elif args.command == "explain":
         return explain.run(args, parser.error)
+    elif args.command == "migrate":
+        return migrate.run(args, parser.error)
     else:
         try:
             demo.run(args)
@@ -49,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_arguments(
         commands.add_parser("explain", help="what an error means, and its cure, by its text")
+    )
+    migrate.add_arguments(
+        commands.add_parser("migrate", help="rewrite scripts for torch.amp or apex")
     )
     return parser
 

@@ -1,0 +1,308 @@
+"""Loops with ``apex.amp``, to ``enable`` and its handle."""
+
+import ast
+from dataclasses import dataclass
+
+from tritonamp.commands.migrate.conditions import Folding
+from tritonamp.commands.migrate.handle import (
+    AFTER_BOTH,
+    CLIPS,
+    limit_of,
+    plain_backwards,
+    refuse_plain_backward,
+    runs_when,
+)
+from tritonamp.commands.migrate.imports import Import, imported, statements
+from tritonamp.commands.migrate.initialize import Call, read
+from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.source import Function
+
+AMP = "apex.amp."
+_REGISTERS = {
+    f"{start}{kind}_function"
+    for start in ("", "register_")
+    for kind in ("half", "float", "promote")
+} | {"disable_casts"}
+_OF_HANDLE = {"scale_loss", "master_params", "state_dict", "load_state_dict"}
+
+
+def convert(script: Script) -> None:
+    """Note what turns the loop of ``script`` into one with a handle, or why that cannot be."""
+    uses = _uses(script)
+    if not uses:
+        return
+    _drop_imports(script)
+    starts = [use for use in uses if use.name == "initialize"]
+    if len(starts) > 1 or (not starts and any(use.name in _OF_HANDLE for use in uses)):
+        for use in uses:
+            if use.name in _OF_HANDLE | {"initialize"}:
+                script.refuse(
+                    use.node,
+                    f"`{ast.unparse(use.node)}` with {len(starts)} calls of amp.initialize in this "
+                    "file",
+                    f"one handle for all models and optimizers: {AFTER_BOTH}; hand it to where the "
+                    "loss is scaled; or `--to apex`, which needs no handle",
+                )
+        return
+    call = read(script, starts[0].node) if starts else None
+    if starts and call is None:
+        return
+    _Loop(script, uses, call).convert()
+
+
+@dataclass(frozen=True)
+class _Use:
+    """``amp.name`` somewhere."""
+
+    node: ast.Attribute | ast.Name
+    name: str
+
+
+def _uses(script: Script) -> list[_Use]:
+    """Return every use of apex.amp, in order; refuse what is not a function of it."""
+    found = []
+    for node in ast.walk(script.source.tree):
+        if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
+            continue
+        name = script.qualified(node) or ""
+        outer = script.source.parents[node]
+        if name.startswith(AMP) and name.count(".") == 2:
+            found.append(_Use(node, name.removeprefix(AMP)))
+        elif name == AMP[:-1] and not isinstance(outer, ast.Attribute):
+            script.refuse(
+                node, f"`{ast.unparse(node)}` as a value", "hand the handle of `enable` over"
+            )
+            found.append(_Use(node, ""))
+    return sorted(found, key=lambda use: script.source.start(use.node))
+
+
+def _drop_imports(script: Script) -> None:
+    """Drop the imports of apex.amp; of apex itself where nothing else of it is used."""
+    others = [
+        node
+        for node in ast.walk(script.source.tree)
+        if isinstance(node, ast.Name)
+        and script.qualified(node) == "apex"
+        and script.qualified(script.source.parents[node]) != AMP[:-1]
+    ]
+    for statement in statements(script):
+        for alias in statement.names:
+            name = imported(statement, alias)
+            binds_apex = isinstance(statement, ast.Import) and alias.asname is None
+            if binds_apex and name in ("apex", AMP[:-1]):
+                script.dropped |= set() if others else {alias}
+            elif not binds_apex and f"{name}.".startswith(AMP):
+                script.dropped.add(alias)
+
+
+def _stands_in(script: Script, binding: ast.AST) -> bool:
+    """Whether ``amp = None`` stands in for a failed import."""
+    statement = script.source.parents.get(binding)
+    return isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "None"
+
+
+class _Loop:
+    """The rewriting of everything that ``amp`` is used for."""
+
+    def __init__(self, script: Script, uses: list[_Use], call: Call | None) -> None:
+        self.script, self.uses, self.call = script, uses, call
+        self.owner: ast.ClassDef | None = None
+        self.name = "amp"
+        if call is not None:
+            self._choose_name(call)
+
+    def convert(self) -> None:
+        for use in sorted(self.uses, key=lambda use: -self.script.source.start(use.node)):
+            if use.name in _REGISTERS:
+                self.script.replace(
+                    use.node, f"tritonamp.{use.name}", "apex's lists, by their name"
+                )
+                self.script.needs_tritonamp = True
+            elif use.name == "initialize":
+                continue
+            elif use.name in _OF_HANDLE:
+                self._of_handle(use)
+            elif use.name:
+                self.script.refuse(
+                    use.node,
+                    f"`{ast.unparse(use.node)}` has no counterpart",
+                    "`--to apex` keeps it",
+                )
+        if self.call is None:
+            return
+        scopes = {self.script.source.scope(u.node) for u in self.uses if u.name in _OF_HANDLE}
+        for backward in plain_backwards(self.script, scopes, self._is_off):
+            if not self._is_scaled(backward):
+                refuse_plain_backward(self.script, backward, self.name)
+        self._initialize(self.call)
+        Folding(self.script, self.name, self._sign, lambda test: False).fold()
+
+    def _choose_name(self, call: Call) -> None:
+        """Find a name that all uses can reach: a variable, one of self, or a global one."""
+        script = self.script
+        scope = script.source.scope(call.statement)
+        used = [script.source.scope(u.node) for u in self.uses if u.name in _OF_HANDLE]
+        taken = [
+            binding
+            for variable, bindings in script.scopes.bindings.items()
+            if variable.name == "amp"
+            for binding in bindings
+            if not isinstance(binding, Import)
+            and not isinstance(script.source.parents.get(binding), ast.Assign)
+        ]
+        owner = script.scopes.method_of(scope)
+        if (
+            owner is not None
+            and any(s is not scope for s in used)
+            and all(script.scopes.method_of(s) is owner for s in used)
+        ):
+            assert isinstance(scope, Function)
+            self.name, self.owner = f"{scope.args.args[0].arg}.amp", owner
+        elif taken:
+            script.refuse(
+                taken[0], "`amp` is the name of something else, too", "give that another name"
+            )
+        elif isinstance(scope, Function) and any(not self._sees(s, scope) for s in used):
+            first = scope.body[0]
+            is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            place = scope.body[1] if is_text and len(scope.body) > 1 else first
+            indentation = script.source.indentation(place)
+            script.edits.insert(
+                script.source.line_start(script.source.start(place)),
+                f"{indentation}global amp{script.source.newline}",
+            )
+            script.why(place, "other functions use the handle, too")
+
+    def _sees(self, scope: ast.AST, made_in: ast.AST) -> bool:
+        return scope is made_in or any(
+            outer is made_in for outer in self.script.source.around(scope)
+        )
+
+    def _initialize(self, call: Call) -> None:
+        script = self.script
+        script.needs_tritonamp = True
+        line = f"{self.name} = tritonamp.enable({call.arguments})"
+        if call.renamed is not None:
+            line += script.source.newline + script.source.indentation(call.statement) + call.renamed
+        reason = "enables in place, and gives the handle"
+        if call.lifted is not None:
+            reason += f"; at O0 where not {ast.unparse(call.lifted.test)}"
+        script.replace(call.lifted or call.statement, line, reason)
+
+    def _sign(self, test: ast.expr) -> bool | None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            sign = self._sign(test.operand)
+            return None if sign is None else not sign
+        switch = self.call.switch if self.call is not None else None
+        flow = self.script.flow
+        if switch is not None and flow.canonical(test) == flow.canonical(switch):
+            return True
+        return None
+
+    def _is_off(self, test: ast.expr) -> bool | None:
+        sign = self._sign(test)
+        return None if sign is None else not sign
+
+    def _is_scaled(self, backward: ast.Call) -> bool:
+        """Whether ``backward`` is of a loss that a block around it scales."""
+        assert isinstance(backward.func, ast.Attribute)
+        name = ast.unparse(backward.func.value)
+        return any(
+            isinstance(outer, ast.With)
+            and any(i.optional_vars and ast.unparse(i.optional_vars) == name for i in outer.items)
+            for outer in self.script.source.around(backward)
+        )
+
+    def _of_handle(self, use: _Use) -> None:
+        script = self.script
+        outer = script.source.parents[use.node]
+        if not isinstance(outer, ast.Call) or outer.func is not use.node or self.call is None:
+            script.refuse(use.node, f"`{ast.unparse(use.node)}` is not called", "call the handle's")
+        elif self.call.only_if is not None and not runs_when(script, use.node, self._sign):
+            script.refuse(
+                use.node,
+                f"`{ast.unparse(outer)}` runs without amp.initialize, too",
+                "make the handle always, with level=... "
+                f'if {ast.unparse(self.call.only_if)} else "O0"',
+            )
+        elif use.name == "scale_loss":
+            self._scale_loss(outer)
+        elif use.name == "master_params":
+            self._master_params(outer)
+        else:
+            script.replace(use.node, f"{self.name}.{use.name}", "the handle's state")
+
+    def _scale_loss(self, call: ast.Call) -> None:
+        script = self.script
+        assert self.call is not None
+        item = script.source.parents[call]
+        given = dict(zip(("loss", "optimizers", "loss_id"), call.args, strict=False))
+        given |= {k.arg: k.value for k in call.keywords if k.arg is not None}
+        if not isinstance(item, ast.withitem) or "loss" not in given:
+            script.refuse(call, f"`{ast.unparse(call)}` outside a `with`", "`amp.backward(loss)`")
+            return
+        args = [script.edits.text(given["loss"])]
+        if self.call.several and "optimizers" in given:
+            args.append(script.edits.text(given["optimizers"]))
+        if "loss_id" in given:
+            args.append(f"loss_id={script.edits.text(given['loss_id'])}")
+        block = script.source.parents[item]
+        assert isinstance(block, (ast.With, ast.AsyncWith))
+        match block.body:
+            case [
+                ast.Expr(
+                    value=ast.Call(
+                        func=ast.Attribute(value=ast.Name() as scaled, attr="backward"),
+                        args=[],
+                        keywords=keywords,
+                    )
+                )
+            ] if (
+                len(block.items) == 1
+                and item.optional_vars is not None
+                and ast.unparse(item.optional_vars) == scaled.id
+                and all(keyword.arg == "retain_graph" for keyword in keywords)
+            ):
+                args += [script.edits.text(keyword) for keyword in keywords]
+                start = script.source.end(call)
+                lines = [
+                    *script.source.comments(start, script.source.end(block)),
+                    f"{self.name}.backward({', '.join(args)})",
+                ]
+                text = (script.source.newline + script.source.indentation(block)).join(lines)
+                script.replace(block, text, "scales the loss, and runs backward")
+                return
+        script.replace(call, f"{self.name}.scale_loss({', '.join(args)})", "the handle's scale")
+
+    def _master_params(self, call: ast.Call) -> None:
+        script = self.script
+        assert self.call is not None
+        outer = script.source.parents[call]
+        if self.call.several:
+            script.refuse(
+                call,
+                f"`{ast.unparse(call)}` of one of several optimizers",
+                f"after `{self.name}.unscale_()` the gradients of its param_groups are true",
+            )
+        elif isinstance(outer, ast.Call) and outer.args[:1] == [call] and limit_of(script, outer):
+            limit = limit_of(script, outer)
+            assert limit is not None
+            script.replace(
+                outer,
+                f"{self.name}.clip_grad_norm_({script.edits.text(limit)})",
+                "clips the true gradients in the step's own pass",
+            )
+        else:
+            statement = script.source.statement(call)
+            start = script.source.start(statement)
+            lead = script.source.text[script.source.line_start(start) : start]
+            if lead.strip():
+                script.refuse(call, "a statement that shares its line", "give it a line of its own")
+                return
+            script.replace(call, f"{self.name}.master_params()", "the FP32 parameters")
+            script.edits.insert(
+                script.source.line_start(start),
+                f"{lead}{self.name}.unscale_()  # true gradients{script.source.newline}",
+            )
+            is_clip = isinstance(outer, ast.Call) and script.qualified(outer.func) in CLIPS
+            script.why(statement, "norms other than 2" if is_clip else "your own gradient work")

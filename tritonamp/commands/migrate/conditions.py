@@ -1,0 +1,123 @@
+"""``if amp: ... else: ...`` whose branches are one and the same now."""
+
+import ast
+from collections.abc import Callable
+
+from tritonamp.commands.migrate.script import Note, Script
+from tritonamp.commands.migrate.source import dedented
+
+FOLDED = "both branches are the same now: at O0 the handle does nothing to an FP32 loop"
+ALWAYS = "the handle is always there"
+
+
+class Folding:
+    """Branches on whether mixed precision is on.
+
+    Args:
+        script: the file; its other edits have been noted.
+        handle: the name of the handle.
+        switch: tells of a test whether it asks for mixed precision (True), for its absence (False),
+            or for something else (None).
+        handle_asked: whether a test asks if there is a handle. There is always one from now on, so
+            such a branch has to go.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        handle: str,
+        switch: Callable[[ast.expr], bool | None],
+        handle_asked: Callable[[ast.expr], bool],
+    ) -> None:
+        self.script, self.handle = script, handle
+        self.switch, self.handle_asked = switch, handle_asked
+
+    def fold(self) -> None:
+        """Fold what can be folded; refuse a branch that has to go and cannot."""
+        source = self.script.source
+        nodes = [n for n in ast.walk(source.tree) if isinstance(n, (ast.If, ast.IfExp))]
+        for node in sorted(nodes, key=lambda n: -len(list(source.around(n)))):
+            sign = self.switch(node.test)
+            if sign is None:
+                continue
+            if isinstance(node, ast.IfExp):
+                if self.handle_asked(node.test):
+                    kept = node.body if sign else node.orelse
+                    self.script.replace(node, self.script.edits.text(kept), ALWAYS)
+            else:
+                self._fold(node, sign)
+
+    def _fold(self, node: ast.If, sign: bool) -> None:
+        on, off = (node.body, node.orelse) if sign else (node.orelse, node.body)
+        must = self.handle_asked(node.test)
+        is_elif = self.script.source.text.startswith("elif", self.script.source.start(node))
+        if on and not is_elif and (off or must) and (not off or self._same(on, off)):
+            self._unwrap(node, on, off)
+        elif must:
+            self.script.refuse(
+                node,
+                f"`if {ast.unparse(node.test)}` does different things in its branches",
+                f"keep what is right with `{self.handle}`, which is always there from now on",
+            )
+
+    def _same(self, on: list[ast.stmt], off: list[ast.stmt]) -> bool:
+        return ast.dump(self._plain(on)) == ast.dump(self._plain(off))
+
+    def _plain(self, block: list[ast.stmt]) -> ast.AST:
+        text = dedented(self._text(block), self.script.source.indentation(block[0]), "")
+        return _Plain(self.handle).visit(ast.parse(text))
+
+    def _text(self, block: list[ast.stmt]) -> str:
+        source = self.script.source
+        return self.script.edits.between(source.start(block[0]), source.end(block[-1]))
+
+    def _unwrap(self, node: ast.If, on: list[ast.stmt], off: list[ast.stmt]) -> None:
+        """Put the statements of ``on``, with the comments before them, in the place of ``node``."""
+        source, edits = self.script.source, self.script.edits
+        start, end = source.start(on[0]), source.end(on[-1])
+        outer = source.indentation(node)
+        header = source.start(node) if on is node.body else source.end(node.body[-1])
+        comments = source.comments(source.line_end(header), start) if header < start else []
+        if "\n" in source.text[header:start]:
+            text = dedented(edits.between(start, end), source.indentation(on[0]), outer)
+        else:
+            text = edits.between(start, end)
+        if on is node.body and off:
+            comments += source.comments(end, source.line_end(end))
+        text = (source.newline + outer).join([*comments, text])
+        if off:
+            lines = range(off[0].lineno, (off[-1].end_lineno or 0) + 1)
+            self.script.changes -= {c for c in self.script.changes if c.line in lines}
+        edits.replace(source.start(node), source.end(node), text)
+        self.script.changes.add(Note(node.lineno, FOLDED if off else ALWAYS))
+
+
+class _Plain(ast.NodeTransformer):
+    """Writes a loop without mixed precision as the handle's, and enters its autocast nowhere."""
+
+    def __init__(self, handle: str) -> None:
+        self.handle = handle
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        inside = [i for i in node.items if ast.unparse(i) != f"{self.handle}.autocast()"]
+        if inside:
+            node.items = inside
+            return node
+        return node.body
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, (ast.Attribute, ast.Name)):
+            return node
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        handle = ast.parse(self.handle, mode="eval").body
+        if name == "backward" and isinstance(node.func, ast.Attribute):
+            is_ours = ast.dump(node.func.value) == ast.dump(handle)
+            args = node.args[:1] if is_ours else [node.func.value, *node.args]
+            keywords = [k for k in node.keywords if k.arg == "retain_graph"]
+            return ast.Call(ast.Attribute(handle, name, ast.Load()), args, keywords)
+        if name == "clip_grad_norm_" and len(node.args) + len(node.keywords) == 2:
+            limit = [*node.args, *(keyword.value for keyword in node.keywords)][1]
+            return ast.Call(ast.Attribute(handle, name, ast.Load()), [limit], [])
+        return node

@@ -1,0 +1,40 @@
+"""A text, converted."""
+
+import ast
+import warnings
+from typing import Literal
+
+from tritonamp.commands.migrate import apex_imports, apex_loop, imports, old_names, torch_loop
+from tritonamp.commands.migrate.script import Conversion, Note, Script
+
+To = Literal["enable", "apex"]
+
+
+def convert(text: str, to: To = "enable") -> Conversion:
+    """Rewrite a training script.
+
+    Args:
+        text: Python 3.
+        to: "enable" for the handle of ``tritonamp.enable``; "apex" to change imports of apex alone.
+
+    Returns:
+        the new text with its reasons, or the old one with what is not understood.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in the script's strings
+            script = Script(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None) or 1
+        return Conversion(text, text, (), (Note(line, f"not Python 3: {error}"),))
+    if to == "enable":
+        apex_loop.convert(script)
+        torch_loop.convert(script)
+        old_names.convert(script)
+    apex_imports.convert(script)
+    if script.todos:
+        return Conversion(text, text, (), tuple(sorted(script.todos)))
+    imports.convert(script)
+    after = script.edits.render()
+    ast.parse(after)
+    return Conversion(text, after, tuple(sorted(script.changes)), ())

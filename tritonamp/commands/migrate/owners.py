@@ -1,0 +1,138 @@
+"""Whose parameters an optimizer steps: the models to enable, and where that can be done."""
+
+import ast
+from dataclasses import dataclass
+
+from tritonamp.commands.migrate.scopes import Variable
+from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.source import Function
+
+_PARAMETERS = {"parameters", "named_parameters"}
+_MOVES = {"to", "cuda", "cpu", "half", "float", "bfloat16", "apply"}
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What ``enable`` is given: variables that hold models and optimizers."""
+
+    models: tuple[Variable, ...]
+    optimizers: tuple[Variable, ...]
+
+
+def models_of(script: Script, optimizer: Variable) -> list[Variable]:
+    """Return the models whose parameters were given to ``optimizer``, as roots; none if unclear."""
+    made = [
+        statement.value
+        for variable in script.flow.group(optimizer)
+        for binding in script.scopes.bindings[variable]
+        for statement in [script.source.parents.get(binding)]
+        if isinstance(statement, (ast.Assign, ast.AnnAssign))
+        and isinstance(statement.value, ast.Call)
+    ]
+    found: list[Variable] = []
+    for call in made:
+        for root in _with_parameters_in(script, call, depth=4) or _called(script, call):
+            if root not in found:
+                found.append(root)
+    return found
+
+
+def _with_parameters_in(script: Script, node: ast.AST, depth: int) -> list[Variable]:
+    """Return the roots of ``x`` in every ``x.parameters()`` that ``node`` was computed from."""
+    found: list[Variable] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and inner.attr in _PARAMETERS:
+            base = inner.value
+            while isinstance(base, ast.Attribute) and script.flow.root(base) is None:
+                base = base.value  # of a part of a model: model.encoder
+            root = script.flow.root(base)
+            found += [] if root is None else [root]
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and depth:
+            for value in _values(script, inner):
+                found += _with_parameters_in(script, value, depth - 1)
+    return list(dict.fromkeys(found))
+
+
+def _values(script: Script, name: ast.Name) -> list[ast.expr]:
+    """Return what a plain variable was assigned, appended or extended by."""
+    variable = script.scopes.variable(name)
+    if variable is None or script.qualified(name) is not None:
+        return []
+    values = []
+    for binding in script.scopes.bindings[variable]:
+        statement = script.source.parents.get(binding)
+        if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and statement.value:
+            is_object = isinstance(statement.value, ast.Call) and script.qualified(
+                statement.value.func
+            )
+            if not is_object or "optim" not in str(is_object):
+                values.append(statement.value)
+        elif isinstance(statement, (ast.For, ast.comprehension)):
+            values.append(statement.iter)
+    return values
+
+
+def _called(script: Script, made: ast.Call) -> list[Variable]:
+    """Return the arguments of ``made`` that are called somewhere as models are: ``model(x)``."""
+    called = {
+        script.flow.root(node.func)
+        for node in ast.walk(script.source.tree)
+        if isinstance(node, ast.Call)
+    }
+    given = (*made.args, *(keyword.value for keyword in made.keywords))
+    roots = [script.flow.root(value) for value in given]
+    is_function = {
+        root
+        for root in roots
+        if root is not None
+        and any(
+            isinstance(b, Function | ast.ClassDef | ast.Import | ast.ImportFrom)
+            for b in script.scopes.bindings[root]
+        )
+    }
+    return [root for root in roots if root is not None and root in called - is_function]
+
+
+def name_in(script: Script, root: Variable, scope: ast.AST) -> str | None:
+    """Return how ``scope`` names ``root`` once it has been made; None where it cannot."""
+    owner = script.scopes.method_of(scope)
+    for variable in script.flow.group(root):
+        if variable.scope is scope:
+            return variable.name
+    for variable in script.flow.group(root):
+        if owner is not None and variable.scope is owner and isinstance(scope, Function):
+            methods = {
+                function.name
+                for binding in script.scopes.bindings[variable]
+                for function in [script.source.scope(binding)]
+                if isinstance(function, Function)
+            }
+            if scope.name in methods or "__init__" in methods:
+                return f"{scope.args.args[0].arg}.{variable.name}"
+    for variable in script.flow.group(root):
+        if variable.scope is script.source.tree and not isinstance(scope, ast.Module):
+            return variable.name
+    return None
+
+
+def last_made(
+    script: Script, roots: tuple[Variable, ...], block: list[ast.stmt]
+) -> ast.stmt | None:
+    """Return the last statement of ``block`` that makes, wraps or moves one of ``roots``."""
+    found = None
+    for statement in block:
+        if any(_makes(script, node, roots) for node in ast.walk(statement)):
+            found = statement
+    return found
+
+
+def _makes(script: Script, node: ast.AST, roots: tuple[Variable, ...]) -> bool:
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+        return script.flow.root(script.scopes.variable(node)) in roots
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _MOVES
+        and isinstance(script.source.parents[node], ast.Expr)
+        and script.flow.root(node.func.value) in roots
+    )

@@ -1,0 +1,142 @@
+"""A Python text with its tree: where each node stands, and what is around it."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_STRINGS = (ast.Constant, ast.JoinedStr)
+
+
+class Source:
+    """The text of a file, and its tree.
+
+    Attributes:
+        text: as in the file, line ends included.
+        tree: of the text.
+        parents: the node around each node.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Parse ``text``; raises SyntaxError or ValueError where it is not Python 3."""
+        self.text = text
+        self.tree = ast.parse(text)
+        self.parents = {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
+        self._lines = text.split("\n")
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line) + 1)
+
+    def start(self, node: ast.AST) -> int:
+        """Return where ``node`` begins, in characters; of what is decorated, its decorators."""
+        decorators = getattr(node, "decorator_list", [])
+        if decorators:
+            return self._starts[decorators[0].lineno - 1] + self.text[
+                self._starts[decorators[0].lineno - 1] :
+            ].index("@")
+        return self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+
+    def end(self, node: ast.AST) -> int:
+        """Return where ``node`` ends."""
+        return self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+
+    def segment(self, node: ast.AST) -> str:
+        """Return the text of ``node``."""
+        return self.text[self.start(node) : self.end(node)]
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around ``node``, the nearest first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the statement that ``node`` is, or is in."""
+        if isinstance(node, ast.stmt):
+            return node
+        return next(n for n in self.around(node) if isinstance(n, ast.stmt))
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the list of statements that ``statement`` is one of."""
+        for _, value in ast.iter_fields(self.parents[statement]):
+            if isinstance(value, list) and any(item is statement for item in value):
+                return value
+        raise LookupError("a statement stands in a block")
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the function, class or module whose names ``node`` sees first."""
+        inner = node
+        for outer in self.around(node):
+            if isinstance(outer, Function) and (inner in outer.body or isinstance(inner, ast.arg)):
+                return outer
+            if isinstance(outer, ast.arguments) and isinstance(inner, ast.arg):
+                continue  # defaults are evaluated outside, parameters are inside
+            if isinstance(outer, ast.ClassDef) and inner in outer.body:
+                return outer
+            if isinstance(outer, ast.Lambda) and (
+                inner is outer.body or isinstance(inner, ast.arg)
+            ):
+                return outer
+            inner = outer
+        return self.tree
+
+    def line_start(self, offset: int) -> int:
+        """Return where the line of ``offset`` begins."""
+        return self.text.rfind("\n", 0, offset) + 1
+
+    def line_end(self, offset: int) -> int:
+        """Return where the line of ``offset`` ends, behind its line end."""
+        found = self.text.find("\n", offset)
+        return len(self.text) if found < 0 else found + 1
+
+    def indentation(self, statement: ast.stmt) -> str:
+        """Return the white space before ``statement``'s line."""
+        start = self.start(statement)
+        line = self.text[self.line_start(start) : start]
+        return line[: len(line) - len(line.lstrip())]
+
+    @property
+    def newline(self) -> str:
+        """The line end of the file."""
+        return "\r\n" if "\r\n" in self.text else "\n"
+
+    def comments(self, start: int, end: int) -> list[str]:
+        """Return the comments that begin between two offsets."""
+        found = []
+        for token in tokenize.generate_tokens(io.StringIO(self.text, newline="").readline):
+            offset = self._starts[token.start[0] - 1] + token.start[1]
+            if token.type == tokenize.COMMENT and start <= offset < end:
+                found.append(token.string)
+        return found
+
+    def _offset(self, line: int, column: int) -> int:
+        """Return a place of the tree, whose columns are bytes, in characters."""
+        text = self._lines[line - 1]
+        if not text.isascii():
+            column = len(text.encode()[:column].decode())
+        return self._starts[line - 1] + column
+
+
+def dedented(text: str, inner: str, outer: str) -> str:
+    """Return statements indented by ``inner`` as they are indented by ``outer``.
+
+    The first line of ``text`` begins at its first statement, behind the indentation. Lines within a
+    string stay as they are.
+    """
+    padded = inner + text
+    tree = ast.parse(f"if True:\n{padded}" if inner else padded)
+    kept = {
+        line - bool(inner) - 1
+        for node in ast.walk(tree)
+        if isinstance(node, _STRINGS)
+        for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)
+    }
+    lines = padded.split("\n")
+    moved = [
+        line if number in kept or not line.startswith(inner) else outer + line[len(inner) :]
+        for number, line in enumerate(lines)
+    ]
+    return "\n".join(moved)[len(outer) :]

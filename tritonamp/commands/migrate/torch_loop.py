@@ -1,0 +1,233 @@
+"""Loops with torch's ``autocast`` and ``GradScaler``, to ``enable`` and its handle."""
+
+import ast
+
+from tritonamp.commands.migrate.autocasts import Autocasts
+from tritonamp.commands.migrate.conditions import Folding
+from tritonamp.commands.migrate.handle import (
+    AFTER_BOTH,
+    clipped,
+    plain_backwards,
+    refuse_plain_backward,
+)
+from tritonamp.commands.migrate.making import Making, find_making
+from tritonamp.commands.migrate.scopes import Variable
+from tritonamp.commands.migrate.script import Script
+
+SCALERS = tuple(
+    f"torch.{name}.GradScaler" for name in ("amp", "cuda.amp", "cpu.amp", "cuda.amp.grad_scaler")
+)
+_OF_SCALER = {"get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor",
+              "get_growth_interval", "set_growth_factor", "set_backoff_factor",
+              "set_growth_interval"}  # fmt: skip
+_BOTH = {"state_dict", "load_state_dict"}
+
+
+def convert(script: Script) -> None:
+    """Note what turns the loop of ``script`` into one with a handle, or why that cannot be."""
+    scalers = script.calls(*SCALERS)
+    if not scalers:
+        _refuse_foreign_scalers(script, None)
+        return
+    if len(scalers) > 1:
+        for call in scalers[1:]:
+            script.refuse(
+                call,
+                f"a second GradScaler (the first is made in line {scalers[0].lineno})",
+                "make one handle for all models and optimizers, and give each loss a loss_id",
+            )
+        return
+    making = find_making(script, scalers[0])
+    if making is None:
+        return
+    _Loop(script, making).convert()
+    _refuse_foreign_scalers(script, making.root)
+
+
+def _refuse_foreign_scalers(script: Script, root: Variable | None) -> None:
+    """Refuse ``x.scale(loss).backward()`` where ``x`` is not made in this file."""
+    for node in ast.walk(script.source.tree):
+        scaled = _scaled_backward(node)
+        if scaled is not None and (root is None or script.flow.root(scaled) != root):
+            script.refuse(
+                node,
+                f"`{ast.unparse(scaled)}` is not made in this file, or not by one call",
+                f"make the handle where model and optimizer are made ({AFTER_BOTH}), hand it over "
+                "in the place of the scaler, and write `amp.backward(loss)`",
+            )
+
+
+def _scaled_backward(node: ast.AST) -> ast.expr | None:
+    """Return ``x`` of ``x.scale(loss).backward()``."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(
+                value=ast.Call(func=ast.Attribute(value=scaler, attr="scale")), attr="backward"
+            )
+        ):
+            return scaler
+    return None
+
+
+class _Loop:
+    """The rewriting of everything that a scaler is used for."""
+
+    def __init__(self, script: Script, making: Making) -> None:
+        self.script, self.making = script, making
+
+    def convert(self) -> None:
+        script, making = self.script, self.making
+        autocasts = Autocasts(script, making)
+        if not autocasts.agree():
+            return
+        for node in reversed(script.flow.occurrences(making.root)):
+            if not making.makes(node):
+                self._use(node)
+        scopes = {
+            script.source.scope(node)
+            for node in script.flow.occurrences(making.root)
+            if not isinstance(node, ast.arg)
+        }
+        for call in plain_backwards(script, scopes, self._is_off):
+            refuse_plain_backward(script, call, "amp")
+        autocasts.convert()
+        making.write(autocasts.dtype)
+        Folding(script, making.name, self._sign, self._asks_for_handle).fold()
+
+    def _is_off(self, test: ast.expr) -> bool | None:
+        sign = self._sign(test)
+        return None if sign is None else not sign
+
+    def _sign(self, test: ast.expr) -> bool | None:
+        """Return what ``test`` says about mixed precision: it is on, it is off, nothing."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            sign = self._sign(test.operand)
+            return None if sign is None else not sign
+        if self.script.flow.root(test) == self.making.root:
+            return True
+        match test:
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[none]):
+                is_none = isinstance(none, ast.Constant) and none.value is None
+                if is_none and self.script.flow.root(left) == self.making.root:
+                    return isinstance(op, ast.IsNot)
+        canonical = self.script.flow.canonical(test)
+        switch = self.making.switch
+        if switch is not None and canonical == self.script.flow.canonical(switch):
+            return True
+        return None
+
+    def _asks_for_handle(self, test: ast.expr) -> bool:
+        return any(
+            self.script.flow.root(node) == self.making.root
+            for node in ast.walk(test)
+            if isinstance(node, (ast.Name, ast.Attribute))
+        )
+
+    def _use(self, node: ast.AST) -> None:
+        """Rewrite one occurrence of the scaler."""
+        script, making = self.script, self.making
+        parent = script.source.parents[node]
+        grand = script.source.parents.get(parent)
+        if isinstance(node, ast.arg):
+            self._parameter(node)
+        elif (
+            isinstance(parent, ast.Attribute)
+            and isinstance(grand, ast.Call)
+            and (grand.func is parent)
+        ):
+            self._method(node, parent.attr, grand)
+        elif making.hands_on(node) or self._is_test(node):
+            if making.renames(node):
+                script.replace(node, making.text(node), "the handle takes the scaler's place")
+        else:
+            self._refuse(node, f"`{ast.unparse(script.source.statement(node)).splitlines()[0]}`")
+
+    def _parameter(self, node: ast.arg) -> None:
+        script, making = self.script, self.making
+        if node.annotation is not None:
+            script.replace(node, f"{making.argument(node)}: tritonamp.Amp", "a handle is given")
+        elif making.renames(node):
+            script.replace(node, making.argument(node), "a handle is given")
+
+    def _is_test(self, node: ast.AST) -> bool:
+        """Whether the scaler is asked for, as in ``if scaler is not None``."""
+        tests = [
+            outer.test
+            for outer in self.script.source.around(node)
+            if isinstance(outer, (ast.If, ast.IfExp))
+        ]
+        within = {
+            id(inner) for test in tests if self._sign(test) is not None for inner in ast.walk(test)
+        }
+        return id(node) in within
+
+    def _method(self, node: ast.AST, method: str, call: ast.Call) -> None:
+        script, making = self.script, self.making
+        statement = script.source.parents[call]
+        name = making.text(node)
+        if method == "scale" and _scaled_backward(script.source.parents.get(statement)) is node:
+            self._backward(name, call)
+        elif method == "step" and isinstance(statement, ast.Expr) and len(call.args) == 1:
+            optimizer = script.edits.text(call.args[0])
+            script.replace(call, f"{optimizer}.step()", "unscales, checks, and steps or skips")
+        elif method == "update" and isinstance(statement, ast.Expr) and not call.args:
+            script.delete(statement, "the step moves the loss scale by itself")
+        elif method == "unscale_" and isinstance(statement, ast.Expr):
+            self._unscale(name, statement, call)
+        elif method in _OF_SCALER:
+            script.replace(node, f"{name}.scaler", "the handle's loss scaler")
+        elif method in _BOTH:
+            if making.renames(node):
+                script.replace(node, name, "the handle's state; it loads a GradScaler's, too")
+        else:
+            self._refuse(call, f"`{ast.unparse(call)}`")
+
+    def _backward(self, name: str, scale: ast.Call) -> None:
+        script, making = self.script, self.making
+        attribute = script.source.parents[scale]
+        backward = script.source.parents[attribute]
+        assert isinstance(backward, ast.Call)
+        options = [k.arg for k in backward.keywords]
+        if len(scale.args) != 1 or backward.args or not {*options} <= {"retain_graph"}:
+            self._refuse(scale, f"`{ast.unparse(backward)}`")
+            return
+        given = [script.edits.text(scale.args[0])]
+        if len(making.optimizers) > 1:
+            fed = making.fed_by(script.source.statement(scale))
+            if fed is None:
+                self._refuse(
+                    scale,
+                    "several optimizers, and no `scaler.step(optimizer)` behind this loss in its "
+                    "block",
+                )
+                return
+            given += fed
+        given += [script.edits.text(keyword) for keyword in backward.keywords]
+        script.replace(
+            backward, f"{name}.backward({', '.join(given)})", "scales the loss, and runs backward"
+        )
+
+    def _unscale(self, name: str, statement: ast.stmt, call: ast.Call) -> None:
+        script, making = self.script, self.making
+        block = script.source.block(statement)
+        behind = block[block.index(statement) + 1 :][:1]
+        if len(making.optimizers) > 1:
+            self._refuse(call, "`unscale_` of one of several optimizers")
+        elif behind and clipped(script, behind[0], making.models) is not None:
+            clip, limit = clipped(script, behind[0], making.models) or (call, call)
+            script.delete(statement, "clip_grad_norm_ of the handle takes the scale into account")
+            script.replace(
+                clip,
+                f"{name}.clip_grad_norm_({script.edits.text(limit)})",
+                "clips the true gradients in the step's own pass",
+            )
+        else:
+            script.replace(call, f"{name}.unscale_()", "true FP32 gradients from here on")
+
+    def _refuse(self, node: ast.AST, what: str) -> None:
+        self.script.refuse(
+            node,
+            f"{what}: a use of the scaler that is not known",
+            f"`{self.making.name}.scaler` is a torch GradScaler that can be used as before, "
+            f"`{self.making.name}.backward(loss)` scales and runs backward",
+        )
