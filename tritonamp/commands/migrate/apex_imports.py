@@ -55,7 +55,7 @@ def _convert_plain(script: Script, statement: ast.Import) -> None:
 
 def _check_uses(script: Script) -> None:
     """Refuse ``apex.x.y`` that tritonamp.apex does not have."""
-    for node in ast.walk(script.source.tree):
+    for node in script.source.nodes:
         outer = script.source.parents.get(node)
         if isinstance(node, ast.Attribute) and not isinstance(outer, ast.Attribute):
             name = script.qualified(node)
@@ -64,7 +64,7 @@ def _check_uses(script: Script) -> None:
 
 
 def _check(script: Script, node: ast.AST, name: str) -> None:
-    if name.endswith(".*") or not _exists(f"tritonamp.{_inside_apex(name)}"):
+    if not _exists(f"tritonamp.{_inside_apex(name.removesuffix('.*'))}"):
         script.refuse(node, f"`{name}` is not in tritonamp.apex", BY_HAND)
 
 
@@ -86,7 +86,7 @@ def _exists(name: str) -> bool:
 
 def _refuse_texts(script: Script) -> None:
     """Refuse modules that are imported by a text: ``importlib.import_module("amp_C")``."""
-    for node in ast.walk(script.source.tree):
+    for node in script.source.nodes:
         if (
             isinstance(node, ast.Call)
             and node.args

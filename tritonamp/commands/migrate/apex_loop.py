@@ -61,7 +61,7 @@ class _Use:
 def _uses(script: Script) -> list[_Use]:
     """Return every use of apex.amp, in order; refuse what is not a function of it."""
     found = []
-    for node in ast.walk(script.source.tree):
+    for node in script.source.nodes:
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
             continue
         name = script.qualified(node) or ""
@@ -80,7 +80,7 @@ def _drop_imports(script: Script) -> None:
     """Drop the imports of apex.amp; of apex itself where nothing else of it is used."""
     others = [
         node
-        for node in ast.walk(script.source.tree)
+        for node in script.source.nodes
         if isinstance(node, ast.Name)
         and script.qualified(node) == "apex"
         and script.qualified(script.source.parents[node]) != AMP[:-1]
@@ -183,7 +183,8 @@ class _Loop:
         script.needs_tritonamp = True
         line = f"{self.name} = tritonamp.enable({call.arguments})"
         if call.renamed is not None:
-            line += script.source.newline + script.source.indentation(call.statement) + call.renamed
+            indentation = script.source.indentation(call.lifted or call.statement)
+            line += script.source.newline + indentation + call.renamed
         reason = "enables in place, and gives the handle"
         if call.lifted is not None:
             reason += f"; at O0 where not {ast.unparse(call.lifted.test)}"

@@ -58,6 +58,11 @@ class Autocasts:
         self.dtype = dtypes.pop() if dtypes else None
         return True
 
+    def holds(self, node: ast.AST) -> bool:
+        """Whether ``node`` is in a block's own expression, which is replaced as a whole."""
+        expressions = [block.expression for block in self._blocks]
+        return any(outer in expressions for outer in self.script.source.around(node))
+
     def convert(self) -> None:
         """Note the edits: the handle's autocast wherever the handle can be reached."""
         for block in self._blocks:

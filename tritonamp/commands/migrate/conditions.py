@@ -35,7 +35,7 @@ class Folding:
     def fold(self) -> None:
         """Fold what can be folded; refuse a branch that has to go and cannot."""
         source = self.script.source
-        nodes = [n for n in ast.walk(source.tree) if isinstance(n, (ast.If, ast.IfExp))]
+        nodes = [n for n in source.nodes if isinstance(n, (ast.If, ast.IfExp))]
         for node in sorted(nodes, key=lambda n: -len(list(source.around(n)))):
             sign = self.switch(node.test)
             if sign is None:
@@ -64,12 +64,19 @@ class Folding:
         return ast.dump(self._plain(on)) == ast.dump(self._plain(off))
 
     def _plain(self, block: list[ast.stmt]) -> ast.AST:
-        text = dedented(self._text(block), self.script.source.indentation(block[0]), "")
-        return _Plain(self.handle).visit(ast.parse(text))
+        return _Plain(self.handle).visit(ast.parse(self._text(block, "")))
 
-    def _text(self, block: list[ast.stmt]) -> str:
+    def _text(self, block: list[ast.stmt], indentation: str) -> str:
+        """Return the text of a block of lines, edited, and indented anew."""
         source = self.script.source
-        return self.script.edits.between(source.start(block[0]), source.end(block[-1]))
+        start, end = source.start(block[0]), source.end(block[-1])
+        line = source.line_start(start)
+        if source.text[line:start].strip():  # behind the colon
+            return indentation + self.script.edits.between(start, end)
+        text = self.script.edits.between(line, end).rstrip()
+        if source.text.startswith("elif", start):
+            text = text.replace("elif", "if", 1)
+        return dedented(text or "pass", source.indentation(block[0]), indentation)
 
     def _unwrap(self, node: ast.If, on: list[ast.stmt], off: list[ast.stmt]) -> None:
         """Put the statements of ``on``, with the comments before them, in the place of ``node``."""
@@ -78,10 +85,7 @@ class Folding:
         outer = source.indentation(node)
         header = source.start(node) if on is node.body else source.end(node.body[-1])
         comments = source.comments(source.line_end(header), start) if header < start else []
-        if "\n" in source.text[header:start]:
-            text = dedented(edits.between(start, end), source.indentation(on[0]), outer)
-        else:
-            text = edits.between(start, end)
+        text = self._text(on, outer).removeprefix(outer)
         if on is node.body and off:
             comments += source.comments(end, source.line_end(end))
         text = (source.newline + outer).join([*comments, text])
@@ -105,6 +109,10 @@ class _Plain(ast.NodeTransformer):
             node.items = inside
             return node
         return node.body
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        self.generic_visit(node)
+        return None if ast.unparse(node) == f"{self.handle}.unscale_()" else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

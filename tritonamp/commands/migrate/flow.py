@@ -18,7 +18,7 @@ class Flow:
         self._parent: dict[Variable, Variable] = {}
         self.calls: dict[ast.AST, list[ast.Call]] = {}
         self._given: dict[Variable, list[ast.expr]] = {}
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call):
                 function = scopes.function(node)
                 if function is not None:
@@ -42,7 +42,7 @@ class Flow:
         """Return the names, attributes of self and parameters that mean ``root``, in order."""
         found = [
             node
-            for node in ast.walk(self.source.tree)
+            for node in self.source.nodes
             if isinstance(node, (ast.Name, ast.Attribute, ast.arg))
             and self.scopes.variable(node) is not None
             and self.root(self.scopes.variable(node)) == root
@@ -53,18 +53,41 @@ class Flow:
         """Return all variables that hold ``root``."""
         return [variable for variable in self.scopes.bindings if self.root(variable) == root]
 
-    def canonical(self, expression: ast.expr) -> str:
+    def canonical(self, expression: ast.expr, depth: int = 4) -> str:
         """Return ``expression`` as a text that is the same wherever the same objects are named."""
         root = self.root(expression) if isinstance(expression, (ast.Name, ast.Attribute)) else None
         if root is not None:
+            value = self._only_value(root)
+            if value is not None and depth:
+                return self.canonical(value, depth - 1)
             return f"<{root.name}@{getattr(root.scope, 'lineno', 0)}>"
         if isinstance(expression, ast.Attribute):
-            return f"{self.canonical(expression.value)}.{expression.attr}"
+            return f"{self.canonical(expression.value, depth)}.{expression.attr}"
         if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
-            return f"not {self.canonical(expression.operand)}"
+            return f"not {self.canonical(expression.operand, depth)}"
         if isinstance(expression, ast.Subscript):
-            return f"{self.canonical(expression.value)}[{ast.unparse(expression.slice)}]"
+            of = self.canonical(expression.value, depth)
+            return f"{of}[{ast.unparse(expression.slice)}]"
         return ast.unparse(expression)
+
+    def _only_value(self, root: Variable) -> ast.expr | None:
+        """Return the attribute, such as ``args.amp``, that is all that ``root`` ever holds."""
+        values: list[ast.expr] = []
+        for variable in self.group(root):
+            for binding in self.scopes.bindings[variable]:
+                statement = self.source.parents.get(binding)
+                if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                    values.append(statement.value)
+                elif isinstance(binding, ast.arg):
+                    given = self._given.get(variable, [])
+                    if not given or len(given) != len(self.calls.get(variable.scope, [])):
+                        return None
+                    values += given
+                else:
+                    return None
+        values = [value for value in values if self.root(value) != root]
+        is_one = len({ast.unparse(value) for value in values}) == 1
+        return values[0] if is_one and isinstance(values[0], ast.Attribute) else None
 
     def _variable(self, node: ast.AST | None) -> Variable | None:
         if isinstance(node, ast.Attribute) and node.attr == "module":  # inside DDP

@@ -44,7 +44,7 @@ def plain_backwards(
     """Return the ``loss.backward()`` in ``scopes`` that also run with mixed precision on."""
     return [
         node
-        for node in ast.walk(script.source.tree)
+        for node in script.source.nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "backward"

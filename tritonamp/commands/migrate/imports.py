@@ -10,7 +10,7 @@ Import = ast.Import | ast.ImportFrom
 
 def statements(script: Script) -> list[ast.Import | ast.ImportFrom]:
     """Return all import statements, in order."""
-    found = [node for node in ast.walk(script.source.tree) if isinstance(node, Import)]
+    found = [node for node in script.source.nodes if isinstance(node, Import)]
     return sorted(found, key=script.source.start)
 
 

@@ -4,6 +4,7 @@ import ast
 from dataclasses import dataclass, field
 
 from tritonamp.commands.migrate.handle import AFTER_BOTH
+from tritonamp.commands.migrate.imports import Import
 from tritonamp.commands.migrate.owners import last_made, models_of, name_in
 from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
@@ -121,15 +122,13 @@ class Making:
         """Return optimizer and loss_id of a loss: what is stepped next in its block."""
         script = self.script
         block = script.source.block(backward)
-        feeding = False
         for statement in block[block.index(backward) + 1 :]:
             match statement:
                 case ast.Expr(
                     value=ast.Call(func=ast.Attribute(value=scaler, attr="step"), args=[optimizer])
                 ) if script.flow.root(scaler) == self.root:
-                    if feeding:
-                        return None
-                    number = self.optimizers.index(script.flow.root(optimizer))  # type: ignore[arg-type]
+                    roots: list[Variable | None] = [*self.optimizers]
+                    number = roots.index(script.flow.root(optimizer))
                     return [ast.unparse(optimizer), f"loss_id={number}"][: 1 + bool(number)]
         return None
 
@@ -250,7 +249,8 @@ def find_making(script: Script, call: ast.Call) -> Making | None:
     statement: ast.stmt | None = parent if isinstance(parent, (ast.Assign, ast.AnnAssign)) else None
     outer = script.source.parents[statement] if statement is not None else None
     if isinstance(outer, ast.If) and statement is not None:
-        if not _only(outer.body, [statement]) or not all(_sets_none(s) for s in outer.orelse):
+        rest = [s for s in outer.body if s is not statement and not isinstance(s, Import)]
+        if rest or not all(_sets_none(s) for s in outer.orelse):
             statement = None
         else:
             tests.append(outer.test)
@@ -283,7 +283,7 @@ def find_making(script: Script, call: ast.Call) -> Making | None:
 def _stepped(script: Script, root: Variable) -> tuple[Variable, ...] | None:
     """Return the optimizers of every ``scaler.step(optimizer)``; None where one is not known."""
     found: list[Variable | None] = []
-    for node in ast.walk(script.source.tree):
+    for node in script.source.nodes:
         match node:
             case ast.Call(func=ast.Attribute(value=scaler, attr="step"), args=[optimizer]):
                 if script.flow.root(scaler) == root:
@@ -302,7 +302,7 @@ def _is_free(script: Script, name: str) -> bool:
     ]
     read = [
         node
-        for node in ast.walk(script.source.tree)
+        for node in script.source.nodes
         if isinstance(node, ast.Attribute)
         and node.attr == name
         and isinstance(node.value, ast.Name)
@@ -310,7 +310,7 @@ def _is_free(script: Script, name: str) -> bool:
     ]
     used = {
         script.qualified(script.source.parents[node])
-        for node in ast.walk(script.source.tree)
+        for node in script.source.nodes
         if isinstance(node, ast.Name) and node.id == name
     }
     goes = {
@@ -336,10 +336,6 @@ def _parameters(function: ast.AST) -> list[str]:
 
 def _listed(names: list[str | None]) -> str:
     return str(names[0]) if len(names) == 1 else f"[{', '.join(map(str, names))}]"
-
-
-def _only(block: list[ast.stmt], wanted: list[ast.stmt]) -> bool:
-    return len(block) == len(wanted) and all(a is b for a, b in zip(block, wanted, strict=True))
 
 
 def _sets_none(statement: ast.stmt) -> bool:

@@ -31,7 +31,7 @@ def options(script: Script, call: ast.Call) -> dict[str, ast.expr]:
 
 def convert(script: Script) -> None:
     """Note the edits that rename what is left of the deprecated names."""
-    for node in ast.walk(script.source.tree):
+    for node in script.source.nodes:
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             old = _OLD.get(script.qualified(node) or "")
             if old is None or script.edits.covers(node):

@@ -7,7 +7,8 @@ from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
 from tritonamp.commands.migrate.source import Function
 
-_PARAMETERS = {"parameters", "named_parameters"}
+_PARAMETERS = {"parameters", "named_parameters", "modules", "named_modules"}
+_OF_MODULES = {"train", "eval", "parameters", "named_parameters"}
 _MOVES = {"to", "cuda", "cpu", "half", "float", "bfloat16", "apply"}
 
 
@@ -34,7 +35,24 @@ def models_of(script: Script, optimizer: Variable) -> list[Variable]:
         for root in _with_parameters_in(script, call, depth=4) or _called(script, call):
             if root not in found:
                 found.append(root)
-    return found
+    trained = _trained(script)
+    return found or (trained if len(trained) == 1 else [])
+
+
+def _trained(script: Script) -> list[Variable]:
+    """Return what is used as a model: called, and asked for its parameters or its mode."""
+    called = _roots_called(script)
+    found = [
+        script.flow.root(node.value)
+        for node in script.source.nodes
+        if isinstance(node, ast.Attribute) and node.attr in _OF_MODULES
+    ]
+    return [root for root in dict.fromkeys(found) if root is not None and root in called]
+
+
+def _roots_called(script: Script) -> set[Variable | None]:
+    calls = [node for node in script.source.nodes if isinstance(node, ast.Call)]
+    return {script.flow.root(call.func) for call in calls}
 
 
 def _with_parameters_in(script: Script, node: ast.AST, depth: int) -> list[Variable]:
@@ -69,18 +87,18 @@ def _values(script: Script, name: ast.Name) -> list[ast.expr]:
                 values.append(statement.value)
         elif isinstance(statement, (ast.For, ast.comprehension)):
             values.append(statement.iter)
+    for call in ast.walk(variable.scope):
+        match call:
+            case ast.Call(func=ast.Attribute(value=ast.Name() as taker, attr=method), args=[value]):
+                if taker.id == variable.name and method in ("append", "extend"):
+                    values.append(value)
     return values
 
 
 def _called(script: Script, made: ast.Call) -> list[Variable]:
     """Return the arguments of ``made`` that are called somewhere as models are: ``model(x)``."""
-    called = {
-        script.flow.root(node.func)
-        for node in ast.walk(script.source.tree)
-        if isinstance(node, ast.Call)
-    }
-    given = (*made.args, *(keyword.value for keyword in made.keywords))
-    roots = [script.flow.root(value) for value in given]
+    called = _roots_called(script)
+    roots = [script.flow.root(value) for value in _names_in(script, made, depth=4)]
     is_function = {
         root
         for root in roots
@@ -91,6 +109,18 @@ def _called(script: Script, made: ast.Call) -> list[Variable]:
         )
     }
     return [root for root in roots if root is not None and root in called - is_function]
+
+
+def _names_in(script: Script, node: ast.AST, depth: int) -> list[ast.expr]:
+    """Return the variables that ``node`` was computed from."""
+    found: list[ast.expr] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.Name, ast.Attribute)):
+            found.append(inner)
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and depth:
+            for value in _values(script, inner):
+                found += _names_in(script, value, depth - 1)
+    return found
 
 
 def name_in(script: Script, root: Variable, scope: ast.AST) -> str | None:
@@ -128,7 +158,11 @@ def last_made(
 
 def _makes(script: Script, node: ast.AST, roots: tuple[Variable, ...]) -> bool:
     if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-        return script.flow.root(script.scopes.variable(node)) in roots
+        root = script.flow.root(script.scopes.variable(node))
+        statement = script.source.parents[node]
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        wraps = isinstance(value, ast.Call) and any(script.flow.root(a) == root for a in value.args)
+        return root in roots and not wraps  # DDP(model) may come later
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

@@ -25,16 +25,16 @@ class Scopes:
         self.source = source
         self.bindings: dict[Variable, list[ast.AST]] = defaultdict(list)
         self._global: dict[ast.AST, set[str]] = defaultdict(set)
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Global):
                 self._global[source.scope(node)].update(node.names)
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             for name in _bound(node):
                 scope = source.scope(node)
                 if name in self._global[scope]:
                     scope = source.tree
                 self.bindings[Variable(scope, name)].append(node)
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 variable = self.variable(node)
                 if variable is not None:

@@ -89,7 +89,7 @@ class Script:
         """Return the calls of functions by their dotted names, in order."""
         found = [
             node
-            for node in ast.walk(self.source.tree)
+            for node in self.source.nodes
             if isinstance(node, ast.Call) and self.qualified(node.func) in names
         ]
         return sorted(found, key=self.source.start)

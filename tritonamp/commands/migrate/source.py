@@ -15,6 +15,7 @@ class Source:
     Attributes:
         text: as in the file, line ends included.
         tree: of the text.
+        nodes: all nodes of the tree.
         parents: the node around each node.
     """
 
@@ -22,9 +23,8 @@ class Source:
         """Parse ``text``; raises SyntaxError or ValueError where it is not Python 3."""
         self.text = text
         self.tree = ast.parse(text)
-        self.parents = {
-            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
-        }
+        self.nodes = list(ast.walk(self.tree))
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._lines = text.split("\n")
         self._starts = [0]
         for line in self._lines:
@@ -121,22 +121,19 @@ class Source:
 
 
 def dedented(text: str, inner: str, outer: str) -> str:
-    """Return statements indented by ``inner`` as they are indented by ``outer``.
+    """Return whole lines of statements that are indented by ``inner`` as ``outer`` indents them.
 
-    The first line of ``text`` begins at its first statement, behind the indentation. Lines within a
-    string stay as they are.
+    Lines within a string stay as they are.
     """
-    padded = inner + text
-    tree = ast.parse(f"if True:\n{padded}" if inner else padded)
+    tree = ast.parse(f"if True:\n{text}" if inner else text)
     kept = {
         line - bool(inner) - 1
         for node in ast.walk(tree)
         if isinstance(node, _STRINGS)
         for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)
     }
-    lines = padded.split("\n")
     moved = [
         line if number in kept or not line.startswith(inner) else outer + line[len(inner) :]
-        for number, line in enumerate(lines)
+        for number, line in enumerate(text.split("\n"))
     ]
-    return "\n".join(moved)[len(outer) :]
+    return "\n".join(moved)

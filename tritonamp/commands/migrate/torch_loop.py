@@ -1,6 +1,7 @@
 """Loops with torch's ``autocast`` and ``GradScaler``, to ``enable`` and its handle."""
 
 import ast
+import re
 
 from tritonamp.commands.migrate.autocasts import Autocasts
 from tritonamp.commands.migrate.conditions import Folding
@@ -20,6 +21,7 @@ SCALERS = tuple(
 _OF_SCALER = {"get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor",
               "get_growth_interval", "set_growth_factor", "set_backoff_factor",
               "set_growth_interval"}  # fmt: skip
+_SAVES = re.compile("save|load|checkpoint|restore|resume", re.IGNORECASE)
 _BOTH = {"state_dict", "load_state_dict"}
 
 
@@ -46,7 +48,7 @@ def convert(script: Script) -> None:
 
 def _refuse_foreign_scalers(script: Script, root: Variable | None) -> None:
     """Refuse ``x.scale(loss).backward()`` where ``x`` is not made in this file."""
-    for node in ast.walk(script.source.tree):
+    for node in script.source.nodes:
         scaled = _scaled_backward(node)
         if scaled is not None and (root is None or script.flow.root(scaled) != root):
             script.refuse(
@@ -81,7 +83,7 @@ class _Loop:
         if not autocasts.agree():
             return
         for node in reversed(script.flow.occurrences(making.root)):
-            if not making.makes(node):
+            if not making.makes(node) and not autocasts.holds(node):
                 self._use(node)
         scopes = {
             script.source.scope(node)
@@ -136,7 +138,7 @@ class _Loop:
             and (grand.func is parent)
         ):
             self._method(node, parent.attr, grand)
-        elif making.hands_on(node) or self._is_test(node):
+        elif making.hands_on(node) or self._is_test(node) or self._is_saved(node):
             if making.renames(node):
                 script.replace(node, making.text(node), "the handle takes the scaler's place")
         else:
@@ -161,11 +163,19 @@ class _Loop:
         }
         return id(node) in within
 
+    def _is_saved(self, node: ast.AST) -> bool:
+        """Whether another file's function that saves or loads gets the scaler."""
+        parent = self.script.source.parents[node]
+        call = self.script.source.parents[parent] if isinstance(parent, ast.keyword) else parent
+        if not isinstance(call, ast.Call) or self.script.scopes.function(call) is not None:
+            return False
+        return _SAVES.search(ast.unparse(call.func).split(".")[-1]) is not None
+
     def _method(self, node: ast.AST, method: str, call: ast.Call) -> None:
         script, making = self.script, self.making
         statement = script.source.parents[call]
         name = making.text(node)
-        if method == "scale" and _scaled_backward(script.source.parents.get(statement)) is node:
+        if method == "scale" and _scaled_backward(script.source.parents[statement]) is node:
             self._backward(name, call)
         elif method == "step" and isinstance(statement, ast.Expr) and len(call.args) == 1:
             optimizer = script.edits.text(call.args[0])
