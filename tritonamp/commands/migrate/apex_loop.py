@@ -3,11 +3,10 @@
 import ast
 from dataclasses import dataclass
 
+from tritonamp.commands.migrate.apex_uses import Handle
 from tritonamp.commands.migrate.conditions import Folding
 from tritonamp.commands.migrate.handle import (
     AFTER_BOTH,
-    CLIPS,
-    limit_of,
     plain_backwards,
     refuse_plain_backward,
     runs_when,
@@ -47,6 +46,14 @@ def convert(script: Script) -> None:
     call = read(script, starts[0].node) if starts else None
     if starts and call is None:
         return
+    if call is not None and call.trains and not any(use.name == "scale_loss" for use in uses):
+        script.refuse(
+            call.statement,
+            "no `amp.scale_loss` is in this file, so the losses are scaled in another one",
+            f"{AFTER_BOTH}, hand the handle to where the loss is, and `amp.backward(loss)` there; "
+            "or `--to apex`, which needs no handle",
+        )
+        return
     _Loop(script, uses, call).convert()
 
 
@@ -61,11 +68,23 @@ class _Use:
 def _uses(script: Script) -> list[_Use]:
     """Return every use of apex.amp, in order; refuse what is not a function of it."""
     found = []
+    aliases = {
+        alias.asname or alias.name
+        for statement in statements(script)
+        for alias in statement.names
+        if isinstance(statement, ast.ImportFrom) and imported(statement, alias) == AMP[:-1]
+    }
     for node in script.source.nodes:
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
             continue
         name = script.qualified(node) or ""
         outer = script.source.parents[node]
+        if isinstance(node, ast.Name) and node.id in aliases and not script.scopes.variable(node):
+            script.refuse(
+                node,
+                f"`{node.id}` is not imported where it is used",
+                "import it for the whole file",
+            )
         if name.startswith(AMP) and name.count(".") == 2:
             found.append(_Use(node, name.removeprefix(AMP)))
         elif name == AMP[:-1] and not isinstance(outer, ast.Attribute):
@@ -106,7 +125,6 @@ class _Loop:
 
     def __init__(self, script: Script, uses: list[_Use], call: Call | None) -> None:
         self.script, self.uses, self.call = script, uses, call
-        self.owner: ast.ClassDef | None = None
         self.name = "amp"
         if call is not None:
             self._choose_name(call)
@@ -135,7 +153,8 @@ class _Loop:
             if not self._is_scaled(backward):
                 refuse_plain_backward(self.script, backward, self.name)
         self._initialize(self.call)
-        Folding(self.script, self.name, self._sign, lambda test: False).fold()
+        if self.call.only_if is None:  # else there is no handle in the other branches
+            Folding(self.script, self.name, self._sign, lambda test: False).fold()
 
     def _choose_name(self, call: Call) -> None:
         """Find a name that all uses can reach: a variable, one of self, or a global one."""
@@ -157,7 +176,7 @@ class _Loop:
             and all(script.scopes.method_of(s) is owner for s in used)
         ):
             assert isinstance(scope, Function)
-            self.name, self.owner = f"{scope.args.args[0].arg}.amp", owner
+            self.name = f"{scope.args.args[0].arg}.amp"
         elif taken:
             script.refuse(
                 taken[0], "`amp` is the name of something else, too", "give that another name"
@@ -181,10 +200,9 @@ class _Loop:
     def _initialize(self, call: Call) -> None:
         script = self.script
         script.needs_tritonamp = True
-        line = f"{self.name} = tritonamp.enable({call.arguments})"
-        if call.renamed is not None:
-            indentation = script.source.indentation(call.lifted or call.statement)
-            line += script.source.newline + indentation + call.renamed
+        lines = [*call.before, f"{self.name} = tritonamp.enable({call.arguments})"]
+        indentation = script.source.indentation(call.lifted or call.statement)
+        line = (script.newline + indentation).join(lines)
         reason = "enables in place, and gives the handle"
         if call.lifted is not None:
             reason += f"; at O0 where not {ast.unparse(call.lifted.test)}"
@@ -227,83 +245,8 @@ class _Loop:
                 f'if {ast.unparse(self.call.only_if)} else "O0"',
             )
         elif use.name == "scale_loss":
-            self._scale_loss(outer)
+            Handle(script, self.name, self.call.several).scale_loss(outer)
         elif use.name == "master_params":
-            self._master_params(outer)
+            Handle(script, self.name, self.call.several).master_params(outer)
         else:
             script.replace(use.node, f"{self.name}.{use.name}", "the handle's state")
-
-    def _scale_loss(self, call: ast.Call) -> None:
-        script = self.script
-        assert self.call is not None
-        item = script.source.parents[call]
-        given = dict(zip(("loss", "optimizers", "loss_id"), call.args, strict=False))
-        given |= {k.arg: k.value for k in call.keywords if k.arg is not None}
-        if not isinstance(item, ast.withitem) or "loss" not in given:
-            script.refuse(call, f"`{ast.unparse(call)}` outside a `with`", "`amp.backward(loss)`")
-            return
-        args = [script.edits.text(given["loss"])]
-        if self.call.several and "optimizers" in given:
-            args.append(script.edits.text(given["optimizers"]))
-        if "loss_id" in given:
-            args.append(f"loss_id={script.edits.text(given['loss_id'])}")
-        block = script.source.parents[item]
-        assert isinstance(block, (ast.With, ast.AsyncWith))
-        match block.body:
-            case [
-                ast.Expr(
-                    value=ast.Call(
-                        func=ast.Attribute(value=ast.Name() as scaled, attr="backward"),
-                        args=[],
-                        keywords=keywords,
-                    )
-                )
-            ] if (
-                len(block.items) == 1
-                and item.optional_vars is not None
-                and ast.unparse(item.optional_vars) == scaled.id
-                and all(keyword.arg == "retain_graph" for keyword in keywords)
-            ):
-                args += [script.edits.text(keyword) for keyword in keywords]
-                start = script.source.end(call)
-                lines = [
-                    *script.source.comments(start, script.source.end(block)),
-                    f"{self.name}.backward({', '.join(args)})",
-                ]
-                text = (script.source.newline + script.source.indentation(block)).join(lines)
-                script.replace(block, text, "scales the loss, and runs backward")
-                return
-        script.replace(call, f"{self.name}.scale_loss({', '.join(args)})", "the handle's scale")
-
-    def _master_params(self, call: ast.Call) -> None:
-        script = self.script
-        assert self.call is not None
-        outer = script.source.parents[call]
-        if self.call.several:
-            script.refuse(
-                call,
-                f"`{ast.unparse(call)}` of one of several optimizers",
-                f"after `{self.name}.unscale_()` the gradients of its param_groups are true",
-            )
-        elif isinstance(outer, ast.Call) and outer.args[:1] == [call] and limit_of(script, outer):
-            limit = limit_of(script, outer)
-            assert limit is not None
-            script.replace(
-                outer,
-                f"{self.name}.clip_grad_norm_({script.edits.text(limit)})",
-                "clips the true gradients in the step's own pass",
-            )
-        else:
-            statement = script.source.statement(call)
-            start = script.source.start(statement)
-            lead = script.source.text[script.source.line_start(start) : start]
-            if lead.strip():
-                script.refuse(call, "a statement that shares its line", "give it a line of its own")
-                return
-            script.replace(call, f"{self.name}.master_params()", "the FP32 parameters")
-            script.edits.insert(
-                script.source.line_start(start),
-                f"{lead}{self.name}.unscale_()  # true gradients{script.source.newline}",
-            )
-            is_clip = isinstance(outer, ast.Call) and script.qualified(outer.func) in CLIPS
-            script.why(statement, "norms other than 2" if is_clip else "your own gradient work")

@@ -44,9 +44,13 @@ class Autocasts:
                     continue
                 self._refuse(call, "an autocast that is no `with` block of its own")
                 return False
-            visible = self.making.visible_in(self.script.source.scope(call))
-            if visible is not None and not self._agrees(call, expression, enabled):
+            visible = self.making.visible_at(call) is not None
+            if visible and not self._agrees(call, expression, enabled):
                 self._refuse(call, "the autocast is on under another condition than the scaler")
+                return False
+            cached = given.get("cache_enabled")
+            if visible and not (cached is None or ast.unparse(cached) == "True"):
+                self._refuse(call, "the handle's autocast always keeps what it has cast")
                 return False
             self._blocks.append(_Block(call, expression))
             dtypes.add(self._dtype_of(given))
@@ -66,7 +70,7 @@ class Autocasts:
     def convert(self) -> None:
         """Note the edits: the handle's autocast wherever the handle can be reached."""
         for block in self._blocks:
-            name = self.making.visible_in(self.script.source.scope(block.call))
+            name = self.making.visible_at(block.call)
             if name is not None:
                 self.script.replace(
                     block.expression, f"{name}.autocast()", "the dtype and the level of the handle"

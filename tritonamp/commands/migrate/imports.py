@@ -49,7 +49,8 @@ def _drop_unused(script: Script) -> None:
             if isinstance(statement, ast.Import) and alias.asname is None:
                 continue  # import torch.cuda.amp binds torch
             of_amp = any(name == module or name.startswith(f"{module}.") for module in _OF_AMP)
-            if of_amp and (alias.asname or alias.name) not in used:
+            bound = alias.asname or alias.name
+            if of_amp and (bound not in used or bound in script.taken):
                 script.dropped.add(alias)
 
 

@@ -21,20 +21,22 @@ class Call:
     Attributes:
         statement: the statement that it is.
         arguments: what ``enable`` gets.
-        several: whether there are several optimizers.
+        trains: whether there are optimizers.
+        several: whether there are several.
         switch: the expression that turns mixed precision on; None: it always is.
         lifted: the ``if`` around it, where ``enable`` can take its place.
         only_if: the test of an ``if`` that stays around it.
-        renamed: the assignment that is left where the results had other names; None: they had not.
+        before: lines to stand before it: comments, and names for the results.
     """
 
     statement: ast.stmt
     arguments: str
+    trains: bool
     several: bool
     switch: ast.expr | None
     lifted: ast.If | None
     only_if: ast.expr | None
-    renamed: str | None
+    before: tuple[str, ...]
 
 
 def read(script: Script, name: ast.AST) -> Call | None:
@@ -58,28 +60,33 @@ def read(script: Script, name: ast.AST) -> Call | None:
     if options is None:
         return None
     enabled = given.get("enabled")
+    if isinstance(enabled, ast.Constant):
+        if not enabled.value:
+            script.refuse(call, "mixed precision is off here", "decide on a level for `enable`")
+            return None
+        enabled = None
     around = _if_around(script, statement)
-    lifted = around if around is not None and enabled is None and len(options) == 0 else None
-    if lifted is not None and not _only_this(lifted, statement):
-        lifted = None
+    is_plain = enabled is None and all(option.startswith("scaler=") for option in options)
+    lifted = around if around is not None and is_plain and _only_this(around, statement) else None
     switch = enabled if enabled is not None else around.test if around is not None else None
     level = script.edits.text(given["opt_level"]) if "opt_level" in given else '"O1"'
     if lifted is not None or enabled is not None:
-        condition = ast.unparse(lifted.test if lifted is not None else enabled or call)
-        level = f'{level} if {condition} else "O0"'
-    objects = [given["models"]]
+        assert switch is not None
+        level += f' if {ast.unparse(switch)} else "O0"'
+        options = [f"{o} if {ast.unparse(switch)} else None" for o in options if o[:7] == "scaler="]
     optimizers = given.get("optimizers")
-    if optimizers is not None and ast.unparse(optimizers) != "None":
-        objects.append(optimizers)
-    names = [script.source.segment(value) for value in objects]
+    trains = optimizers is not None and ast.unparse(optimizers) not in ("None", "[]")
+    before = [] if lifted is None else _own_comments(script, lifted, statement)
+    objects, renamed = _objects(script, statement, given["models"], optimizers)
     return Call(
         statement=statement,
-        arguments=", ".join([*names, f"level={level}", *options]),
+        arguments=", ".join([*objects[: 1 + trains], f"level={level}", *options]),
+        trains=trains,
         several=isinstance(optimizers, (ast.List, ast.Tuple)) and len(optimizers.elts) > 1,
         switch=switch,
         lifted=lifted,
         only_if=around.test if around is not None and lifted is None else None,
-        renamed=_renamed(statement, objects),
+        before=(*before, *renamed),
     )
 
 
@@ -132,11 +139,27 @@ def _only_this(outer: ast.If, statement: ast.stmt) -> bool:
     )
 
 
-def _renamed(statement: ast.stmt, objects: list[ast.expr]) -> str | None:
-    """Return the assignment that gives the results their names, where these are others."""
-    if not isinstance(statement, ast.Assign):
-        return None
-    value = objects[0] if len(objects) == 1 else ast.Tuple(objects, ast.Load())
-    text = ast.unparse(value).strip("()") if len(objects) > 1 else ast.unparse(value)
-    targets = [ast.unparse(target).strip("()") for target in statement.targets]
-    return None if targets == [text.strip("()")] else f"{' = '.join(targets)} = {text}"
+def _own_comments(script: Script, outer: ast.If, statement: ast.stmt) -> list[str]:
+    """Return the comments of ``outer`` before ``statement`` that have a line to themselves."""
+    start, end = (
+        script.source.line_end(script.source.end(outer.test)),
+        script.source.start(statement),
+    )
+    lines = script.source.text[start:end].splitlines() if start < end else []
+    return [line.strip() for line in lines if line.strip().startswith("#")]
+
+
+def _objects(
+    script: Script, statement: ast.stmt, models: ast.expr, optimizers: ast.expr | None
+) -> tuple[list[str], list[str]]:
+    """Return how models and optimizers are called, and what gives them these names before."""
+    given = [value for value in (models, optimizers) if value is not None]
+    texts = [script.source.segment(value) for value in given]
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return texts, []
+    target = statement.targets[0]
+    targets = target.elts if isinstance(target, ast.Tuple) and len(given) > 1 else [target]
+    names = [ast.unparse(name) for name in targets]
+    if names == [ast.unparse(value) for value in given] or len(names) != len(given):
+        return texts, []
+    return names, [f"{', '.join(names)} = {', '.join(texts)}"]

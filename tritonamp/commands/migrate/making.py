@@ -44,6 +44,8 @@ class Making:
             dict.fromkeys(m for o in self.optimizers for m in models_of(self.script, o))
         )
         self._renamed = _is_free(self.script, "amp")
+        if self._renamed:
+            self.script.taken.add("amp")
         self.name = self.text(self.target)
 
     def makes(self, node: ast.AST) -> bool:
@@ -106,9 +108,14 @@ class Making:
         """Return the name of the handle as a parameter."""
         return "amp" if self._renamed else node.arg
 
-    def visible_in(self, scope: ast.AST) -> str | None:
-        """Return what the handle is called in ``scope``; None where it cannot be reached."""
+    def visible_at(self, node: ast.AST) -> str | None:
+        """Return what the handle is called at ``node``; None where it cannot be reached, or yet."""
         script = self.script
+        scope = script.source.scope(node)
+        if scope is script.source.scope(self.statement):
+            place = self._place(scope)
+            if place is None or script.source.start(node) < script.source.end(place):
+                return None
         for variable in script.flow.group(self.root):
             is_self = isinstance(variable.scope, ast.ClassDef)
             if is_self and script.scopes.method_of(scope) is variable.scope:
@@ -159,7 +166,9 @@ class Making:
             asked = "" if self.switch is None else f" if {ast.unparse(self.switch)} else None"
             options.append(f"scaler={made}{asked}")
         line = f"{self.name} = tritonamp.enable({', '.join(options)})"
-        reason = "one call in the place of the scaler: casts, loss scale and checked steps"
+        reason = (
+            "casts in every forward of the model (evaluation, too), loss scale and checked steps"
+        )
         script.needs_tritonamp = True
         if place is self.statement:
             script.replace(self.statement, line, reason)
@@ -318,7 +327,8 @@ def _is_free(script: Script, name: str) -> bool:
         for module in ("", "cuda.")
         for name in ("GradScaler", "autocast")
     }
-    return not read and all(isinstance(b, ast.ImportFrom) for b in bindings) and used <= goes
+    modules = [isinstance(b, ast.Import | ast.ImportFrom) for b in bindings]
+    return not read and all(modules) and used <= goes
 
 
 def _within(script: Script, node: ast.AST, scope: ast.AST) -> list[ast.AST]:

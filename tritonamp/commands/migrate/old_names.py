@@ -40,10 +40,8 @@ def convert(script: Script) -> None:
             if isinstance(parent, ast.Call) and parent.func is node:
                 _rename_call(script, parent, *old)
             elif old[1] != "autocast" and node in getattr(parent, "decorator_list", []):
-                script.replace(
-                    node, f'torch.amp.{old[1]}(device_type="{old[0]}")', _deprecated(old[0])
-                )
-                script.needs_torch = True
+                new = f'{script.torch()}.amp.{old[1]}(device_type="{old[0]}")'
+                script.replace(node, new, _deprecated(old[0]))
             else:
                 script.refuse(
                     node,
@@ -55,10 +53,10 @@ def convert(script: Script) -> None:
 
 def _rename_call(script: Script, call: ast.Call, device: str, short: str) -> None:
     reason = _deprecated(device)
-    script.needs_torch = True
+    torch = script.torch()
     if short != "autocast":
         given = [f'device_type="{device}"', *(script.edits.text(k) for k in call.keywords)]
-        script.replace(call, f"torch.amp.{short}({', '.join(given)})", reason)
+        script.replace(call, f"{torch}.amp.{short}({', '.join(given)})", reason)
         return
     named = [f'"{device}"']
     named += [
@@ -66,7 +64,7 @@ def _rename_call(script: Script, call: ast.Call, device: str, short: str) -> Non
         for name, value in zip(_OF_OLD_AUTOCAST, call.args, strict=False)
     ]
     named += [script.edits.text(keyword) for keyword in call.keywords]
-    script.replace(call, f"torch.autocast({', '.join(named)})", reason)
+    script.replace(call, f"{torch}.autocast({', '.join(named)})", reason)
 
 
 def _deprecated(device: str) -> str:

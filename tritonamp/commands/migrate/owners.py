@@ -20,8 +20,11 @@ class Owned:
     optimizers: tuple[Variable, ...]
 
 
-def models_of(script: Script, optimizer: Variable) -> list[Variable]:
-    """Return the models whose parameters were given to ``optimizer``, as roots; none if unclear."""
+def models_of(script: Script, optimizer: Variable, guess: bool = True) -> list[Variable]:
+    """Return the models whose parameters were given to ``optimizer``, as roots; none if unclear.
+
+    Where that is not to be seen, and ``guess``, it is the one model of the file.
+    """
     made = [
         statement.value
         for variable in script.flow.group(optimizer)
@@ -35,7 +38,7 @@ def models_of(script: Script, optimizer: Variable) -> list[Variable]:
         for root in _with_parameters_in(script, call, depth=4) or _called(script, call):
             if root not in found:
                 found.append(root)
-    trained = _trained(script)
+    trained = _trained(script) if guess else []
     return found or (trained if len(trained) == 1 else [])
 
 

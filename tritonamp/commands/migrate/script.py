@@ -47,6 +47,7 @@ class Script:
         edits, changes, todos: what changes, why, and what is not understood.
         needs_tritonamp, needs_torch: whether the new text names these modules.
         dropped: imported names that go away.
+        taken: names that the handle takes from modules.
         moved: the module that an import statement names from now on.
     """
 
@@ -61,6 +62,7 @@ class Script:
         self.needs_tritonamp = False
         self.needs_torch = False
         self.dropped: set[ast.alias] = set()
+        self.taken: set[str] = set()
         self.moved: dict[ast.stmt, str] = {}
 
     def why(self, node: ast.AST, reason: str) -> None:
@@ -84,6 +86,21 @@ class Script:
         """Take ``statement`` out."""
         self.edits.delete(statement)
         self.why(statement, reason)
+
+    @property
+    def newline(self) -> str:
+        """The line end of the file."""
+        return self.source.newline
+
+    def torch(self) -> str:
+        """Return what the file calls torch; it is imported where it does not."""
+        for variable, bindings in self.scopes.bindings.items():
+            for binding in bindings:
+                if variable.scope is self.source.tree and isinstance(binding, ast.Import):
+                    if any(a.name == "torch" and a.asname == variable.name for a in binding.names):
+                        return variable.name
+        self.needs_torch = True
+        return "torch"
 
     def calls(self, *names: str) -> list[ast.Call]:
         """Return the calls of functions by their dotted names, in order."""

@@ -7,11 +7,14 @@ from tritonamp.commands.migrate.autocasts import Autocasts
 from tritonamp.commands.migrate.conditions import Folding
 from tritonamp.commands.migrate.handle import (
     AFTER_BOTH,
+    CLIPS,
     clipped,
     plain_backwards,
     refuse_plain_backward,
+    runs_when,
 )
 from tritonamp.commands.migrate.making import Making, find_making
+from tritonamp.commands.migrate.owners import models_of
 from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
 
@@ -92,9 +95,18 @@ class _Loop:
         }
         for call in plain_backwards(script, scopes, self._is_off):
             refuse_plain_backward(script, call, "amp")
+        unscaled = {script.source.scope(c) for c in script.source.nodes if self._unscales(c)}
+        self._clip_scaled(unscaled)
+        self._refuse_others()
         autocasts.convert()
         making.write(autocasts.dtype)
         Folding(script, making.name, self._sign, self._asks_for_handle).fold()
+
+    def _unscales(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Call(func=ast.Attribute(value=scaler, attr="unscale_")):
+                return self.script.flow.root(scaler) == self.making.root
+        return False
 
     def _is_off(self, test: ast.expr) -> bool | None:
         sign = self._sign(test)
@@ -221,18 +233,52 @@ class _Loop:
         script, making = self.script, self.making
         block = script.source.block(statement)
         behind = block[block.index(statement) + 1 :][:1]
-        if len(making.optimizers) > 1:
-            self._refuse(call, "`unscale_` of one of several optimizers")
+        if [script.flow.root(argument) for argument in call.args] != [*making.optimizers]:
+            self._refuse(call, "`unscale_` of one of several optimizers, or another one")
         elif behind and clipped(script, behind[0], making.models) is not None:
             clip, limit = clipped(script, behind[0], making.models) or (call, call)
             script.delete(statement, "clip_grad_norm_ of the handle takes the scale into account")
-            script.replace(
-                clip,
-                f"{name}.clip_grad_norm_({script.edits.text(limit)})",
-                "clips the true gradients in the step's own pass",
-            )
+            self._clip(name, clip, limit, "clips the true gradients in the step's own pass")
         else:
             script.replace(call, f"{name}.unscale_()", "true FP32 gradients from here on")
+
+    def _clip(self, name: str, clip: ast.Call, limit: ast.expr, reason: str) -> None:
+        text = f"{name}.clip_grad_norm_({self.script.edits.text(limit)})"
+        self.script.replace(clip, text, reason)
+
+    def _clip_scaled(self, unscaled: set[ast.AST]) -> None:
+        """Rewrite what clips gradients that still carry the scale: in scopes without unscale_."""
+        script, making = self.script, self.making
+        for call in script.calls(*CLIPS, "torch.nn.utils.clip_grad_value_"):
+            name = making.visible_at(call)
+            scope = script.source.scope(call)
+            if name is None or scope in unscaled or script.edits.covers(call):
+                continue
+            if runs_when(script, call, self._is_off):
+                continue
+            found = clipped(script, script.source.statement(call), making.models)
+            if found is None:
+                self._refuse(call, f"`{ast.unparse(call)}` of gradients that carry the loss scale")
+            else:
+                self._clip(name, *found, "clips the true gradients: before, they carried the scale")
+
+    def _refuse_others(self) -> None:
+        """Refuse steps of other optimizers over the same models: they would see scaled gradients."""
+        script, making = self.script, self.making
+        for node in script.source.nodes:
+            match node:
+                case ast.Call(func=ast.Attribute(value=stepped, attr="step")):
+                    root = script.flow.root(stepped)
+                    if root is None or root in (*making.optimizers, making.root):
+                        continue
+                    made = models_of(script, root, guess=False)
+                    if {*made} & {*making.models}:
+                        script.refuse(
+                            node,
+                            f"`{ast.unparse(node)}` steps on parameters of the same model, past "
+                            "the scaler",
+                            "hand this optimizer to `enable`, too",
+                        )
 
     def _refuse(self, node: ast.AST, what: str) -> None:
         self.script.refuse(
