@@ -322,11 +322,7 @@ def _is_free(script: Script, name: str) -> bool:
         for node in script.source.nodes
         if isinstance(node, ast.Name) and node.id == name
     }
-    goes = {
-        f"torch.{module}amp.{name}"
-        for module in ("", "cuda.")
-        for name in ("GradScaler", "autocast")
-    }
+    goes = {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
     modules = [isinstance(b, ast.Import | ast.ImportFrom) for b in bindings]
     return not read and all(modules) and used <= goes
 

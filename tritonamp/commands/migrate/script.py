@@ -94,11 +94,10 @@ class Script:
 
     def torch(self) -> str:
         """Return what the file calls torch; it is imported where it does not."""
-        for variable, bindings in self.scopes.bindings.items():
-            for binding in bindings:
-                if variable.scope is self.source.tree and isinstance(binding, ast.Import):
-                    if any(a.name == "torch" and a.asname == variable.name for a in binding.names):
-                        return variable.name
+        for node in self.source.tree.body:
+            for alias in node.names if isinstance(node, ast.Import) else ():
+                if alias.name == "torch":
+                    return alias.asname or "torch"
         self.needs_torch = True
         return "torch"
 

@@ -263,13 +263,19 @@ class _Loop:
                 self._clip(name, *found, "clips the true gradients: before, they carried the scale")
 
     def _refuse_others(self) -> None:
-        """Refuse steps of other optimizers over the same models: they would see scaled gradients."""
+        """Refuse other optimizers' steps over the same models: their gradients are scaled."""
         script, making = self.script, self.making
+        known = (*making.optimizers, making.root)
+        optimizers = {
+            script.flow.root(node.value)
+            for node in script.source.nodes
+            if isinstance(node, ast.Attribute) and node.attr == "zero_grad"
+        }
         for node in script.source.nodes:
             match node:
                 case ast.Call(func=ast.Attribute(value=stepped, attr="step")):
                     root = script.flow.root(stepped)
-                    if root is None or root in (*making.optimizers, making.root):
+                    if root is None or root in known or root not in optimizers:
                         continue
                     made = models_of(script, root, guess=False)
                     if {*made} & {*making.models}:
