@@ -1,4 +1,4 @@
-"""``python -m tritonamp``: the commands ``check``, ``demo``, ``doctor``, ``explain``, ``migrate``."""
+"""``python -m tritonamp``: ``check``, ``demo``, ``doctor``, ``explain`` and ``migrate``."""
 
 import argparse
 import os

@@ -166,8 +166,7 @@ class _Loop:
             for variable, bindings in script.scopes.bindings.items()
             if variable.name == "amp"
             for binding in bindings
-            if not isinstance(binding, Import)
-            and not isinstance(script.source.parents.get(binding), ast.Assign)
+            if not isinstance(binding, Import) and not _stands_in(script, binding)
         ]
         owner = script.scopes.method_of(scope)
         if (

@@ -58,10 +58,15 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     files = list(dict.fromkeys(file for path in args.paths for file in _files(path)))
     statuses = [_migrate(file, args.to, args.write) for file in files]
     done, left = statuses.count(CONVERTED), statuses.count(BY_HAND)
-    verb = "converted" if args.write or not done else "can be converted (--write does it)"
     counted = f"{len(files)} file{'s' * (len(files) != 1)}"
-    print(f"{counted}: {done} {verb}, {left} left as they are and in need of a hand")
-    return BY_HAND if left else CONVERTED if done else NOTHING
+    if not done and not left:
+        print(f"{counted}: nothing to do")
+        return NOTHING
+    verb = "converted" if args.write else "can be converted (--write does it)"
+    kept = "as it is" if left == 1 else "as they are"
+    hand = " and in need of a hand" * bool(left)
+    print(f"{counted}: {done} {verb}, {left} left {kept}{hand}")
+    return BY_HAND if left else CONVERTED
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -38,7 +38,7 @@ class Folding:
         nodes = [n for n in source.nodes if isinstance(n, (ast.If, ast.IfExp))]
         for node in sorted(nodes, key=lambda n: -len(list(source.around(n)))):
             sign = self.switch(node.test)
-            if sign is None:
+            if sign is None or self.script.edits.covers(node):
                 continue
             if isinstance(node, ast.IfExp):
                 if self.handle_asked(node.test):
@@ -74,9 +74,10 @@ class Folding:
         if source.text[line:start].strip():  # behind the colon
             return indentation + self.script.edits.between(start, end)
         text = self.script.edits.between(line, end).rstrip()
+        text = text or f"{source.indentation(block[0])}pass"
         if source.text.startswith("elif", start):
             text = text.replace("elif", "if", 1)
-        return dedented(text or "pass", source.indentation(block[0]), indentation)
+        return dedented(text, source.indentation(block[0]), indentation)
 
     def _unwrap(self, node: ast.If, on: list[ast.stmt], off: list[ast.stmt]) -> None:
         """Put the statements of ``on``, with the comments before them, in the place of ``node``."""

@@ -50,9 +50,18 @@ def plain_backwards(
         and node.func.attr == "backward"
         and isinstance(script.source.parents[node], ast.Expr)
         and script.source.scope(node) in scopes
-        and not isinstance(node.func.value, ast.Call)
+        and not _is_scaled(node.func.value)
         and not runs_when(script, node, is_off)
     ]
+
+
+def _is_scaled(loss: ast.expr) -> bool:
+    """Return whether ``loss`` is ``scaler.scale(...)``."""
+    return (
+        isinstance(loss, ast.Call)
+        and isinstance(loss.func, ast.Attribute)
+        and loss.func.attr == "scale"
+    )
 
 
 def runs_when(script: Script, node: ast.AST, asks: Callable[[ast.expr], bool | None]) -> bool:

@@ -19,7 +19,8 @@ from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
 
 SCALERS = tuple(
-    f"torch.{name}.GradScaler" for name in ("amp", "cuda.amp", "cpu.amp", "cuda.amp.grad_scaler")
+    f"torch.{module}GradScaler"
+    for module in ("", "amp.", "cuda.amp.", "cpu.amp.", "cuda.amp.grad_scaler.")
 )
 _OF_SCALER = {"get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor",
               "get_growth_interval", "set_growth_factor", "set_backoff_factor",

@@ -1,0 +1,126 @@
+"""``python -m tritonamp migrate``: what it reads, prints, writes and returns."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tritonamp.__main__ import main
+
+LOOP = """\
+import torch
+from torch.cuda.amp import GradScaler
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler()
+scaler.scale(model(1)).backward()
+scaler.step(optimizer)
+scaler.update()
+"""
+AFTER = """\
+import torch
+import tritonamp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+amp = tritonamp.enable(model, optimizer, level="O1")
+amp.backward(model(1))
+optimizer.step()
+"""
+BY_HAND = "def f(scaler, loss):\n    scaler.scale(loss).backward()\n"
+
+
+def test_a_file_is_shown_and_written_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(LOOP)
+    assert main(["migrate", "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert Path("train.py").read_text() == LOOP
+    assert shown.startswith("--- a/train.py\n+++ b/train.py\n@@ -1,8 +1,7 @@\n import torch\n")
+    assert '+amp = tritonamp.enable(model, optimizer, level="O1")\n' in shown
+    assert "  train.py:8: the step moves the loss scale by itself\n" in shown
+    assert shown.endswith("1 file: 1 can be converted (--write does it), 0 left as they are\n")
+    assert main(["migrate", "train.py", "--write"]) == 0
+    assert Path("train.py").read_text() == AFTER
+    assert capsys.readouterr().out.endswith("1 file: 1 converted, 0 left as they are\n")
+    assert main(["migrate", "train.py", "--write"]) == 3
+    assert capsys.readouterr().out == "1 file: nothing to do\n"
+
+
+def test_a_folder_is_read_without_what_is_installed_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.py", "b/c.py", "venv/d.py", ".git/e.py", "f.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LOOP)
+    (tmp_path / "g.py").write_text(BY_HAND)
+    (tmp_path / "h.py").write_text("x = 1\n")
+    assert main(["migrate", str(tmp_path), "--write"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/g.py: needs a hand, and stays as it is\n  {tmp_path}/g.py:2: " in shown
+    assert shown.endswith("4 files: 2 converted, 1 left as it is and in need of a hand\n")
+    changed = sorted(p.name for p in tmp_path.rglob("*") if p.is_file() and p.read_text() == AFTER)
+    assert changed == ["a.py", "c.py"]
+    assert (tmp_path / "g.py").read_text() == BY_HAND
+
+
+def test_to_apex_asks_for_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("from apex import amp\n")
+    assert main(["migrate", "--to", "apex", "--write", str(file)]) == 0
+    assert file.read_text() == "from tritonamp.apex import amp\n"
+    assert main(["migrate", "--to", "apex", str(file)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("no.py", "no such file"), ("a.ipynb", "expected a .py")]
+)
+def test_what_cannot_be_read_ends_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    (tmp_path / "a.ipynb").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["migrate", str(tmp_path / name)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\n# \xe4\n", b"# \xc3\xa4\r\n"]
+)
+def test_encodings_and_rights_are_kept(tmp_path: Path, head: bytes) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes(head + LOOP.encode())
+    file.chmod(0o750)
+    link = tmp_path / "link.py"
+    link.symlink_to(file)
+    assert main(["migrate", str(link), "--write"]) == 0
+    assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o750
+    assert file.read_bytes().replace(b"\r", b"") == head.replace(b"\r", b"") + AFTER.encode()
+
+
+def test_a_file_that_is_no_text_needs_a_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_bytes(b"# coding: utf-8\nx = '\xff'\n")
+    (tmp_path / "b.py").write_text("print 'two'\n")
+    assert main(["migrate", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "a.py:1: cannot be read" in shown
+    assert "b.py:1: not Python 3" in shown
+
+
+def test_nothing_is_left_of_a_write_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(LOOP)
+
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        main(["migrate", str(file), "--write"])
+    assert file.read_text() == LOOP and [*tmp_path.iterdir()] == [file]

@@ -1,0 +1,182 @@
+"""What is not understood is named with its line, and nothing is changed."""
+
+import pytest
+
+from tritonamp.commands.migrate.convert import To, convert
+
+MADE = """\
+import torch
+from torch.cuda.amp import autocast, GradScaler
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler()
+"""
+STEP = """\
+for x in [torch.ones(2)]:
+    with autocast():
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+APEX = """\
+import torch
+from apex import amp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+START = "model, optimizer = amp.initialize(model, optimizer)\n"
+SCALED = """\
+with amp.scale_loss(model(torch.ones(2)).sum(), optimizer) as loss:
+    loss.backward()
+"""
+REFUSED: dict[str, tuple[str, int, str]] = {
+    "print 1": ("print 1\n", 1, "not Python 3"),
+    "a scaler of another file": (
+        "def train(model, loss, scaler):\n    scaler.scale(loss).backward()\n",
+        2,
+        "`scaler` is not made in this file",
+    ),
+    "two scalers": (MADE + "other = GradScaler()\n" + STEP, 7, "a second GradScaler"),
+    "no optimizer": (MADE, 6, "no `scaler.step(optimizer)`"),
+    "an attribute": (MADE.replace("scaler =", "model.a.scaler =") + STEP, 6, "plain assignment"),
+    "a list of arguments": (MADE.replace("r()", "r(*[])") + STEP, 6, "plain assignment"),
+    "always off": (MADE.replace("r()", "r(enabled=False)") + STEP, 6, "off here"),
+    "an unknown use": (MADE + STEP + "print(scaler._scale)\n", 13, "scaler._scale"),
+    "an unknown function": (MADE + STEP + "other(scaler)\n", 13, "not known"),
+    "an option of step": (MADE + STEP.replace("(optimizer)", "(optimizer, f)"), 6, "no `scaler.st"),
+    "its result": (MADE + STEP.replace("scaler.step", "r = scaler.step"), 11, "not known"),
+    "a scale that is kept": (
+        MADE + STEP.replace("scaler.scale(loss)", "s = scaler.scale(loss)\n    s"),
+        10,
+        "not known",
+    ),
+    "a graph of gradients": (
+        MADE + STEP.replace("backward()", "backward(create_graph=True)"),
+        10,
+        "not known",
+    ),
+    "autocast in a variable": (MADE + STEP + "context = autocast()\n", 13, "no `with` block"),
+    "another condition": (
+        MADE.replace("r()", "r(enabled=a)") + STEP.replace("t()", "t(enabled=b)"),
+        8,
+        "another condition",
+    ),
+    "two formats": (
+        MADE + STEP + STEP.replace("t()", "t(dtype=torch.bfloat16)"),
+        8,
+        "dtype cannot be read",
+    ),
+    "no cache": (MADE + STEP.replace("t()", "t(cache_enabled=False)"), 8, "keeps what it has cast"),
+    "a scaler in a loop": (
+        MADE.replace("scaler =", "for i in range(2):\n    scaler =") + STEP,
+        7,
+        "made again",
+    ),
+    "used before": (
+        MADE.replace("optimizer =", "scaler = GradScaler()\nprint(scaler.get_scale())\noptimizer =")
+        .replace("scaler = GradScaler()\nprint", "scaler = Grad\nprint")
+        .replace("\nscaler = GradScaler()", "")
+        .replace("scaler = Grad\n", "scaler = GradScaler()\n")
+        + STEP,
+        5,
+        "used before",
+    ),
+    "an unknown model": (
+        MADE.replace("model.parameters()", "p").replace("model = torch.nn.Linear(2, 2)", "p = []")
+        + STEP.replace("model(x)", "x"),
+        6,
+        "which model",
+    ),
+    "a plain backward": (MADE + STEP + "    (loss + 1).backward()\n", 13, "beside scaled losses"),
+    "another optimizer": (
+        MADE
+        + "second = torch.optim.SGD(model.parameters(), lr=1)\n"
+        + STEP
+        + "    second.step()\n    second.zero_grad()\n",
+        14,
+        "past the scaler",
+    ),
+    "a clip of scaled gradients": (
+        MADE
+        + STEP.replace(
+            "    scaler.step",
+            "    torch.nn.utils.clip_grad_value_(model.parameters(), 1)\n    scaler.step",
+        ),
+        11,
+        "carry the loss scale",
+    ),
+    "branches that differ": (
+        "import torch\ndef train(model, opt, loss, scaler):\n"
+        "    if scaler is not None:\n        scaler.scale(loss).backward()\n"
+        "        scaler.step(opt)\n        scaler.update()\n    else:\n        loss.backward()\n"
+        "        print(1)\n        opt.step()\n\n\nmodel = torch.nn.Linear(2, 2)\n"
+        "opt = torch.optim.SGD(model.parameters())\nscaler = torch.amp.GradScaler()\n"
+        "train(model, opt, model(1), scaler)\n",
+        3,
+        "different things",
+    ),
+    "an old name in a variable": (
+        "import torch\ncast = torch.cuda.amp.autocast\n",
+        2,
+        "is not called",
+    ),
+    "apex as a value": (APEX + START + SCALED + "print(amp)\n", 8, "as a value"),
+    "two handles": (APEX + START + START + SCALED, 5, "2 calls of amp.initialize"),
+    "no handle": (APEX + SCALED, 5, "0 calls of amp.initialize"),
+    "a loss in another file": (APEX + START, 5, "scaled in another one"),
+    "an expression": (APEX + "print(amp.initialize(model, optimizer))\n" + SCALED, 5, "of its own"),
+    "arguments in a dict": (APEX + START.replace("r)", "r, **{})") + SCALED, 5, "name each"),
+    "an unknown scale": (
+        APEX + START.replace("r)", "r, loss_scale=s)") + SCALED,
+        5,
+        "`loss_scale=s`",
+    ),
+    "disabled": (APEX + START.replace("r)", "r, enabled=False)") + SCALED, 5, "off here"),
+    "an old function": (APEX + START + SCALED + "amp.init()\n", 8, "no counterpart"),
+    "a name that is taken": (
+        "from apex import amp as half\nimport torch\namp = 1\n"
+        + (START + SCALED).replace("amp", "half"),
+        3,
+        "name of something else",
+    ),
+    "a backward past the handle": (
+        "def f(loss):\n    loss.backward()\n\n\n"
+        + APEX
+        + START
+        + SCALED
+        + "torch.ones(1).backward()\n",
+        12,
+        "beside scaled losses",
+    ),
+    "what tritonamp.apex has not": ("from apex.mlp import MLP\n", 1, "`apex.mlp.MLP` is not"),
+    "an import by its text": (
+        "import importlib\nimportlib.import_module('amp_C')\n",
+        2,
+        "imports by a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_is_refused_as_a_whole(name: str) -> None:
+    text, line, what = REFUSED[name]
+    conversion = convert(text)
+    assert conversion.after == text and not conversion.changes
+    notes = [note for note in conversion.todos if what in note.text]
+    assert notes, conversion.todos
+    assert notes[0].line == line
+    assert name == "print 1" or "By hand: " in notes[0].text
+
+
+def test_what_the_refused_ones_are_made_of_is_converted() -> None:
+    for text in MADE + STEP, APEX + START + SCALED:
+        assert convert(text).converted
+
+
+@pytest.mark.parametrize("to", ["enable", "apex"])
+@pytest.mark.parametrize("text", ["", "\n", "x = 1", "import torch\n", "# apex.amp\n"])
+def test_there_may_be_nothing_to_do(text: str, to: To) -> None:
+    conversion = convert(text, to)
+    assert not conversion.converted and not conversion.todos and not conversion.changes
