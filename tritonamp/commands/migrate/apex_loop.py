@@ -7,6 +7,7 @@ from tritonamp.commands.migrate.apex_uses import Handle
 from tritonamp.commands.migrate.conditions import Folding
 from tritonamp.commands.migrate.handle import (
     AFTER_BOTH,
+    known_as,
     plain_backwards,
     refuse_plain_backward,
     runs_when,
@@ -154,7 +155,8 @@ class _Loop:
                 refuse_plain_backward(self.script, backward, self.name)
         self._initialize(self.call)
         if self.call.only_if is None:  # else there is no handle in the other branches
-            Folding(self.script, self.name, self._sign, lambda test: False).fold()
+            models = known_as(self.script, (self.script.flow.root(self.call.model),))
+            Folding(self.script, self.name, models, self._sign, lambda test: False).fold()
 
     def _choose_name(self, call: Call) -> None:
         """Find a name that all uses can reach: a variable, one of self, or a global one."""

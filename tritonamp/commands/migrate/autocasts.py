@@ -101,7 +101,7 @@ class Autocasts:
             return making.switch is None or runs_when(self.script, call, self._asks)
         if self._asks(test):
             return True
-        if making.switch is None and self._known_where_made(test):
+        if making.switch is None and self.making.known_where_made(test):
             making.switch = test
             return True
         return False
@@ -116,17 +116,6 @@ class Autocasts:
             return None
         return not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is))
 
-    def _known_where_made(self, test: ast.expr) -> bool:
-        """Whether all names of ``test`` mean the same where the scaler is made."""
-        script = self.script
-        scope = script.source.scope(self.making.statement)
-        return all(
-            script.flow.root(script.scopes.lookup(node.id, scope)) == script.flow.root(node)
-            and (node.id != "self" or script.source.scope(node) is scope)
-            for node in ast.walk(test)
-            if isinstance(node, ast.Name)
-        )
-
     def _dtype_of(self, given: dict[str, ast.expr]) -> str | None:
         """Return what ``enable`` is to be told; None for float16, "" for what cannot be known."""
         dtype = given.get("dtype")
@@ -138,7 +127,7 @@ class Autocasts:
         name = self.script.qualified(dtype)
         if name in _HALF:
             return _HALF[name]
-        is_name = isinstance(dtype, ast.Name) and self._known_where_made(dtype)
+        is_name = isinstance(dtype, ast.Name) and self.making.known_where_made(dtype)
         return ast.unparse(dtype) if is_name else ""
 
     def _refuse(self, call: ast.Call, what: str) -> None:

@@ -16,6 +16,7 @@ class Folding:
     Args:
         script: the file; its other edits have been noted.
         handle: the name of the handle.
+        models: names of the one model whose gradients the handle clips.
         switch: tells of a test whether it asks for mixed precision (True), for its absence (False),
             or for something else (None).
         handle_asked: whether a test asks if there is a handle. There is always one from now on, so
@@ -26,10 +27,11 @@ class Folding:
         self,
         script: Script,
         handle: str,
+        models: set[str],
         switch: Callable[[ast.expr], bool | None],
         handle_asked: Callable[[ast.expr], bool],
     ) -> None:
-        self.script, self.handle = script, handle
+        self.script, self.handle, self.models = script, handle, models
         self.switch, self.handle_asked = switch, handle_asked
 
     def fold(self) -> None:
@@ -64,7 +66,7 @@ class Folding:
         return ast.dump(self._plain(on)) == ast.dump(self._plain(off))
 
     def _plain(self, block: list[ast.stmt]) -> ast.AST:
-        return _Plain(self.handle).visit(ast.parse(self._text(block, "")))
+        return _Plain(self.handle, self.models).visit(ast.parse(self._text(block, "")))
 
     def _text(self, block: list[ast.stmt], indentation: str) -> str:
         """Return the text of a block of lines, edited, and indented anew."""
@@ -100,8 +102,9 @@ class Folding:
 class _Plain(ast.NodeTransformer):
     """Writes a loop without mixed precision as the handle's, and enters its autocast nowhere."""
 
-    def __init__(self, handle: str) -> None:
+    def __init__(self, handle: str, models: set[str]) -> None:
         self.handle = handle
+        self.clipped = {f"{model}.parameters()" for model in models}
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -126,7 +129,8 @@ class _Plain(ast.NodeTransformer):
             args = node.args[:1] if is_ours else [node.func.value, *node.args]
             keywords = [k for k in node.keywords if k.arg == "retain_graph"]
             return ast.Call(ast.Attribute(handle, name, ast.Load()), args, keywords)
-        if name == "clip_grad_norm_" and len(node.args) + len(node.keywords) == 2:
-            limit = [*node.args, *(keyword.value for keyword in node.keywords)][1]
-            return ast.Call(ast.Attribute(handle, name, ast.Load()), [limit], [])
+        if name == "clip_grad_norm_" and ast.unparse(node.func) != f"{self.handle}.{name}":
+            limit = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+            if len(limit) == 1 and ast.unparse(node.args[0]) in self.clipped:
+                return ast.Call(ast.Attribute(handle, name, ast.Load()), limit, [])
         return node

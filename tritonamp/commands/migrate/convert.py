@@ -36,5 +36,11 @@ def convert(text: str, to: To = "enable") -> Conversion:
         return Conversion(text, text, (), tuple(sorted(script.todos)))
     imports.convert(script)
     after = script.edits.render()
-    ast.parse(after)
+    try:
+        ast.parse(after)
+    except SyntaxError as error:
+        what = (
+            f"the rewritten line would be no Python ({error.msg}): {error.text}. By hand: all of it"
+        )
+        return Conversion(text, text, (), (Note(1, what),))
     return Conversion(text, after, tuple(sorted(script.changes)), ())

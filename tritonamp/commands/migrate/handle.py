@@ -10,6 +10,12 @@ AFTER_BOTH = "`amp = tritonamp.enable(model, optimizer, level=...)`"
 CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 
 
+def as_condition(test: ast.expr) -> str:
+    """Return ``test`` as it can stand in ``a if test else b``."""
+    text = ast.unparse(test)
+    return f"({text})" if isinstance(test, ast.IfExp | ast.Lambda | ast.NamedExpr) else text
+
+
 def limit_of(script: Script, call: ast.Call) -> ast.expr | None:
     """Return the largest norm that a ``clip_grad_norm_(x, limit)`` of 2-norms allows."""
     if script.qualified(call.func) not in CLIPS:
@@ -36,6 +42,17 @@ def clipped(
             if limit is not None and (script.flow.root(model),) == models:
                 return call, limit
     return None
+
+
+def known_as(script: Script, models: tuple[Variable | None, ...]) -> set[str]:
+    """Return how the one model is called, anywhere in the file; nothing for several models."""
+    if len(models) != 1 or models[0] is None:
+        return set()
+    names = set()
+    for variable in script.flow.group(models[0]):
+        is_self = isinstance(variable.scope, ast.ClassDef)
+        names.add(f"self.{variable.name}" if is_self else variable.name)
+    return names | {f"{name}.module" for name in names}
 
 
 def plain_backwards(

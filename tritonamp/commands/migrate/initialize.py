@@ -3,6 +3,7 @@
 import ast
 from dataclasses import dataclass
 
+from tritonamp.commands.migrate.handle import as_condition
 from tritonamp.commands.migrate.imports import Import
 from tritonamp.commands.migrate.script import Script
 
@@ -20,6 +21,7 @@ class Call:
 
     Attributes:
         statement: the statement that it is.
+        model: what it makes half.
         arguments: what ``enable`` gets.
         trains: whether there are optimizers.
         several: whether there are several.
@@ -30,6 +32,7 @@ class Call:
     """
 
     statement: ast.stmt
+    model: ast.expr
     arguments: str
     trains: bool
     several: bool
@@ -67,19 +70,27 @@ def read(script: Script, name: ast.AST) -> Call | None:
         enabled = None
     around = _if_around(script, statement)
     is_plain = enabled is None and all(option.startswith("scaler=") for option in options)
+    if enabled is not None and not all(option.startswith("scaler=") for option in options):
+        script.refuse(
+            call,
+            f"options that hold for the level alone, beside `enabled={ast.unparse(enabled)}`",
+            'call `enable` in both branches of an `if`, with level="O0" in one',
+        )
+        return None
     lifted = around if around is not None and is_plain and _only_this(around, statement) else None
     switch = enabled if enabled is not None else around.test if around is not None else None
     level = script.edits.text(given["opt_level"]) if "opt_level" in given else '"O1"'
     if lifted is not None or enabled is not None:
         assert switch is not None
-        level += f' if {ast.unparse(switch)} else "O0"'
-        options = [f"{o} if {ast.unparse(switch)} else None" for o in options if o[:7] == "scaler="]
+        level += f' if {as_condition(switch)} else "O0"'
+        options = [f"{option} if {as_condition(switch)} else None" for option in options]
     optimizers = given.get("optimizers")
     trains = optimizers is not None and ast.unparse(optimizers) not in ("None", "[]")
     before = [] if lifted is None else _own_comments(script, lifted, statement)
     objects, renamed = _objects(script, statement, given["models"], optimizers)
     return Call(
         statement=statement,
+        model=given["models"],
         arguments=", ".join([*objects[: 1 + trains], f"level={level}", *options]),
         trains=trains,
         several=isinstance(optimizers, (ast.List, ast.Tuple)) and len(optimizers.elts) > 1,

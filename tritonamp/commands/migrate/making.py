@@ -1,10 +1,12 @@
 """Where a scaler is made, and what ``enable`` is called with in its place."""
 
 import ast
+import builtins
 from dataclasses import dataclass, field
 
-from tritonamp.commands.migrate.handle import AFTER_BOTH
+from tritonamp.commands.migrate.handle import AFTER_BOTH, as_condition
 from tritonamp.commands.migrate.imports import Import
+from tritonamp.commands.migrate.naming import Naming
 from tritonamp.commands.migrate.owners import last_made, models_of, name_in
 from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
@@ -25,7 +27,7 @@ class Making:
         target: what it is assigned to.
         switch: the expression that turns mixed precision on; None: it always is.
         models, optimizers: roots of what is to be enabled.
-        name: what the handle is called where it is made.
+        naming: what the handle is called.
     """
 
     script: Script
@@ -36,17 +38,18 @@ class Making:
     switch: ast.expr | None
     optimizers: tuple[Variable, ...]
     models: tuple[Variable, ...] = ()
-    name: str = ""
-    _renamed: bool = field(default=False)
+    naming: Naming = field(init=False)
 
     def __post_init__(self) -> None:
         self.models = tuple(
             dict.fromkeys(m for o in self.optimizers for m in models_of(self.script, o))
         )
-        self._renamed = _is_free(self.script, "amp")
-        if self._renamed:
-            self.script.taken.add("amp")
-        self.name = self.text(self.target)
+        self.naming = Naming(self.script, self.root)
+
+    @property
+    def name(self) -> str:
+        """What the handle is called where it is made."""
+        return self.naming.text(self.target)
 
     def makes(self, node: ast.AST) -> bool:
         """Whether ``node`` is where the scaler is assigned, or None in its place."""
@@ -55,89 +58,83 @@ class Making:
             return True
         return isinstance(parent, (ast.Assign, ast.AnnAssign)) and _is_none(parent.value)
 
-    def hands_on(self, node: ast.AST) -> bool:
-        """Whether ``node`` only gives the scaler to another variable that is followed."""
-        flow, scopes, parents = self.script.flow, self.script.scopes, self.script.source.parents
-        parent = parents[node]
-        if isinstance(parent, ast.keyword):
-            name, parent = parent.arg, parents[parent]
-        else:
-            name = None
-        if isinstance(parent, ast.Call) and node is not parent.func:
-            function = scopes.function(parent)
-            taken = (
-                [a for a in _parameters(function) if flow.root(Variable(function, a)) == self.root]
-                if function
-                else []
-            )
-            return bool(taken) and name in (None, *taken)
-        while isinstance(parent, ast.Tuple):
-            parent = parents[parent]
-        if isinstance(parent, ast.Return):
-            return self._is_taken(parent)
-        if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
-            target = parent.targets[0]
-            names = target.elts if isinstance(target, ast.Tuple) else [target]
-            return any(flow.root(name) == self.root for name in names)
-        return False
-
-    def _is_taken(self, result: ast.Return) -> bool:
-        """Whether every call of the function that returns the scaler gives it to a variable."""
-        script = self.script
-        calls = script.flow.calls.get(script.source.scope(result), [])
-        statements = [script.source.parents[call] for call in calls]
-        return bool(calls) and all(
-            isinstance(statement, ast.Assign)
-            and any(script.flow.root(n) == self.root for n in ast.walk(statement.targets[0]))
-            for statement in statements
-        )
-
-    def renames(self, node: ast.AST) -> bool:
-        """Whether the handle has another name than the scaler had."""
-        return self._renamed
-
-    def text(self, node: ast.AST) -> str:
-        """Return the name of the handle at ``node``, an occurrence of the scaler."""
-        if not self._renamed:
-            return node.arg if isinstance(node, ast.arg) else ast.unparse(node)
-        if isinstance(node, ast.Attribute):
-            return f"{ast.unparse(node.value)}.amp"
-        return "amp"
-
-    def argument(self, node: ast.arg) -> str:
-        """Return the name of the handle as a parameter."""
-        return "amp" if self._renamed else node.arg
-
     def visible_at(self, node: ast.AST) -> str | None:
-        """Return what the handle is called at ``node``; None where it cannot be reached, or yet."""
-        script = self.script
-        scope = script.source.scope(node)
-        if scope is script.source.scope(self.statement):
+        """Return what the handle is called at ``node``; None where it is not there, or not yet."""
+        source = self.script.source
+        scope = source.scope(self.statement)
+        if source.scope(node) is scope:
             place = self._place(scope)
-            if place is None or script.source.start(node) < script.source.end(place):
+            if place is None or source.start(node) < source.end(place):
                 return None
-        for variable in script.flow.group(self.root):
-            is_self = isinstance(variable.scope, ast.ClassDef)
-            if is_self and script.scopes.method_of(scope) is variable.scope:
-                first = scope.args.args[0].arg  # type: ignore[attr-defined]
-                return f"{first}.{'amp' if self._renamed else variable.name}"
-            if not is_self and script.scopes.lookup(variable.name, scope) == variable:
-                return "amp" if self._renamed else variable.name
-        return None
+        return self.naming.at(node)
+
+    def known_where_made(self, test: ast.expr) -> bool:
+        """Whether all names of ``test`` have their values, the same ones, where ``enable`` is."""
+        script = self.script
+        scope = script.source.scope(self.statement)
+        place = self._place(scope)
+        for node in ast.walk(test):
+            if not isinstance(node, ast.Name) or node.id in dir(builtins):
+                continue
+            there = script.scopes.lookup(node.id, scope)
+            if there is None or script.flow.root(there) != script.flow.root(node):
+                return False
+            if node.id == "self" and script.source.scope(node) is not scope:
+                return False
+            bindings = script.scopes.bindings[there]
+            if place is None or (
+                there.scope is scope and any(not self._is_before(b, place) for b in bindings)
+            ):
+                return False
+        return True
+
+    def _is_before(self, binding: ast.AST, place: ast.stmt) -> bool:
+        source = self.script.source
+        in_loop = any(isinstance(outer, _LOOPS) for outer in source.around(binding))
+        earlier = isinstance(binding, ast.arg) or source.start(binding) < source.end(place)
+        return earlier and not in_loop
 
     def fed_by(self, backward: ast.stmt) -> list[str] | None:
-        """Return optimizer and loss_id of a loss: what is stepped next in its block."""
-        script = self.script
-        block = script.source.block(backward)
-        for statement in block[block.index(backward) + 1 :]:
-            match statement:
-                case ast.Expr(
-                    value=ast.Call(func=ast.Attribute(value=scaler, attr="step"), args=[optimizer])
-                ) if script.flow.root(scaler) == self.root:
-                    roots: list[Variable | None] = [*self.optimizers]
-                    number = roots.index(script.flow.root(optimizer))
-                    return [ast.unparse(optimizer), f"loss_id={number}"][: 1 + bool(number)]
-        return None
+        """Return the arguments that name what a loss feeds: what is stepped behind it.
+
+        None where several losses and several steps stand behind one another.
+        """
+        losses: list[ast.stmt] = []
+        steps: list[ast.expr] = []
+        for statement in self.script.source.block(backward):
+            event = self._event(statement)
+            if isinstance(event, ast.expr):
+                steps.append(event)
+            elif event is not None:
+                if steps and backward in losses:
+                    break
+                losses, steps = ([] if steps else losses), []
+                losses.append(statement)
+        if backward not in losses or not steps or (len(losses) > 1 and len(steps) > 1):
+            return None
+        numbers = [
+            [*self.optimizers].index(root) for root in map(self.script.flow.root, steps) if root
+        ]
+        if sorted(numbers) == [*range(len(self.optimizers))]:
+            return []
+        names = [ast.unparse(step) for step in steps]
+        fed = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+        return [fed, f"loss_id={numbers[0]}"][: 1 + bool(numbers[0])]
+
+    def _event(self, statement: ast.stmt) -> ast.expr | ast.stmt | None:
+        """Return the optimizer of a step, a statement that scales a loss, or None."""
+        match statement:
+            case ast.Expr(
+                value=ast.Call(func=ast.Attribute(value=scaler, attr="step"), args=[optimizer])
+            ) if self.script.flow.root(scaler) == self.root:
+                return optimizer
+        scales = any(
+            isinstance(node, ast.Attribute)
+            and node.attr == "scale"
+            and self.script.flow.root(node.value) == self.root
+            for node in ast.walk(statement)
+        )
+        return statement if scales else None
 
     def write(self, dtype: str | None) -> None:
         """Note the edits that put ``enable`` in the place of the scaler."""
@@ -156,15 +153,15 @@ class Making:
         place = self._place(scope)
         if place is None:
             return
-        asked = "" if self.switch is None else f' if {ast.unparse(self.switch)} else "O0"'
+        condition = "" if self.switch is None else f" if {as_condition(self.switch)} else "
+        asked = condition and f'{condition}"O0"'
         level = f'"O1"{asked}'
         options = [_listed(models), _listed(optimizers), f"level={level}"]
         options += [f"dtype={dtype}"] * (dtype is not None)
         settings = [script.edits.text(k) for k in self.call.keywords if k.arg in _SETTINGS]
         if settings:
             made = f"tritonamp.GradScaler({', '.join(settings)})"
-            asked = "" if self.switch is None else f" if {ast.unparse(self.switch)} else None"
-            options.append(f"scaler={made}{asked}")
+            options.append(f"scaler={made}{condition and condition + 'None'}")
         line = f"{self.name} = tritonamp.enable({', '.join(options)})"
         reason = (
             "casts in every forward of the model (evaluation, too), loss scale and checked steps"
@@ -217,26 +214,28 @@ class Making:
         return block[last]
 
     def _again(self, scope: ast.AST) -> bool:
-        """Whether the scaler is made more often than the first optimizer."""
+        """Whether the scaler is made more often than a model or an optimizer."""
         script, source = self.script, self.script.source
-        made = [
-            binding
-            for root in self.optimizers
-            for variable in script.flow.group(root)
-            for binding in script.scopes.bindings[variable]
-            if source.scope(binding) is scope and not isinstance(binding, ast.arg)
-        ]
-        loops = [
-            outer for outer in _within(script, self.statement, scope) if isinstance(outer, _LOOPS)
-        ]
-        if loops:
-            inside = [b for b in made if any(outer is loops[0] for outer in source.around(b))]
-            return not inside
+        around = _within(script, self.statement, scope)
+        loop = next((outer for outer in around if isinstance(outer, _LOOPS)), None)
         calls = script.flow.calls.get(scope, [])
         repeated = len(calls) > 1 or any(
             isinstance(outer, _LOOPS) for call in calls for outer in source.around(call)
         )
-        return repeated and not made
+        if loop is None and not repeated:
+            return False
+        return not all(
+            self._made_in(loop or scope, root) for root in (*self.models, *self.optimizers)
+        )
+
+    def _made_in(self, region: ast.AST, root: Variable) -> bool:
+        """Whether ``root`` is made anew each time that ``region`` runs."""
+        script = self.script
+        return any(
+            not isinstance(binding, ast.arg) and region in script.source.around(binding)
+            for variable in script.flow.group(root)
+            for binding in script.scopes.bindings[variable]
+        )
 
 
 def find_making(script: Script, call: ast.Call) -> Making | None:
@@ -301,32 +300,6 @@ def _stepped(script: Script, root: Variable) -> tuple[Variable, ...] | None:
     return tuple(dict.fromkeys(known)) if len(known) == len(found) else None
 
 
-def _is_free(script: Script, name: str) -> bool:
-    """Whether nothing of the file is called ``name`` but a module of torch that goes away."""
-    bindings = [
-        binding
-        for variable, nodes in script.scopes.bindings.items()
-        if variable.name == name
-        for binding in nodes
-    ]
-    read = [
-        node
-        for node in script.source.nodes
-        if isinstance(node, ast.Attribute)
-        and node.attr == name
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    ]
-    used = {
-        script.qualified(script.source.parents[node])
-        for node in script.source.nodes
-        if isinstance(node, ast.Name) and node.id == name
-    }
-    goes = {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
-    modules = [isinstance(b, ast.Import | ast.ImportFrom) for b in bindings]
-    return not read and all(modules) and used <= goes
-
-
 def _within(script: Script, node: ast.AST, scope: ast.AST) -> list[ast.AST]:
     found = []
     for outer in script.source.around(node):
@@ -334,10 +307,6 @@ def _within(script: Script, node: ast.AST, scope: ast.AST) -> list[ast.AST]:
             break
         found.append(outer)
     return found
-
-
-def _parameters(function: ast.AST) -> list[str]:
-    return [node.arg for node in ast.walk(function) if isinstance(node, ast.arg)]
 
 
 def _listed(names: list[str | None]) -> str:

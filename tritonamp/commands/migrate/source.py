@@ -21,6 +21,8 @@ class Source:
 
     def __init__(self, text: str) -> None:
         """Parse ``text``; raises SyntaxError or ValueError where it is not Python 3."""
+        if "\r" in text.replace("\r\n", ""):
+            raise ValueError("it has carriage returns without line feeds")
         self.text = text
         self.tree = ast.parse(text)
         self.nodes = list(ast.walk(self.tree))

@@ -9,6 +9,7 @@ from tritonamp.commands.migrate.handle import (
     AFTER_BOTH,
     CLIPS,
     clipped,
+    known_as,
     plain_backwards,
     refuse_plain_backward,
     runs_when,
@@ -94,14 +95,20 @@ class _Loop:
             for node in script.flow.occurrences(making.root)
             if not isinstance(node, ast.arg)
         }
+        for stranger in making.naming.strangers():
+            self._refuse(stranger, f"`{ast.unparse(stranger)}`, of an object that is not followed")
         for call in plain_backwards(script, scopes, self._is_off):
             refuse_plain_backward(script, call, "amp")
+        for statement in script.source.nodes:
+            if isinstance(statement, ast.stmt) and self._is_call(statement, "step"):
+                self._refuse_reads_behind(statement)
         unscaled = {script.source.scope(c) for c in script.source.nodes if self._unscales(c)}
         self._clip_scaled(unscaled)
         self._refuse_others()
         autocasts.convert()
         making.write(autocasts.dtype)
-        Folding(script, making.name, self._sign, self._asks_for_handle).fold()
+        models = known_as(script, making.models)
+        Folding(script, making.name, models, self._sign, self._asks_for_handle).fold()
 
     def _unscales(self, node: ast.AST) -> bool:
         match node:
@@ -151,18 +158,19 @@ class _Loop:
             and (grand.func is parent)
         ):
             self._method(node, parent.attr, grand)
-        elif making.hands_on(node) or self._is_test(node) or self._is_saved(node):
-            if making.renames(node):
-                script.replace(node, making.text(node), "the handle takes the scaler's place")
-        else:
+        elif self._is_test(node) or self._is_saved(node):
+            script.replace(node, making.naming.text(node), "the handle takes the scaler's place")
+        elif not making.naming.hand_on(node):
             self._refuse(node, f"`{ast.unparse(script.source.statement(node)).splitlines()[0]}`")
 
     def _parameter(self, node: ast.arg) -> None:
-        script, making = self.script, self.making
-        if node.annotation is not None:
-            script.replace(node, f"{making.argument(node)}: tritonamp.Amp", "a handle is given")
-        elif making.renames(node):
-            script.replace(node, making.argument(node), "a handle is given")
+        without = self.making.naming.take(node)
+        if without is not None:
+            self.script.refuse(
+                without,
+                f"`{ast.unparse(without)}` does not give the scaler that other calls give",
+                "hand the handle over in each call",
+            )
 
     def _is_test(self, node: ast.AST) -> bool:
         """Whether the scaler is asked for, as in ``if scaler is not None``."""
@@ -187,7 +195,7 @@ class _Loop:
     def _method(self, node: ast.AST, method: str, call: ast.Call) -> None:
         script, making = self.script, self.making
         statement = script.source.parents[call]
-        name = making.text(node)
+        name = making.naming.text(node)
         if method == "scale" and _scaled_backward(script.source.parents[statement]) is node:
             self._backward(name, call)
         elif method == "step" and isinstance(statement, ast.Expr) and len(call.args) == 1:
@@ -197,13 +205,61 @@ class _Loop:
             script.delete(statement, "the step moves the loss scale by itself")
         elif method == "unscale_" and isinstance(statement, ast.Expr):
             self._unscale(name, statement, call)
+        elif method == "get_scale" and self._between_step_and_update(call):
+            self._ask_before_step(name, call)
         elif method in _OF_SCALER:
             script.replace(node, f"{name}.scaler", "the handle's loss scaler")
         elif method in _BOTH:
-            if making.renames(node):
-                script.replace(node, name, "the handle's state; it loads a GradScaler's, too")
+            script.replace(node, name, "the handle's state; it loads a GradScaler's, too")
         else:
             self._refuse(call, f"`{ast.unparse(call)}`")
+
+    def _between_step_and_update(self, asked: ast.Call) -> ast.stmt | None:
+        """Return the step before which the scale has to be read, if ``asked`` reads it behind."""
+        source = self.script.source
+        block = source.block(source.statement(asked))
+        before = block[: block.index(source.statement(asked))]
+        behind = block[len(before) + 1 :]
+        step = next((s for s in reversed(before) if self._is_call(s, "step")), None)
+        return step if any(self._is_call(s, "update") for s in behind) else None
+
+    def _is_call(self, statement: ast.stmt, method: str) -> bool:
+        match statement:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=scaler, attr=name))):
+                return name == method and self.script.flow.root(scaler) == self.making.root
+        return False
+
+    def _ask_before_step(self, name: str, asked: ast.Call) -> None:
+        """Move ``scale = scaler.get_scale()`` before the step, which moves the scale now."""
+        script = self.script
+        statement, step = script.source.statement(asked), self._between_step_and_update(asked)
+        if not isinstance(statement, ast.Assign) or statement.value is not asked or step is None:
+            self._refuse(asked, "the scale between step and update, which are one now")
+            return
+        line = script.source.line_start(script.source.start(step))
+        target = ast.unparse(statement.targets[0])
+        text = f"{script.source.indentation(step)}{target} = {name}.scaler.get_scale()"
+        script.edits.insert(line, text + script.newline)
+        script.delete(statement, "read before the step, which moves the scale now")
+
+    def _reads_gradients(self, scope: ast.AST) -> bool:
+        """Whether the function reads ``.grad`` itself, and so has to find true ones there."""
+        source = self.script.source
+        return any(
+            isinstance(node, ast.Attribute) and node.attr == "grad" and source.scope(node) is scope
+            for node in source.nodes
+        )
+
+    def _refuse_reads_behind(self, step: ast.stmt) -> None:
+        """Refuse ``.grad`` behind a step without ``unscale_``: torch leaves true ones there."""
+        source = self.script.source
+        scope = source.scope(step)
+        if any(self._unscales(node) and source.scope(node) is scope for node in source.nodes):
+            return
+        for node in source.nodes:
+            is_grad = isinstance(node, ast.Attribute) and node.attr == "grad"
+            if is_grad and source.scope(node) is scope and source.start(node) > source.end(step):
+                self._refuse(node, f"`{ast.unparse(node)}` behind the step, where it is unscaled")
 
     def _backward(self, name: str, scale: ast.Call) -> None:
         script, making = self.script, self.making
@@ -220,8 +276,7 @@ class _Loop:
             if fed is None:
                 self._refuse(
                     scale,
-                    "several optimizers, and no `scaler.step(optimizer)` behind this loss in its "
-                    "block",
+                    "several optimizers, and which of them this loss feeds cannot be told",
                 )
                 return
             given += fed
@@ -236,7 +291,9 @@ class _Loop:
         behind = block[block.index(statement) + 1 :][:1]
         if [script.flow.root(argument) for argument in call.args] != [*making.optimizers]:
             self._refuse(call, "`unscale_` of one of several optimizers, or another one")
-        elif behind and clipped(script, behind[0], making.models) is not None:
+        elif self._reads_gradients(script.source.scope(call)) or not behind:
+            script.replace(call, f"{name}.unscale_()", "true FP32 gradients from here on")
+        elif clipped(script, behind[0], making.models) is not None:
             clip, limit = clipped(script, behind[0], making.models) or (call, call)
             script.delete(statement, "clip_grad_norm_ of the handle takes the scale into account")
             self._clip(name, clip, limit, "clips the true gradients in the step's own pass")
@@ -276,6 +333,8 @@ class _Loop:
             match node:
                 case ast.Call(func=ast.Attribute(value=stepped, attr="step")):
                     root = script.flow.root(stepped)
+                    if root in making.optimizers and not runs_when(script, node, self._is_off):
+                        self._refuse(node, f"`{ast.unparse(node)}`, past the scaler")
                     if root is None or root in known or root not in optimizers:
                         continue
                     made = models_of(script, root, guess=False)
