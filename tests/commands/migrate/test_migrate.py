@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from tritonamp.__main__ import main
+from tritonamp.commands.migrate import command
+from tritonamp.commands.migrate.convert import To
+from tritonamp.commands.migrate.script import Conversion
 
 LOOP = """\
 import torch
@@ -112,7 +115,7 @@ def test_a_file_that_is_no_text_needs_a_hand(
 
 
 def test_nothing_is_left_of_a_write_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.py"
     file.write_text(LOOP)
@@ -121,6 +124,25 @@ def test_nothing_is_left_of_a_write_that_failed(
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        main(["migrate", str(file), "--write"])
+    assert main(["migrate", str(file), "--write"]) == 1
+    assert "cannot be written: disk full" in capsys.readouterr().out
     assert file.read_text() == LOOP and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_fault_in_one_file_does_not_end_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(LOOP)
+    (tmp_path / "b.py").write_text(LOOP)
+    convert = command.convert
+
+    def failing(text: str, to: To) -> Conversion:
+        monkeypatch.setattr(command, "convert", convert)
+        raise LookupError("nothing")
+
+    monkeypatch.setattr(command, "convert", failing)
+    assert main(["migrate", str(tmp_path), "--write"]) == 1
+    assert "a.py:1: a fault of this command, please report it: LookupError: nothing" in (
+        capsys.readouterr().out
+    )
+    assert (tmp_path / "a.py").read_text() == LOOP and (tmp_path / "b.py").read_text() == AFTER

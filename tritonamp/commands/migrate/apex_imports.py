@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+from types import ModuleType
 
 from tritonamp.commands.migrate.imports import imported, statements
 from tritonamp.commands.migrate.script import Script
@@ -78,7 +79,7 @@ def _exists(name: str) -> bool:
             continue
         for part in parts[end:]:
             if not hasattr(value, part):
-                return part not in dir(value) and isinstance(value, type)
+                return not isinstance(value, ModuleType)  # it may come with initialize
             value = getattr(value, part)
         return True
     return False

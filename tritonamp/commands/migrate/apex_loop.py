@@ -3,19 +3,15 @@
 import ast
 from dataclasses import dataclass
 
+from tritonamp.commands.migrate import gradients
 from tritonamp.commands.migrate.apex_uses import Handle
 from tritonamp.commands.migrate.conditions import Folding
-from tritonamp.commands.migrate.handle import (
-    AFTER_BOTH,
-    known_as,
-    plain_backwards,
-    refuse_plain_backward,
-    runs_when,
-)
+from tritonamp.commands.migrate.handle import AFTER_BOTH, known_as
 from tritonamp.commands.migrate.imports import Import, imported, statements
 from tritonamp.commands.migrate.initialize import Call, read
 from tritonamp.commands.migrate.script import Script
 from tritonamp.commands.migrate.source import Function
+from tritonamp.commands.migrate.switch import Switch
 
 AMP = "apex.amp."
 _REGISTERS = {
@@ -127,6 +123,7 @@ class _Loop:
     def __init__(self, script: Script, uses: list[_Use], call: Call | None) -> None:
         self.script, self.uses, self.call = script, uses, call
         self.name = "amp"
+        self.switch = Switch(script, call.switch if call is not None else None)
         if call is not None:
             self._choose_name(call)
 
@@ -150,13 +147,39 @@ class _Loop:
         if self.call is None:
             return
         scopes = {self.script.source.scope(u.node) for u in self.uses if u.name in _OF_HANDLE}
-        for backward in plain_backwards(self.script, scopes, self._is_off):
+        for backward in gradients.plain_backwards(self.script, scopes, self.switch):
             if not self._is_scaled(backward):
-                refuse_plain_backward(self.script, backward, self.name)
+                gradients.refuse_plain_backward(self.script, backward, self.name)
+        self._look_at_gradients(self.call)
         self._initialize(self.call)
         if self.call.only_if is None:  # else there is no handle in the other branches
             models = known_as(self.script, (self.script.flow.root(self.call.model),))
-            Folding(self.script, self.name, models, self._sign, lambda test: False).fold()
+            Folding(self.script, self.name, models, self.switch).fold()
+
+    def _look_at_gradients(self, call: Call) -> None:
+        """Mend or refuse what meets gradients behind a scaled loss: apex unscales them there."""
+        script = self.script
+        calls = [u for u in self.uses if u.name == "scale_loss"]
+        scopes = {script.source.scope(use.node) for use in calls}
+        models = (script.flow.root(call.model),)
+        for clip in gradients.clips(script):
+            of_apex = script.edits.covers(clip) or self.switch.off_at(clip)
+            if script.source.scope(clip) not in scopes or of_apex:
+                continue
+            limit = gradients.limit_of_all(script, clip, models)
+            if limit is None or call.several:
+                gradients.unscale_before(script, clip, self.name, "for a clip of another kind")
+            else:
+                gradients.clip(script, clip, limit, self.name, gradients.IN_THE_STEP)
+        mastered = {script.source.scope(u.node) for u in self.uses if u.name == "master_params"}
+        for scope in scopes - mastered:
+            for gradient in gradients.reads(script, scope):
+                if not self.switch.off_at(gradient):
+                    script.refuse(
+                        gradient,
+                        f"`{ast.unparse(gradient)}`: gradients carry the scale until the step",
+                        f"`{self.name}.unscale_()` before them, after the backward",
+                    )
 
     def _choose_name(self, call: Call) -> None:
         """Find a name that all uses can reach: a variable, one of self, or a global one."""
@@ -183,6 +206,19 @@ class _Loop:
                 taken[0], "`amp` is the name of something else, too", "give that another name"
             )
         elif isinstance(scope, Function) and any(not self._sees(s, scope) for s in used):
+            calls = script.flow.calls.get(scope, [])
+            loops = [
+                o
+                for c in calls
+                for o in script.source.around(c)
+                if isinstance(o, ast.For | ast.While)
+            ]
+            if len(calls) > 1 or loops:
+                script.refuse(
+                    call.statement,
+                    "several handles, of which other functions would see the last",
+                    "return the handle beside model and optimizer",
+                )
             first = scope.body[0]
             is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
             place = scope.body[1] if is_text and len(scope.body) > 1 else first
@@ -209,20 +245,6 @@ class _Loop:
             reason += f"; at O0 where not {ast.unparse(call.lifted.test)}"
         script.replace(call.lifted or call.statement, line, reason)
 
-    def _sign(self, test: ast.expr) -> bool | None:
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            sign = self._sign(test.operand)
-            return None if sign is None else not sign
-        switch = self.call.switch if self.call is not None else None
-        flow = self.script.flow
-        if switch is not None and flow.canonical(test) == flow.canonical(switch):
-            return True
-        return None
-
-    def _is_off(self, test: ast.expr) -> bool | None:
-        sign = self._sign(test)
-        return None if sign is None else not sign
-
     def _is_scaled(self, backward: ast.Call) -> bool:
         """Whether ``backward`` is of a loss that a block around it scales."""
         assert isinstance(backward.func, ast.Attribute)
@@ -238,7 +260,7 @@ class _Loop:
         outer = script.source.parents[use.node]
         if not isinstance(outer, ast.Call) or outer.func is not use.node or self.call is None:
             script.refuse(use.node, f"`{ast.unparse(use.node)}` is not called", "call the handle's")
-        elif self.call.only_if is not None and not runs_when(script, use.node, self._sign):
+        elif self.call.only_if is not None and not self.switch.on_at(use.node):
             script.refuse(
                 use.node,
                 f"`{ast.unparse(outer)}` runs without amp.initialize, too",

@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate.handle import CLIPS, limit_of
+from tritonamp.commands.migrate import gradients
 from tritonamp.commands.migrate.script import Script
 from tritonamp.commands.migrate.source import dedented
 
@@ -41,11 +41,28 @@ class Handle:
         block = script.source.parents[item]
         assert isinstance(block, (ast.With, ast.AsyncWith))
         backward = _backward_first(block, item)
-        if backward is None:
+        if backward is None or self._is_read_behind(block, item):
             script.replace(call, f"{self.name}.scale_loss({', '.join(args)})", "the handle's scale")
             return
         args += [script.edits.text(keyword) for keyword in backward.keywords]
         script.replace(block, self._unwrapped(block, call, ", ".join(args)), _BACKWARD)
+
+    def _is_read_behind(self, block: ast.AST, item: ast.withitem) -> bool:
+        """Whether the name of the scaled loss is read outside of the blocks that give it."""
+        script = self.script
+        name = ast.unparse(item.optional_vars) if item.optional_vars is not None else ""
+        for node in script.source.nodes:
+            if not isinstance(node, ast.Name) or node.id != name or isinstance(node.ctx, ast.Store):
+                continue
+            blocks = [outer for outer in script.source.around(node) if isinstance(outer, ast.With)]
+            given = any(
+                i.optional_vars is not None and ast.unparse(i.optional_vars) == name
+                for outer in blocks
+                for i in outer.items
+            )
+            if script.source.scope(node) is script.source.scope(block) and not given:
+                return True
+        return False
 
     def _unwrapped(self, block: ast.With | ast.AsyncWith, call: ast.Call, args: str) -> str:
         """Return the backward, and what else is in the block, without the ``with`` around it."""
@@ -67,36 +84,62 @@ class Handle:
         """Rewrite ``clip_grad_norm_(amp.master_params(optimizer), limit)``, and other uses."""
         script = self.script
         outer = script.source.parents[call]
-        limit = limit_of(script, outer) if isinstance(outer, ast.Call) else None
+        limit = gradients.limit_of(script, outer) if isinstance(outer, ast.Call) else None
         if self.several:
             script.refuse(
                 call,
                 f"`{ast.unparse(call)}` of one of several optimizers",
                 f"after `{self.name}.unscale_()` the gradients of its param_groups are true",
             )
-        elif limit is not None and isinstance(outer, ast.Call) and outer.args[0] is call:
-            script.replace(
-                outer,
-                f"{self.name}.clip_grad_norm_({script.edits.text(limit)})",
-                "clips the true gradients in the step's own pass",
+        elif (
+            limit is not None
+            and isinstance(outer, ast.Call)
+            and outer.args[0] is call
+            and not self._works_with_gradients(call)
+        ):
+            inside = any(
+                isinstance(o, ast.With) and self._scales(o) for o in script.source.around(call)
             )
+            reason = ": inside the block they carried the scale" * inside
+            gradients.clip(script, outer, limit, self.name, gradients.IN_THE_STEP + reason)
         else:
-            self._with_true_gradients(call)
+            script.replace(call, f"{self.name}.master_params()", "the FP32 parameters")
+            self._unscale_once(call)
 
-    def _with_true_gradients(self, call: ast.Call) -> None:
+    def _unscale_once(self, call: ast.Call) -> None:
+        """Make gradients true before the first of several uses in a function."""
         script = self.script
-        statement = script.source.statement(call)
-        start = script.source.start(statement)
-        line = script.source.line_start(start)
-        lead = script.source.text[line:start]
-        if lead.strip():
-            script.refuse(call, "a statement that shares its line", "give it a line of its own")
-            return
-        outer = script.source.parents[call]
-        is_clip = isinstance(outer, ast.Call) and script.qualified(outer.func) in CLIPS
-        script.replace(call, f"{self.name}.master_params()", "the FP32 parameters")
-        script.edits.insert(line, f"{lead}{self.name}.unscale_()  # true gradients{script.newline}")
-        script.why(statement, "norms other than 2" if is_clip else "your own gradient work")
+        scope = script.source.scope(call)
+        uses = script.calls("apex.amp.master_params")
+        first = next(use for use in uses if script.source.scope(use) is scope)
+        if first is call:
+            gradients.unscale_before(script, call, self.name, "for gradient work of your own")
+        elif not any(
+            statement in script.source.block(script.source.statement(first))
+            for statement in (script.source.statement(call), *script.source.around(call))
+        ):
+            script.refuse(
+                call,
+                f"`{ast.unparse(call)}` in another block than the first",
+                f"one `{self.name}.unscale_()` before both",
+            )
+
+    def _works_with_gradients(self, call: ast.Call) -> bool:
+        """Whether the function does more with the gradients than to clip them."""
+        script = self.script
+        scope = script.source.scope(call)
+        for use in script.calls("apex.amp.master_params"):
+            outer = script.source.parents[use]
+            clips = isinstance(outer, ast.Call) and gradients.limit_of(script, outer) is not None
+            if script.source.scope(use) is scope and not clips:
+                return True
+        return bool(gradients.reads(script, scope))
+
+    def _scales(self, block: ast.With) -> bool:
+        calls = [
+            item.context_expr for item in block.items if isinstance(item.context_expr, ast.Call)
+        ]
+        return any(self.script.qualified(call.func) == "apex.amp.scale_loss" for call in calls)
 
 
 def _backward_first(block: ast.With | ast.AsyncWith, item: ast.withitem) -> ast.Call | None:

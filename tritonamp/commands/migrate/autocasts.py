@@ -3,7 +3,6 @@
 import ast
 from typing import NamedTuple
 
-from tritonamp.commands.migrate.handle import runs_when
 from tritonamp.commands.migrate.making import Making
 from tritonamp.commands.migrate.old_names import AUTOCASTS, options
 from tritonamp.commands.migrate.script import Script
@@ -95,26 +94,19 @@ class Autocasts:
 
     def _agrees(self, call: ast.Call, expression: ast.expr, enabled: ast.expr | None) -> bool:
         """Whether the block is on when the scaler is; gives it its condition where it has none."""
-        making = self.making
-        test = expression.test if isinstance(expression, ast.IfExp) else enabled
+        switch = self.making.switch
+        test, wanted = enabled, True
+        if isinstance(expression, ast.IfExp):
+            test, wanted = expression.test, expression.body is call
         if test is None or (isinstance(test, ast.Constant) and test.value is True):
-            return making.switch is None or runs_when(self.script, call, self._asks)
-        if self._asks(test):
-            return True
-        if making.switch is None and self.making.known_where_made(test):
-            making.switch = test
-            return True
+            return switch.expression is None or switch.on_at(call)
+        sign = switch.sign(test)
+        if sign is not None:
+            return sign == wanted
+        if switch.expression is None and wanted and self.making.known_where_made(test):
+            switch.expression = test
+            return self.making.is_steady()
         return False
-
-    def _asks(self, test: ast.expr) -> bool | None:
-        """Whether ``test`` asks for mixed precision or the scaler; None: for something else."""
-        flow, making = self.script.flow, self.making
-        if making.switch is not None and flow.canonical(test) == flow.canonical(making.switch):
-            return True
-        asked = test.left if isinstance(test, ast.Compare) else test
-        if flow.root(asked) != making.root:
-            return None
-        return not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is))
 
     def _dtype_of(self, given: dict[str, ast.expr]) -> str | None:
         """Return what ``enable`` is to be told; None for float16, "" for what cannot be known."""
@@ -127,8 +119,9 @@ class Autocasts:
         name = self.script.qualified(dtype)
         if name in _HALF:
             return _HALF[name]
-        is_name = isinstance(dtype, ast.Name) and self.making.known_where_made(dtype)
-        return ast.unparse(dtype) if is_name else ""
+        known = isinstance(dtype, ast.Name) and self.making.known_where_made(dtype)
+        # FP32 is no dtype of a level: what may be that needs a switch beside it
+        return ast.unparse(dtype) if known and self.making.switch.expression is not None else ""
 
     def _refuse(self, call: ast.Call, what: str) -> None:
         self.script.refuse(

@@ -85,7 +85,12 @@ def _migrate(path: Path, to: Any, write: bool) -> int:
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         _show(path, "needs a hand", [Note(1, f"cannot be read: {error}")])
         return BY_HAND
-    conversion = convert(text, to)
+    try:
+        conversion = convert(text, to)
+    except Exception as error:  # one file does not end a folder
+        what = f"a fault of this command, please report it: {type(error).__name__}: {error}"
+        _show(path, "needs a hand, and stays as it is", [Note(1, what)])
+        return BY_HAND
     if conversion.todos:
         _show(path, "needs a hand, and stays as it is", conversion.todos)
         return BY_HAND
@@ -94,7 +99,11 @@ def _migrate(path: Path, to: Any, write: bool) -> int:
     sys.stdout.writelines(_diff(path, conversion))
     _show(path, "why (lines of the file as it was)", conversion.changes)
     if write:
-        _write(path, conversion.after, encoding)
+        try:
+            _write(path, conversion.after, encoding)
+        except OSError as error:
+            _show(path, "stays as it is", [Note(1, f"cannot be written: {error}")])
+            return BY_HAND
     return CONVERTED
 
 
@@ -108,6 +117,7 @@ def _read(path: Path) -> tuple[str, str]:
 def _write(path: Path, text: str, encoding: str) -> None:
     """Put ``text`` in the place of a file, at once and with the file's rights."""
     target = path.resolve()
+    target.open("r+b").close()  # or the file is read-only
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,10 +1,10 @@
 """``if amp: ... else: ...`` whose branches are one and the same now."""
 
 import ast
-from collections.abc import Callable
 
 from tritonamp.commands.migrate.script import Note, Script
 from tritonamp.commands.migrate.source import dedented
+from tritonamp.commands.migrate.switch import Switch
 
 FOLDED = "both branches are the same now: at O0 the handle does nothing to an FP32 loop"
 ALWAYS = "the handle is always there"
@@ -17,10 +17,8 @@ class Folding:
         script: the file; its other edits have been noted.
         handle: the name of the handle.
         models: names of the one model whose gradients the handle clips.
-        switch: tells of a test whether it asks for mixed precision (True), for its absence (False),
-            or for something else (None).
-        handle_asked: whether a test asks if there is a handle. There is always one from now on, so
-            such a branch has to go.
+        switch: what turns mixed precision on. A branch that asks whether there is a scaler has to
+            go: there is always a handle.
     """
 
     def __init__(
@@ -28,22 +26,21 @@ class Folding:
         script: Script,
         handle: str,
         models: set[str],
-        switch: Callable[[ast.expr], bool | None],
-        handle_asked: Callable[[ast.expr], bool],
+        switch: Switch,
     ) -> None:
         self.script, self.handle, self.models = script, handle, models
-        self.switch, self.handle_asked = switch, handle_asked
+        self.switch = switch
 
     def fold(self) -> None:
         """Fold what can be folded; refuse a branch that has to go and cannot."""
         source = self.script.source
         nodes = [n for n in source.nodes if isinstance(n, (ast.If, ast.IfExp))]
         for node in sorted(nodes, key=lambda n: -len(list(source.around(n)))):
-            sign = self.switch(node.test)
+            sign = self.switch.sign(node.test)
             if sign is None or self.script.edits.covers(node):
                 continue
             if isinstance(node, ast.IfExp):
-                if self.handle_asked(node.test):
+                if self.switch.asks_for_scaler(node.test):
                     kept = node.body if sign else node.orelse
                     self.script.replace(node, self.script.edits.text(kept), ALWAYS)
             else:
@@ -51,7 +48,7 @@ class Folding:
 
     def _fold(self, node: ast.If, sign: bool) -> None:
         on, off = (node.body, node.orelse) if sign else (node.orelse, node.body)
-        must = self.handle_asked(node.test)
+        must = self.switch.asks_for_scaler(node.test)
         is_elif = self.script.source.text.startswith("elif", self.script.source.start(node))
         if on and not is_elif and (off or must) and (not off or self._same(on, off)):
             self._unwrap(node, on, off)

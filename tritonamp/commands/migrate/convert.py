@@ -24,7 +24,7 @@ def convert(text: str, to: To = "enable") -> Conversion:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in the script's strings
             script = Script(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         return Conversion(text, text, (), (Note(line, f"not Python 3: {error}"),))
     if to == "enable":

@@ -30,10 +30,9 @@ def convert(script: Script) -> None:
             _drop(script, statement, dropped)
         elif statement in script.moved:
             _move(script, statement)
-    bound = {variable.name for variable in script.scopes.bindings}
-    if script.needs_tritonamp and "tritonamp" not in bound:
+    if script.needs_tritonamp and not script.imports("tritonamp"):
         _add(script, "tritonamp", "the handle comes from there")
-    if script.needs_torch and "torch" not in bound:
+    if script.needs_torch:
         _add(script, "torch", "the new names begin with it")
 
 
@@ -68,8 +67,7 @@ def _drop(script: Script, statement: ast.Import | ast.ImportFrom, dropped: list[
     at_top = isinstance(inside, ast.Module) or (
         isinstance(inside, ast.Try) and isinstance(script.source.parents[inside], ast.Module)
     )
-    bound = {variable.name for variable in script.scopes.bindings}
-    if script.needs_tritonamp and at_top and "tritonamp" not in bound:
+    if script.needs_tritonamp and at_top and not script.imports("tritonamp"):
         script.replace(whole, "import tritonamp", "the handle comes from there")
         script.needs_tritonamp = False
     elif not script.edits.covers(whole):

@@ -82,6 +82,7 @@ def read(script: Script, name: ast.AST) -> Call | None:
     level = script.edits.text(given["opt_level"]) if "opt_level" in given else '"O1"'
     if lifted is not None or enabled is not None:
         assert switch is not None
+        level = f"({level})" if isinstance(given.get("opt_level"), ast.IfExp) else level
         level += f' if {as_condition(switch)} else "O0"'
         options = [f"{option} if {as_condition(switch)} else None" for option in options]
     optimizers = given.get("optimizers")

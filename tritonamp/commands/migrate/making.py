@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from tritonamp.commands.migrate.handle import AFTER_BOTH, as_condition
 from tritonamp.commands.migrate.imports import Import
 from tritonamp.commands.migrate.naming import Naming
-from tritonamp.commands.migrate.owners import last_made, models_of, name_in
+from tritonamp.commands.migrate.owners import (
+    is_certain,
+    last_made,
+    models_of,
+    name_in,
+    unlike_an_optimizer,
+)
 from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.switch import Switch
 
 _SETTINGS = {"init_scale", "growth_factor", "backoff_factor", "growth_interval"}
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
@@ -25,7 +32,7 @@ class Making:
         call: ``GradScaler(...)``.
         statement: what makes it: an assignment, or an ``if`` around it.
         target: what it is assigned to.
-        switch: the expression that turns mixed precision on; None: it always is.
+        switch: what turns mixed precision on.
         models, optimizers: roots of what is to be enabled.
         naming: what the handle is called.
     """
@@ -35,7 +42,7 @@ class Making:
     call: ast.Call
     statement: ast.stmt
     target: ast.Name | ast.Attribute
-    switch: ast.expr | None
+    switch: Switch
     optimizers: tuple[Variable, ...]
     models: tuple[Variable, ...] = ()
     naming: Naming = field(init=False)
@@ -151,13 +158,21 @@ class Making:
             )
             return
         place = self._place(scope)
-        if place is None:
+        if place is None or not self._are_given(place):
             return
-        condition = "" if self.switch is None else f" if {as_condition(self.switch)} else "
-        asked = condition and f'{condition}"O0"'
-        level = f'"O1"{asked}'
+        test = self.switch.expression
+        condition = "" if test is None else f" if {as_condition(test)} else "
+        level = '"O1"' + (condition and f'{condition}"O0"')
         options = [_listed(models), _listed(optimizers), f"level={level}"]
-        options += [f"dtype={dtype}"] * (dtype is not None)
+        if dtype is not None:
+            options.append(f"dtype={dtype}{condition and condition + 'None'}")
+        given = [k.value for k in self.call.keywords if k.arg in _SETTINGS]
+        if not all(self.known_where_made(value) for value in given):
+            by_hand = f"make the handle where they are known: {AFTER_BOTH}"
+            script.refuse(
+                self.call, "the scaler's settings change before the handle is made", by_hand
+            )
+            return
         settings = [script.edits.text(k) for k in self.call.keywords if k.arg in _SETTINGS]
         if settings:
             made = f"tritonamp.GradScaler({', '.join(settings)})"
@@ -181,6 +196,43 @@ class Making:
             if node is not self.target and self.makes(node) and not inside:
                 script.delete(source.statement(node), "the handle is always made")
 
+    def _are_given(self, place: ast.stmt) -> bool:
+        """Whether models and optimizers are there, and such that ``enable`` takes them."""
+        script = self.script
+        for root in (*self.models, *self.optimizers):
+            what = None if root in self.models else unlike_an_optimizer(script, root)
+            if not is_certain(script, root, place):
+                what = f"`{root.name}` is made under a condition alone"
+            if what is not None:
+                by_hand = f"make the handle of what is there: {AFTER_BOTH}"
+                script.refuse(self.call, what, by_hand)
+                return False
+        return True
+
+    def is_steady(self) -> bool:
+        """Whether the switch keeps its value from here on."""
+        test = self.switch.expression
+        nodes = [] if test is None else [*ast.walk(test)]
+        texts = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        roots = {self.script.flow.root(node) for node in nodes} - {None}
+        return not any(
+            self._changes_later(node)
+            for node in self.script.source.nodes
+            if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            if self.script.flow.root(node) in roots or ast.unparse(node) in texts
+        )
+
+    def _changes_later(self, binding: ast.Name | ast.Attribute) -> bool:
+        """Whether what is bound there may be bound again once the scaler is made."""
+        source = self.script.source
+        if source.scope(binding) is not source.scope(self.statement):
+            # a local of another function of the same name is a parameter, and holds the same
+            return isinstance(binding, ast.Attribute) and not _is_init(source.scope(binding))
+        if source.start(binding) > source.end(self.statement):
+            return True
+        loops = [outer for outer in source.around(binding) if isinstance(outer, _LOOPS)]
+        return bool(loops) and loops[0] not in source.around(self.statement)
+
     def _place(self, scope: ast.AST) -> ast.stmt | None:
         """Return the statement in whose place, or behind which, ``enable`` can be called."""
         script, source = self.script, self.script.source
@@ -189,29 +241,50 @@ class Making:
         made = last_made(script, roots, block)
         first = block.index(self.statement)
         last = first if made is None else max(first, block.index(made))
-        later = [
-            node
-            for root in roots
-            for variable in script.flow.group(root)
-            for node in script.scopes.bindings[variable]
-            if source.scope(node) is scope
-            and node.lineno > self.statement.lineno  # type: ignore[attr-defined]
-            and not any(outer in block for outer in source.around(node))
-        ]
+        later = [node for root in roots for node in self._made_later(root, scope, block, last)]
         between = [
             node
             for statement in block[first + 1 : last + 1]
             for node in ast.walk(statement)
             if script.flow.root(node) == self.root and isinstance(node, (ast.Name, ast.Attribute))
         ]
-        if later or between or self._again(scope):
-            script.refuse(
-                self.call,
-                "the scaler is made again, or used before model and optimizer are both made",
-                f"make the handle once, after both: {AFTER_BOTH}",
-            )
+        what = None
+        if isinstance(scope, ast.ClassDef):
+            what = "the scaler belongs to a class, not to an object"
+        elif later:
+            what = f"a model or an optimizer is made anew in line {later[0].lineno}"  # type: ignore[attr-defined]
+        elif between:
+            what = "the scaler is used before model and optimizer are both made"
+        elif self._again(scope):
+            what = "the scaler is made again, for a model or an optimizer that is not"
+        if what is not None:
+            by_hand = f"make the handle once for each pair, after both: {AFTER_BOTH}"
+            script.refuse(self.call, what, by_hand)
             return None
         return block[last]
+
+    def _made_later(
+        self, root: Variable, scope: ast.AST, block: list[ast.stmt], last: int
+    ) -> list[ast.AST]:
+        """Return where a model or optimizer is made behind the handle, or in another method."""
+        script, source = self.script, self.script.source
+        made = []
+        for variable in script.flow.group(root):
+            for node in script.scopes.bindings[variable]:
+                statement = source.parents.get(node)
+                value = getattr(statement, "value", None)
+                if (
+                    isinstance(node, ast.arg)
+                    or not isinstance(value, ast.Call)
+                    or (any(script.flow.root(argument) == root for argument in value.args))
+                ):
+                    continue  # handed on, or wrapped
+                if source.scope(node) is scope:
+                    if source.start(node) > source.end(block[last]):
+                        made.append(node)
+                elif variable.scope is not source.scope(node) and not _is_init(source.scope(node)):
+                    made.append(node)  # of self, or global
+        return made
 
     def _again(self, scope: ast.AST) -> bool:
         """Whether the scaler is made more often than a model or an optimizer."""
@@ -283,8 +356,15 @@ def find_making(script: Script, call: ast.Call) -> Making | None:
         script.refuse(call, "mixed precision is off here", "decide on a level for `enable`")
     else:
         assert isinstance(target, (ast.Name, ast.Attribute))
-        switch = tests[0] if tests else None
-        return Making(script, root, call, statement, target, switch, optimizers)
+        switch = Switch(script, tests[0] if tests else None, root)
+        making = Making(script, root, call, statement, target, switch, optimizers)
+        if making.is_steady():
+            return making
+        script.refuse(
+            call,
+            f"`{ast.unparse(tests[0])}` changes after the scaler is made",
+            "a handle is on or off for good: decide before `enable`",
+        )
     return None
 
 
@@ -307,6 +387,10 @@ def _within(script: Script, node: ast.AST, scope: ast.AST) -> list[ast.AST]:
             break
         found.append(outer)
     return found
+
+
+def _is_init(scope: ast.AST) -> bool:
+    return isinstance(scope, ast.FunctionDef) and scope.name == "__init__"
 
 
 def _listed(names: list[str | None]) -> str:

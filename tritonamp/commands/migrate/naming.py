@@ -27,9 +27,17 @@ class Naming:
             isinstance(node, ast.Global | ast.Nonlocal) and names & {*node.names}
             for node in script.source.nodes
         )
-        self.renamed = not shared and _is_free(script)
+        self.renamed = not shared and not self._is_asked_for_by_text(names) and _is_free(script)
         if self.renamed:
             script.taken.add(HANDLE)
+
+    def _is_asked_for_by_text(self, names: set[str]) -> bool:
+        """Whether a name may be one that ``getattr`` and the like are called with."""
+        nodes = self.script.source.nodes
+        asks = {"getattr", "setattr", "hasattr", "vars"}
+        by_text = any(isinstance(node, ast.Name) and node.id in asks for node in nodes)
+        texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        return by_text and self.root.scope not in (self.script.source.tree,) and bool(names & texts)
 
     def text(self, node: ast.AST) -> str:
         """Return the name of the handle at ``node``, an occurrence of the scaler."""

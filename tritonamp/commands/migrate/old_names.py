@@ -37,7 +37,15 @@ def convert(script: Script) -> None:
             if old is None or script.edits.covers(node):
                 continue
             parent = script.source.parents[node]
-            if isinstance(parent, ast.Call) and parent.func is node:
+            plain = isinstance(parent, ast.Call) and not any(
+                isinstance(argument, ast.Starred) for argument in parent.args
+            )
+            if (
+                isinstance(parent, ast.Call)
+                and parent.func is node
+                and plain
+                and (old[1] == "autocast" or not parent.args)
+            ):
                 _rename_call(script, parent, *old)
             elif old[1] != "autocast" and node in getattr(parent, "decorator_list", []):
                 new = f'{script.torch()}.amp.{old[1]}(device_type="{old[0]}")'

@@ -25,7 +25,18 @@ def models_of(script: Script, optimizer: Variable, guess: bool = True) -> list[V
 
     Where that is not to be seen, and ``guess``, it is the one model of the file.
     """
-    made = [
+    found: list[Variable] = []
+    for call in _made(script, optimizer):
+        for root in _with_parameters_in(script, call) or _called(script, call):
+            if root not in found:
+                found.append(root)
+    trained = _trained(script) if guess else []
+    return found or (trained if len(trained) == 1 else [])
+
+
+def _made(script: Script, optimizer: Variable) -> list[ast.Call]:
+    """Return the calls that ``optimizer`` is assigned from."""
+    return [
         statement.value
         for variable in script.flow.group(optimizer)
         for binding in script.scopes.bindings[variable]
@@ -33,13 +44,6 @@ def models_of(script: Script, optimizer: Variable, guess: bool = True) -> list[V
         if isinstance(statement, (ast.Assign, ast.AnnAssign))
         and isinstance(statement.value, ast.Call)
     ]
-    found: list[Variable] = []
-    for call in made:
-        for root in _with_parameters_in(script, call, depth=4) or _called(script, call):
-            if root not in found:
-                found.append(root)
-    trained = _trained(script) if guess else []
-    return found or (trained if len(trained) == 1 else [])
 
 
 def _trained(script: Script) -> list[Variable]:
@@ -58,20 +62,32 @@ def _roots_called(script: Script) -> set[Variable | None]:
     return {script.flow.root(call.func) for call in calls}
 
 
-def _with_parameters_in(script: Script, node: ast.AST, depth: int) -> list[Variable]:
-    """Return the roots of ``x`` in every ``x.parameters()`` that ``node`` was computed from."""
+def _with_parameters_in(script: Script, made: ast.Call) -> list[Variable]:
+    """Return the roots of ``x`` in every ``x.parameters()`` that ``made`` was computed from."""
     found: list[Variable] = []
-    for inner in ast.walk(node):
+    for inner in _sources(script, made):
         if isinstance(inner, ast.Attribute) and inner.attr in _PARAMETERS:
             base = inner.value
             while isinstance(base, ast.Attribute) and script.flow.root(base) is None:
                 base = base.value  # of a part of a model: model.encoder
             root = script.flow.root(base)
             found += [] if root is None else [root]
-        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and depth:
-            for value in _values(script, inner):
-                found += _with_parameters_in(script, value, depth - 1)
     return list(dict.fromkeys(found))
+
+
+def _sources(script: Script, node: ast.AST) -> list[ast.AST]:
+    """Return all nodes that ``node`` was computed from, through plain variables, and its own."""
+    found: list[ast.AST] = []
+    seen: set[Variable] = set()
+    waiting = [node]
+    while waiting:
+        for inner in ast.walk(waiting.pop()):
+            found.append(inner)
+            variable = script.scopes.variable(inner) if isinstance(inner, ast.Name) else None
+            if variable is not None and isinstance(inner, ast.Name) and variable not in seen:
+                seen.add(variable)
+                waiting += _values(script, inner)
+    return found
 
 
 def _values(script: Script, name: ast.Name) -> list[ast.expr]:
@@ -101,7 +117,7 @@ def _values(script: Script, name: ast.Name) -> list[ast.expr]:
 def _called(script: Script, made: ast.Call) -> list[Variable]:
     """Return the arguments of ``made`` that are called somewhere as models are: ``model(x)``."""
     called = _roots_called(script)
-    roots = [script.flow.root(value) for value in _names_in(script, made, depth=4)]
+    roots = [script.flow.root(node) for node in _sources(script, made)]
     is_function = {
         root
         for root in roots
@@ -114,16 +130,42 @@ def _called(script: Script, made: ast.Call) -> list[Variable]:
     return [root for root in roots if root is not None and root in called - is_function]
 
 
-def _names_in(script: Script, node: ast.AST, depth: int) -> list[ast.expr]:
-    """Return the variables that ``node`` was computed from."""
-    found: list[ast.expr] = []
-    for inner in ast.walk(node):
-        if isinstance(inner, (ast.Name, ast.Attribute)):
-            found.append(inner)
-        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and depth:
-            for value in _values(script, inner):
-                found += _names_in(script, value, depth - 1)
-    return found
+def unlike_an_optimizer(script: Script, optimizer: Variable) -> str | None:
+    """Return why ``enable`` would not take what is made there; None where it may."""
+    for call in _made(script, optimizer):
+        variable = script.scopes.variable(call.func)
+        for binding in script.scopes.bindings.get(variable, []) if variable is not None else []:
+            bases = binding.bases if isinstance(binding, ast.ClassDef) else None
+            if bases is not None and not any("optim" in ast.unparse(b).lower() for b in bases):
+                return f"`{ast.unparse(call.func)}` is no torch.optim.Optimizer"
+        for node in ast.walk(call):
+            items = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+            starred = [isinstance(item, ast.Starred) for item in items]
+            if any(starred) and not all(starred):
+                return "the optimizer has parameters that are no model's"
+    return None
+
+
+def is_certain(script: Script, root: Variable, place: ast.stmt) -> bool:
+    """Return whether ``root`` is made whenever ``place`` runs, and not under a condition alone."""
+    source = script.source
+    around = [*source.around(place)]
+    branches: dict[ast.If, set[bool]] = {}
+    for variable in script.flow.group(root):
+        for binding in script.scopes.bindings[variable]:
+            if isinstance(binding, ast.arg) or source.scope(binding) is not source.scope(place):
+                return True
+            outer = [node for node in source.around(binding) if isinstance(node, ast.If)]
+            own = [node for node in outer if node not in around]
+            if not own:
+                return True
+            inner: ast.AST = source.statement(binding)
+            for node in own:
+                while source.parents[inner] is not node:
+                    inner = source.parents[inner]
+                branches.setdefault(node, set()).add(inner in node.body)
+                inner = node
+    return any(len(sides) == 2 for sides in branches.values())
 
 
 def name_in(script: Script, root: Variable, scope: ast.AST) -> str | None:

@@ -78,8 +78,14 @@ class Script:
         return self.scopes.qualified(node)
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:
-        """Put ``text`` in the place of ``node``."""
-        self.edits.replace(self.source.start(node), self.source.end(node), text)
+        """Put ``text`` in the place of ``node``; comments inside it move above the statement."""
+        start, end = self.source.start(node), self.source.end(node)
+        line = self.source.line_start(self.source.start(self.source.statement(node)))
+        lead = self.source.indentation(self.source.statement(node))
+        for comment in self.source.comments(start, end):
+            if comment not in text:
+                self.edits.insert(line, f"{lead}{comment}{self.newline}")
+        self.edits.replace(start, end, text)
         self.why(node, reason)
 
     def delete(self, statement: ast.stmt, reason: str) -> None:
@@ -92,14 +98,19 @@ class Script:
         """The line end of the file."""
         return self.source.newline
 
-    def torch(self) -> str:
-        """Return what the file calls torch; it is imported where it does not."""
+    def imports(self, module: str) -> str | None:
+        """Return what the whole file calls ``module``; None where it is not imported at the top."""
         for node in self.source.tree.body:
             for alias in node.names if isinstance(node, ast.Import) else ():
-                if alias.name == "torch":
-                    return alias.asname or "torch"
-        self.needs_torch = True
-        return "torch"
+                if alias.name == module:
+                    return alias.asname or module
+        return None
+
+    def torch(self) -> str:
+        """Return what the file calls torch; it is imported where it is not."""
+        name = self.imports("torch")
+        self.needs_torch |= name is None
+        return name or "torch"
 
     def calls(self, *names: str) -> list[ast.Call]:
         """Return the calls of functions by their dotted names, in order."""
