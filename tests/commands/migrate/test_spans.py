@@ -31,7 +31,8 @@ SPANS = {
     "comments": (
         "    scaler.scale(  # one\n        loss  # two\n    ).backward()  # three\n"
         "    # four\n    scaler.step(optimizer)  # five\n    scaler.update()  # six\n    # seven",
-        "\n    # one\n    # two\n    amp.backward(loss)  # three\n    # four\n    optimizer.step()  # five\n    # seven",
+        "\n    # one\n    # two\n    amp.backward(loss)  # three\n    # four\n"
+        "    optimizer.step()  # five\n    # seven",
     ),
     "semicolons": (
         "    scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); x = 1",

@@ -206,14 +206,7 @@ class _Loop:
                 taken[0], "`amp` is the name of something else, too", "give that another name"
             )
         elif isinstance(scope, Function) and any(not self._sees(s, scope) for s in used):
-            calls = script.flow.calls.get(scope, [])
-            loops = [
-                o
-                for c in calls
-                for o in script.source.around(c)
-                if isinstance(o, ast.For | ast.While)
-            ]
-            if len(calls) > 1 or loops:
+            if self._returns_what_it_enables(scope, call) and self._runs_often(scope):
                 script.refuse(
                     call.statement,
                     "several handles, of which other functions would see the last",
@@ -228,6 +221,18 @@ class _Loop:
                 f"{indentation}global amp{script.source.newline}",
             )
             script.why(place, "other functions use the handle, too")
+
+    def _runs_often(self, scope: Function) -> bool:
+        calls = self.script.flow.calls.get(scope, [])
+        around = [outer for call in calls for outer in self.script.source.around(call)]
+        return len(calls) > 1 or any(isinstance(outer, ast.For | ast.While) for outer in around)
+
+    def _returns_what_it_enables(self, scope: Function, call: Call) -> bool:
+        """Whether the model outlives the function, so that there may be several at a time."""
+        flow = self.script.flow
+        returned = [node.value for node in ast.walk(scope) if isinstance(node, ast.Return)]
+        names = [n for value in returned if value is not None for n in ast.walk(value)]
+        return flow.root(call.model) in [flow.root(name) for name in names]
 
     def _sees(self, scope: ast.AST, made_in: ast.AST) -> bool:
         return scope is made_in or any(

@@ -103,9 +103,9 @@ class Autocasts:
         sign = switch.sign(test)
         if sign is not None:
             return sign == wanted
-        if switch.expression is None and wanted and self.making.known_where_made(test):
+        if switch.expression is None and wanted and self.making.placing.knows(test):
             switch.expression = test
-            return self.making.is_steady()
+            return self.making.placing.is_steady(test)
         return False
 
     def _dtype_of(self, given: dict[str, ast.expr]) -> str | None:
@@ -119,7 +119,7 @@ class Autocasts:
         name = self.script.qualified(dtype)
         if name in _HALF:
             return _HALF[name]
-        known = isinstance(dtype, ast.Name) and self.making.known_where_made(dtype)
+        known = isinstance(dtype, ast.Name) and self.making.placing.knows(dtype)
         # FP32 is no dtype of a level: what may be that needs a switch beside it
         return ast.unparse(dtype) if known and self.making.switch.expression is not None else ""
 

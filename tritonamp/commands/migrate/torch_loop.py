@@ -6,7 +6,8 @@ from tritonamp.commands.migrate import gradients
 from tritonamp.commands.migrate.autocasts import Autocasts
 from tritonamp.commands.migrate.conditions import Folding
 from tritonamp.commands.migrate.handle import AFTER_BOTH, known_as
-from tritonamp.commands.migrate.making import Making, find_making
+from tritonamp.commands.migrate.making import Making
+from tritonamp.commands.migrate.scaler import find_making
 from tritonamp.commands.migrate.scopes import Variable
 from tritonamp.commands.migrate.script import Script
 from tritonamp.commands.migrate.torch_uses import Uses, scaled_backward
