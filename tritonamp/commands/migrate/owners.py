@@ -152,7 +152,7 @@ def is_certain(script: Script, root: Variable, place: ast.stmt) -> bool:
     around = [*source.around(place)]
     branches: dict[ast.If, set[bool]] = {}
     for variable in script.flow.group(root):
-        for binding in script.scopes.bindings[variable]:
+        for binding in script.scopes.makings(variable):
             if isinstance(binding, ast.arg) or source.scope(binding) is not source.scope(place):
                 return True
             outer = [node for node in source.around(binding) if isinstance(node, ast.If)]
@@ -172,13 +172,13 @@ def name_in(script: Script, root: Variable, scope: ast.AST) -> str | None:
     """Return how ``scope`` names ``root`` once it has been made; None where it cannot."""
     owner = script.scopes.method_of(scope)
     for variable in script.flow.group(root):
-        if variable.scope is scope:
+        if variable.scope is scope and script.scopes.makings(variable):
             return variable.name
     for variable in script.flow.group(root):
         if owner is not None and variable.scope is owner and isinstance(scope, Function):
             methods = {
                 function.name
-                for binding in script.scopes.bindings[variable]
+                for binding in script.scopes.makings(variable)
                 for function in [script.source.scope(binding)]
                 if isinstance(function, Function)
             }

@@ -118,7 +118,7 @@ class Placing:
         script, source = self.script, self.script.source
         made = []
         for variable in script.flow.group(root):
-            for node in script.scopes.bindings[variable]:
+            for node in script.scopes.makings(variable):
                 statement = source.parents.get(node)
                 value = getattr(statement, "value", None)
                 if (
@@ -153,7 +153,7 @@ class Placing:
         return any(
             not isinstance(binding, ast.arg) and region in script.source.around(binding)
             for variable in script.flow.group(root)
-            for binding in script.scopes.bindings[variable]
+            for binding in script.scopes.makings(variable)
         )
 
 

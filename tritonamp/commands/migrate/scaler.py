@@ -23,6 +23,11 @@ def find_making(script: Script, call: ast.Call) -> Making | None:
     if isinstance(parent, ast.IfExp) and parent.body is call and _is_none(parent.orelse):
         tests.append(parent.test)
         parent = script.source.parents[parent]
+    elif isinstance(parent, ast.IfExp) and isinstance(parent.orelse, ast.Call):
+        other = parent.orelse  # the same by the names of another torch
+        if parent.body is call and (script.qualified(other.func) or "").endswith(".GradScaler"):
+            tests += [k.value for k in other.keywords if k.arg == "enabled"]
+            parent = script.source.parents[parent]
     statement: ast.stmt | None = None
     target: ast.expr | None = None
     if isinstance(parent, ast.AnnAssign):

@@ -51,6 +51,14 @@ class Scopes:
             return None if owner is None else Variable(owner, node.attr)
         return None
 
+    def makings(self, variable: Variable) -> list[ast.AST]:
+        """Return the bindings of ``variable`` that give it something else than None."""
+        return [
+            binding
+            for binding in self.bindings[variable]
+            if not _is_none(getattr(self.source.parents.get(binding), "value", None))
+        ]
+
     def lookup(self, name: str, scope: ast.AST) -> Variable | None:
         """Return the variable that ``name`` means in ``scope``; None where nothing binds it."""
         if name in self._global[scope]:
@@ -151,7 +159,7 @@ def _method(owner: ast.ClassDef, name: str) -> Function | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_none(node: ast.AST) -> bool:
+def _is_none(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 

@@ -20,7 +20,7 @@ SCALERS = tuple(
 
 def convert(script: Script) -> None:
     """Note what turns the loop of ``script`` into one with a handle, or why that cannot be."""
-    scalers = script.calls(*SCALERS)
+    scalers = [call for call in script.calls(*SCALERS) if not _is_other_side(script, call)]
     if not scalers:
         _refuse_foreign_scalers(script, None)
         return
@@ -37,6 +37,15 @@ def convert(script: Script) -> None:
         return
     _convert(script, making)
     _refuse_foreign_scalers(script, making.root)
+
+
+def _is_other_side(script: Script, call: ast.Call) -> bool:
+    """Whether ``call`` is y of ``x if new_torch else y``, and x makes a scaler, too."""
+    parent = script.source.parents[call]
+    if not isinstance(parent, ast.IfExp) or parent.orelse is not call:
+        return False
+    other = parent.body
+    return isinstance(other, ast.Call) and script.qualified(other.func) in SCALERS
 
 
 def _convert(script: Script, making: Making) -> None:
