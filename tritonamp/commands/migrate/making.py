@@ -144,7 +144,8 @@ class Making:
         if dtype is not None:
             options.append(f"dtype={dtype}{condition and condition + 'None'}")
         given = [k.value for k in self.call.keywords if k.arg in SETTINGS]
-        if not all(self.placing.knows(value) for value in given):
+        placing = self.placing
+        if not all(placing.knows(value) and placing.is_steady(value) for value in given):
             by_hand = f"make the handle where they are known: {AFTER_BOTH}"
             what = "the scaler's settings change before the handle is made"
             script.refuse(self.call, what, by_hand)

@@ -53,7 +53,7 @@ def convert(script: Script) -> None:
             else:
                 script.refuse(
                     node,
-                    f"`{ast.unparse(node)}` of the deprecated torch.{old[0]}.amp is not called",
+                    f"`{ast.unparse(node)}`, which torch deprecates, is not called plainly",
                     f"torch.amp.{old[1]} takes the device as well: `functools.partial(torch.amp."
                     f'{old[1]}, "{old[0]}")`',
                 )

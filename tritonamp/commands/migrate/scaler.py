@@ -54,8 +54,7 @@ def find_making(script: Script, call: ast.Call) -> Making | None:
     elif not optimizers:
         script.refuse(
             call,
-            "no `scaler.step(optimizer)` with a variable is in this file, so the optimizer is not "
-            "known",
+            "the optimizers that this scaler steps are not known in this file",
             f"make the handle in its place: {AFTER_BOTH}",
         )
     elif any(isinstance(test, ast.Constant) for test in tests):

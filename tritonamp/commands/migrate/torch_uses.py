@@ -169,20 +169,49 @@ class Uses:
         scope = script.source.scope(call)
         others = [c for c in gradients.clips(script) if script.source.scope(c) is scope]
         plain = len([c for c in others if not making.switch.off_at(c)]) == 1
-        if found is None or limit is None or not plain or gradients.reads(script, scope):
+        reads = gradients.reads(script, scope) or (
+            found is not None and self._is_looked_at(statement, found)
+        )
+        if found is None or limit is None or not plain or reads:
             script.replace(call, f"{name}.unscale_()", "true FP32 gradients from here on")
         else:
             script.delete(statement, "clip_grad_norm_ of the handle takes the scale into account")
             gradients.clip(script, found, limit, name, gradients.IN_THE_STEP)
 
     def _step_before(self, asked: ast.Call) -> ast.stmt | None:
-        """Return the step between which and its update ``asked`` reads the scale."""
+        """Return where the step begins between which and its update ``asked`` reads the scale.
+
+        With a handle the scale moves where the gradients are first looked at: by a clip, by
+        ``unscale_`` or by the step.
+        """
         source = self.script.source
         block = source.block(source.statement(asked))
         before = block[: block.index(source.statement(asked))]
         behind = block[len(before) + 1 :]
-        step = next((s for s in reversed(before) if self._is_call(s, "step")), None)
-        return step if any(self._is_call(s, "update") for s in behind) else None
+        scaled = [n for n, s in enumerate(before) if self._holds(s, "scale")]
+        steps = before[scaled[-1] + 1 if scaled else 0 :]
+        begins = next((s for s in steps if self._holds(s, "unscale_", "step")), None)
+        return begins if any(self._is_call(s, "update") for s in behind) else None
+
+    def _holds(self, statement: ast.stmt, *methods: str) -> bool:
+        return any(
+            isinstance(node, ast.Attribute)
+            and node.attr in methods
+            and self.script.flow.root(node.value) == self.making.root
+            for node in ast.walk(statement)
+        )
+
+    def _is_looked_at(self, statement: ast.stmt, found: ast.expr) -> bool:
+        """Whether a function gets the model between an ``unscale_`` and its step."""
+        flow, block = self.script.flow, self.script.source.block(statement)
+        for behind in block[block.index(statement) + 1 :]:
+            if self._holds(behind, "step"):
+                return False
+            for call in ast.walk(behind):
+                given = call.args if isinstance(call, ast.Call) and call is not found else []
+                if any(flow.root(value) in self.making.models for value in given):
+                    return True
+        return False
 
     def _ask_before_step(self, name: str, asked: ast.Call) -> None:
         """Move ``scale = scaler.get_scale()`` before the step, which moves the scale now."""
