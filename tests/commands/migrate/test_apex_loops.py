@@ -127,7 +127,32 @@ for i, (x, y) in enumerate(data):
         optimizer.step()
         optimizer.zero_grad()
 """
+CLIPS = """\
+from apex import amp
+
+model = make()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+on, big = True, False
+model, optimizer = amp.initialize(
+    model, optimizer, enabled=on, opt_level="O2" if big else "O1", verbosity=0
+)
+for x, y in data:
+    loss = criterion(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
 TRAINED = {
+    "clips": CLIPS,
     "plain": PLAIN,
     "functions": FUNCTIONS.replace("ON", "True"),
     "functions, off": FUNCTIONS.replace("ON", "False"),
@@ -224,6 +249,19 @@ def test_several_losses_keep_their_scales() -> None:
     assert "    amp.backward(first, opt_one, loss_id=0, retain_graph=True)\n" in after
     assert "    amp.backward(second, opt_one, loss_id=1)\n" in after
     assert "from tritonamp.apex.optimizers import FusedSGD" in after
+
+
+def test_gradients_are_true_where_apex_had_unscaled_them() -> None:
+    after = convert(HEAD + CLIPS).after
+    assert 'level=("O2" if big else "O1") if on else "O0")' in after
+    assert "    amp.clip_grad_norm_(0.1)\n" in after
+    assert (
+        """
+    amp.unscale_()  # true gradients
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+"""
+        in after
+    )
 
 
 def test_what_else_a_block_does_stands_behind_the_backward() -> None:

@@ -31,6 +31,20 @@ SCALED = """\
 with amp.scale_loss(model(torch.ones(2)).sum(), optimizer) as loss:
     loss.backward()
 """
+TRAINER = """\
+import torch
+class T:
+    def __init__(self, model):
+        self.model = model
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler()
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+
+"""
 REFUSED: dict[str, tuple[str, int, str]] = {
     "print 1": ("print 1\n", 1, "not Python 3"),
     "a scaler of another file": (
@@ -121,6 +135,95 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         3,
         "different things",
     ),
+    "an optimizer made anew in another method": (
+        TRAINER + "    def restart(self):\n        self.opt = make(self.model.parameters())\n",
+        6,
+        "made anew in line 14",
+    ),
+    "a scaler that is asked for from outside": (
+        TRAINER + "print(T(None).scaler.get_scale())\n",
+        13,
+        "not followed",
+    ),
+    "a scaler of a class": (
+        "import torch\nclass T:\n    net = torch.nn.Linear(2, 2)\n"
+        "    opt = torch.optim.SGD(net.parameters())\n"
+        "    scaler = torch.amp.GradScaler()\n    def step(self, loss):\n"
+        "        self.scaler.scale(loss).backward()\n        self.scaler.step(self.opt)\n",
+        5,
+        "belongs to a class",
+    ),
+    "a call without the scaler": (
+        "import torch\ndef run(model, opt, scaler=None):\n    loss = model(1)\n"
+        "    if scaler is not None:\n        scaler.scale(loss).backward()\n"
+        "        scaler.step(opt)\n        scaler.update()\n\n\n"
+        "model = torch.nn.Linear(2, 2)\nopt = torch.optim.SGD(model.parameters())\n"
+        "scaler = torch.amp.GradScaler()\nrun(model, opt, scaler)\nrun(model, opt)\n",
+        14,
+        "does not give the scaler",
+    ),
+    "a switch that changes": (
+        MADE.replace("r()", "r(enabled=on)").replace("model =", "on = False\nmodel =")
+        + "on = True\n"
+        + STEP.replace("t()", "t(enabled=on)"),
+        7,
+        "`on` changes",
+    ),
+    "a scaler that is replaced": (MADE + "scaler = Other()\n" + STEP, 7, "`scaler = Other()`"),
+    "a model under a condition": (
+        MADE.replace("model =", "model = torch.nn.Linear(2, 2)\nif big:\n    two =").replace(
+            "model.parameters()", "[*model.parameters(), *two.parameters()]"
+        )
+        + STEP,
+        8,
+        "under a condition alone",
+    ),
+    "a parameter that is no model's": (
+        MADE.replace("model.parameters()", "[*model.parameters(), weight]") + STEP,
+        6,
+        "no model's",
+    ),
+    "an optimizer that is none": (
+        "class Wrapper:\n    pass\n\n\n" + MADE.replace("torch.optim.SGD", "Wrapper") + STEP,
+        10,
+        "no torch.optim.Optimizer",
+    ),
+    "gradients behind the step": (
+        MADE + STEP + "    print(model.weight.grad)\n",
+        13,
+        "behind the step",
+    ),
+    "a new scale": (MADE + STEP.replace("update()", "update(2.0)"), 12, "not known"),
+    "an FP32 warm-up": (
+        "def warm(model, optimizer, loss):\n    loss.backward()\n    optimizer.step()\n\n\n"
+        + MADE
+        + "warm(model, optimizer, model(1))\n"
+        + STEP,
+        3,
+        "past the scaler",
+    ),
+    "nothing in the place of autocast": (
+        MADE.replace("r()", "r(enabled=on)")
+        + STEP.replace("autocast()", "nullcontext() if on else autocast()"),
+        8,
+        "another condition",
+    ),
+    "gradients behind apex's block": (
+        APEX + START + SCALED + "print(model.weight.grad)\n",
+        8,
+        "carry the scale until the step",
+    ),
+    "several handles of apex": (
+        "def make():\n    from apex import amp\n    import torch\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters())\n"
+        "    model, optimizer = amp.initialize(model, optimizer)\n    return model, optimizer\n\n\n"
+        "from apex import amp\n\n\ndef train(model, optimizer):\n"
+        "    with amp.scale_loss(model(1), optimizer) as loss:\n        loss.backward()\n\n\n"
+        "a = make()\nb = make()\n",
+        6,
+        "several handles",
+    ),
     "an old name in a variable": (
         "import torch\ncast = torch.cuda.amp.autocast\n",
         2,
@@ -175,7 +278,7 @@ def test_a_file_is_refused_as_a_whole(name: str) -> None:
 
 
 def test_what_the_refused_ones_are_made_of_is_converted() -> None:
-    for text in MADE + STEP, APEX + START + SCALED:
+    for text in MADE + STEP, TRAINER, APEX + START + SCALED:
         assert convert(text).converted
 
 

@@ -157,6 +157,89 @@ for x, y in data:
         schedule.step()
     losses.append(loss.item())
 """
+KEYWORDS = """\
+def fit(model, optimizer, *, scaler, clip):
+    for x, y in data:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        old = scaler.get_scale()
+        scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        losses.append(loss.item())
+        if scale <= scaler.get_scale():
+            optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.zero_grad()
+
+
+def main():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    fit(model, optimizer, clip=0.1, scaler=scaler)
+
+
+main()
+"""
+ONE_LOSS = """\
+one, two = make(), nn.Linear(3, 3)
+opt_one = torch.optim.SGD(one.parameters(), lr=0.2)
+opt_two = torch.optim.SGD(two.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+for x, y in data:
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = criterion(two(one(x)), y)
+    opt_one.zero_grad()
+    opt_two.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(opt_one)
+    scaler.step(opt_two)
+    scaler.update()
+    losses.append(loss.item())
+"""
+GLOBAL = """\
+def setup(fp16):
+    global model, optimizer, scaler
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu", enabled=fp16 if fp16 else False)
+
+
+def step(x, y, fp16):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=fp16 if fp16 else False):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    scaler.step(optimizer)
+    scaler.update()
+    losses.append(loss.item())
+
+
+fp16 = True
+setup(fp16)
+for x, y in data:
+    step(x, y, fp16)
+"""
+FOLDS = """\
+for fold in range(2):
+    torch.manual_seed(fold)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in data:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+"""
 TRAINED = {
     "plain": PLAIN,
     "clipped": CLIPPED,
@@ -167,6 +250,10 @@ TRAINED = {
     "trainer, off": TRAINER.replace("ON", "False"),
     "two optimizers": TWO_OPTIMIZERS,
     "scheduled": SCHEDULED,
+    "keywords": KEYWORDS,
+    "one loss": ONE_LOSS,
+    "global": GLOBAL,
+    "folds": FOLDS,
 }
 
 
@@ -266,6 +353,34 @@ def epoch(net, opt, amp, use_amp):
 """
         in after
     )
+
+
+def test_keywords_are_renamed_and_the_scale_is_read_before_it_moves() -> None:
+    after = convert(HEAD + KEYWORDS).after
+    assert "def fit(model, optimizer, *, amp, clip):" in after
+    assert "fit(model, optimizer, clip=0.1, amp=amp)" in after
+    assert (
+        """
+        amp.backward(loss)
+        scale = amp.scaler.get_scale()
+        old = amp.scaler.get_scale()
+        amp.unscale_()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+"""
+        in after
+    )
+
+
+def test_a_loss_that_feeds_all_names_none() -> None:
+    assert "    amp.backward(loss)\n    opt_one.step()\n" in convert(HEAD + ONE_LOSS).after
+
+
+def test_a_name_that_is_shared_stays_and_a_condition_gets_its_parentheses() -> None:
+    after = convert(HEAD + GLOBAL).after
+    level = 'level="O1" if (fp16 if fp16 else False) else "O0"'
+    assert f"    scaler = tritonamp.enable(model, optimizer, {level})" in after
+    assert "    scaler.clip_grad_norm_(1e9)\n" in after
 
 
 def test_a_scaler_of_self_becomes_a_handle_of_self() -> None:
