@@ -323,5 +323,13 @@ def test_imports_of_apex_are_all_that_to_apex_changes(text: str) -> None:
     exec(conversion.after) if IMPORTS[text] else None
 
 
+def test_what_comes_with_initialize_is_not_looked_for() -> None:
+    text = "from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 2**20\n"
+    assert convert(text, "apex").after == text.replace("from apex", "from tritonamp.apex")
+    assert "`apex.amp.nothing.loss_scalers` is not" in (
+        convert(text.replace("_amp_state", "nothing"), "apex").todos[0].text
+    )
+
+
 def test_to_apex_leaves_torchs_amp_alone() -> None:
     assert not convert("import torch\nscaler = torch.cuda.amp.GradScaler()\n", "apex").converted

@@ -51,6 +51,13 @@ def test_a_file_is_shown_and_written_where_asked(
     assert capsys.readouterr().out == "1 file: nothing to do\n"
 
 
+def test_the_readmes_example_is_what_it_does() -> None:
+    readme = Path(command.__file__).parents[1] / "README.md"
+    blocks = readme.read_text().split("```python\n")[-2:]
+    before, after = (block.split("```")[0] for block in blocks)
+    assert command.convert(before).after == after
+
+
 def test_a_folder_is_read_without_what_is_installed_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,11 @@
 
 import ast
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
+import tritonamp
 from tritonamp.commands.migrate.imports import imported, statements
 from tritonamp.commands.migrate.script import Script
 
@@ -71,18 +74,17 @@ def _check(script: Script, node: ast.AST, name: str) -> None:
 
 def _exists(name: str) -> bool:
     """Return whether a dotted name can be imported, or is an attribute of what can be."""
-    parts = name.split(".")
-    for end in range(len(parts), 1, -1):
-        try:
-            value = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[end:]:
-            if not hasattr(value, part):
-                return not isinstance(value, ModuleType)  # it may come with initialize
+    value: Any = tritonamp
+    for part in name.split(".")[1:]:
+        if hasattr(value, part):
             value = getattr(value, part)
-        return True
-    return False
+        elif not isinstance(value, ModuleType):
+            return True  # of an object: it may come with initialize
+        elif find_spec(f"{value.__name__}.{part}") is None:
+            return False
+        else:
+            value = importlib.import_module(f"{value.__name__}.{part}")
+    return True
 
 
 def _refuse_texts(script: Script) -> None:
