@@ -8,7 +8,7 @@ import pytest
 from tritonamp.__main__ import main
 from tritonamp.commands.migrate import command
 from tritonamp.commands.migrate.convert import To
-from tritonamp.commands.migrate.script import Conversion
+from tritonamp.commands.migrate.reading.script import Conversion
 
 LOOP = """\
 import torch

@@ -3,7 +3,7 @@
 import pytest
 
 from tritonamp.commands.migrate.convert import convert
-from tritonamp.commands.migrate.source import Source, dedented
+from tritonamp.commands.migrate.reading.source import Source, dedented
 
 LOOP = """\
 import torch

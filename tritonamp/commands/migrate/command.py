@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonamp.commands.migrate.convert import convert
-from tritonamp.commands.migrate.script import Conversion, Note
+from tritonamp.commands.migrate.reading.script import Conversion, Note
 
 CONVERTED, BY_HAND, NOTHING = 0, 1, 3
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"}

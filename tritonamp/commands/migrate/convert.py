@@ -4,8 +4,12 @@ import ast
 import warnings
 from typing import Literal
 
-from tritonamp.commands.migrate import apex_imports, apex_loop, imports, old_names, torch_loop
-from tritonamp.commands.migrate.script import Conversion, Note, Script
+from tritonamp.commands.migrate.apex_amp import imports as apex_imports
+from tritonamp.commands.migrate.apex_amp import loop as apex_loop
+from tritonamp.commands.migrate.loops import imports
+from tritonamp.commands.migrate.reading.script import Conversion, Note, Script
+from tritonamp.commands.migrate.torch_amp import loop as torch_loop
+from tritonamp.commands.migrate.torch_amp import old_names
 
 To = Literal["enable", "apex"]
 

@@ -3,18 +3,18 @@
 import ast
 from dataclasses import dataclass, field
 
-from tritonamp.commands.migrate.handle import AFTER_BOTH, as_condition
-from tritonamp.commands.migrate.naming import Naming
-from tritonamp.commands.migrate.owners import (
+from tritonamp.commands.migrate.loops.handle import AFTER_BOTH, as_condition
+from tritonamp.commands.migrate.loops.owners import (
     is_certain,
     models_of,
     name_in,
     unlike_an_optimizer,
 )
-from tritonamp.commands.migrate.placing import Placing
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.switch import Switch
+from tritonamp.commands.migrate.loops.switch import Switch
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.torch_amp.naming import Naming
+from tritonamp.commands.migrate.torch_amp.placing import Placing
 
 SETTINGS = {"init_scale", "growth_factor", "backoff_factor", "growth_interval"}
 

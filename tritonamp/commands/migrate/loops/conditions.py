@@ -2,9 +2,9 @@
 
 import ast
 
-from tritonamp.commands.migrate.script import Note, Script
-from tritonamp.commands.migrate.source import dedented
-from tritonamp.commands.migrate.switch import Switch
+from tritonamp.commands.migrate.loops.switch import Switch
+from tritonamp.commands.migrate.reading.script import Note, Script
+from tritonamp.commands.migrate.reading.source import dedented
 
 FOLDED = "both branches are the same now: at O0 the handle does nothing to an FP32 loop"
 ALWAYS = "the handle is always there"

@@ -2,7 +2,7 @@
 
 import ast
 
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.reading.script import Script
 
 _OLD = {
     f"torch.{device}.amp.{path}": (device, path.split(".")[-1])

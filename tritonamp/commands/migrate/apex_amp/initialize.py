@@ -3,9 +3,9 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate.handle import as_condition
-from tritonamp.commands.migrate.imports import Import
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.loops.handle import as_condition
+from tritonamp.commands.migrate.loops.imports import Import
+from tritonamp.commands.migrate.reading.script import Script
 
 _PARAMETERS = (
     "models optimizers enabled opt_level cast_model_type patch_torch_functions "

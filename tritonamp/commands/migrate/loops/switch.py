@@ -3,8 +3,8 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
 
 
 @dataclass

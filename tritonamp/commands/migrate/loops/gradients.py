@@ -3,10 +3,10 @@
 import ast
 from collections.abc import Iterable
 
-from tritonamp.commands.migrate.owners import models_of
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.switch import Switch
+from tritonamp.commands.migrate.loops.owners import models_of
+from tritonamp.commands.migrate.loops.switch import Switch
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
 
 _NORM = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _VALUE = ("torch.nn.utils.clip_grad_value_", "torch.nn.utils.clip_grad.clip_grad_value_")

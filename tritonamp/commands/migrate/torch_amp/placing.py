@@ -4,10 +4,10 @@ import ast
 import builtins
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate.handle import AFTER_BOTH
-from tritonamp.commands.migrate.owners import last_made
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.loops.handle import AFTER_BOTH
+from tritonamp.commands.migrate.loops.owners import last_made
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 

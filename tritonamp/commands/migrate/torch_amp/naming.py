@@ -3,10 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from tritonamp.commands.migrate.flow import arguments
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.source import Function
+from tritonamp.commands.migrate.reading.flow import arguments
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.reading.source import Function
 
 _GONE = {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
 HANDLE = "amp"

@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from tritonamp.commands.migrate.scopes import Scopes, Variable
-from tritonamp.commands.migrate.source import Function, Source
+from tritonamp.commands.migrate.reading.scopes import Scopes, Variable
+from tritonamp.commands.migrate.reading.source import Function, Source
 
 
 class Flow:

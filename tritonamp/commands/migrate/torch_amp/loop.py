@@ -2,15 +2,15 @@
 
 import ast
 
-from tritonamp.commands.migrate import gradients
-from tritonamp.commands.migrate.autocasts import Autocasts
-from tritonamp.commands.migrate.conditions import Folding
-from tritonamp.commands.migrate.handle import AFTER_BOTH, known_as
-from tritonamp.commands.migrate.making import Making
-from tritonamp.commands.migrate.scaler import find_making
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.torch_uses import Uses, scaled_backward
+from tritonamp.commands.migrate.loops import gradients
+from tritonamp.commands.migrate.loops.conditions import Folding
+from tritonamp.commands.migrate.loops.handle import AFTER_BOTH, known_as
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.torch_amp.autocasts import Autocasts
+from tritonamp.commands.migrate.torch_amp.making import Making
+from tritonamp.commands.migrate.torch_amp.scaler import find_making
+from tritonamp.commands.migrate.torch_amp.uses import Uses, scaled_backward
 
 SCALERS = tuple(
     f"torch.{module}GradScaler"

@@ -3,15 +3,15 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate import gradients
-from tritonamp.commands.migrate.apex_uses import Handle
-from tritonamp.commands.migrate.conditions import Folding
-from tritonamp.commands.migrate.handle import AFTER_BOTH, known_as
-from tritonamp.commands.migrate.imports import Import, imported, statements
-from tritonamp.commands.migrate.initialize import Call, read
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.source import Function
-from tritonamp.commands.migrate.switch import Switch
+from tritonamp.commands.migrate.apex_amp.initialize import Call, read
+from tritonamp.commands.migrate.apex_amp.uses import Handle
+from tritonamp.commands.migrate.loops import gradients
+from tritonamp.commands.migrate.loops.conditions import Folding
+from tritonamp.commands.migrate.loops.handle import AFTER_BOTH, known_as
+from tritonamp.commands.migrate.loops.imports import Import, imported, statements
+from tritonamp.commands.migrate.loops.switch import Switch
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.reading.source import Function
 
 AMP = "apex.amp."
 _REGISTERS = {

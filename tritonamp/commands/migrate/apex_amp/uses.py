@@ -3,9 +3,9 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate import gradients
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.source import dedented
+from tritonamp.commands.migrate.loops import gradients
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.reading.source import dedented
 
 _BACKWARD = "scales the loss, and runs backward"
 

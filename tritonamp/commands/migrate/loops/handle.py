@@ -2,8 +2,8 @@
 
 import ast
 
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
 
 AFTER_BOTH = "`amp = tritonamp.enable(model, optimizer, level=...)`"
 

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import tritonamp
-from tritonamp.commands.migrate.imports import imported, statements
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.loops.imports import imported, statements
+from tritonamp.commands.migrate.reading.script import Script
 
 _BUILT = "amp_C", "apex_C"
 BY_HAND = "keep apex for it, or write it in torch; tritonamp/apex/README.md lists what there is"

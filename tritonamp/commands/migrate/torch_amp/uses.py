@@ -3,9 +3,9 @@
 import ast
 import re
 
-from tritonamp.commands.migrate import gradients
-from tritonamp.commands.migrate.making import Making
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.loops import gradients
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.torch_amp.making import Making
 
 _OF_SCALER = {"get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor",
               "get_growth_interval", "set_growth_factor", "set_backoff_factor",

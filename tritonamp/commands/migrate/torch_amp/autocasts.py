@@ -3,9 +3,9 @@
 import ast
 from typing import NamedTuple
 
-from tritonamp.commands.migrate.making import Making
-from tritonamp.commands.migrate.old_names import AUTOCASTS, options
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.torch_amp.making import Making
+from tritonamp.commands.migrate.torch_amp.old_names import AUTOCASTS, options
 
 _HALF = {"torch.float16": None, "torch.half": None, "torch.bfloat16": "torch.bfloat16"}
 

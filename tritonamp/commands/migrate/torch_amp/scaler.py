@@ -2,12 +2,12 @@
 
 import ast
 
-from tritonamp.commands.migrate.handle import AFTER_BOTH
-from tritonamp.commands.migrate.imports import Import
-from tritonamp.commands.migrate.making import SETTINGS, Making
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.switch import Switch
+from tritonamp.commands.migrate.loops.handle import AFTER_BOTH
+from tritonamp.commands.migrate.loops.imports import Import
+from tritonamp.commands.migrate.loops.switch import Switch
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.torch_amp.making import SETTINGS, Making
 
 
 def find_making(script: Script, call: ast.Call) -> Making | None:

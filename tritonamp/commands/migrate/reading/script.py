@@ -3,10 +3,10 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate.edits import Edits
-from tritonamp.commands.migrate.flow import Flow
-from tritonamp.commands.migrate.scopes import Scopes
-from tritonamp.commands.migrate.source import Source
+from tritonamp.commands.migrate.reading.edits import Edits
+from tritonamp.commands.migrate.reading.flow import Flow
+from tritonamp.commands.migrate.reading.scopes import Scopes
+from tritonamp.commands.migrate.reading.source import Source
 
 
 @dataclass(frozen=True, order=True)

@@ -3,9 +3,9 @@
 import ast
 from dataclasses import dataclass
 
-from tritonamp.commands.migrate.scopes import Variable
-from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.source import Function
+from tritonamp.commands.migrate.reading.scopes import Variable
+from tritonamp.commands.migrate.reading.script import Script
+from tritonamp.commands.migrate.reading.source import Function
 
 _PARAMETERS = {"parameters", "named_parameters", "modules", "named_modules"}
 _OF_MODULES = {"train", "eval", "parameters", "named_parameters"}

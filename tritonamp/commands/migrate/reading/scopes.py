@@ -4,7 +4,7 @@ import ast
 from collections import defaultdict
 from typing import NamedTuple
 
-from tritonamp.commands.migrate.source import Function, Source
+from tritonamp.commands.migrate.reading.source import Function, Source
 
 
 class Variable(NamedTuple):

@@ -2,7 +2,7 @@
 
 import ast
 
-from tritonamp.commands.migrate.source import Source
+from tritonamp.commands.migrate.reading.source import Source
 
 
 class Edits:

@@ -2,7 +2,7 @@
 
 import ast
 
-from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.reading.script import Script
 
 _OF_AMP = "torch.amp", "torch.cuda.amp", "torch.cpu.amp"
 Import = ast.Import | ast.ImportFrom

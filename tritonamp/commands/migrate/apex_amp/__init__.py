@@ -1,0 +1,1 @@
+"""Loops with apex.amp, and imports from apex."""

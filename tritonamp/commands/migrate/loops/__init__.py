@@ -1,0 +1,1 @@
+"""What loops for torch.amp and for apex have in common."""

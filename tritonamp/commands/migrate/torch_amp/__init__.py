@@ -1,0 +1,1 @@
+"""Loops with torch's autocast and GradScaler."""
