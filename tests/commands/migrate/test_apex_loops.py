@@ -283,9 +283,32 @@ def test_a_scaled_loss_that_is_used_keeps_its_block() -> None:
     assert "    with amp.scale_loss(loss) as scaled_loss:\n" in convert(HEAD + text).after
 
 
+def test_a_scaled_loss_that_is_read_behind_its_block_keeps_it() -> None:
+    text = PLAIN.replace("    losses.append", "    print(scaled_loss)\n    losses.append")
+    assert "    with amp.scale_loss(loss) as scaled_loss:\n" in convert(HEAD + text).after
+
+
+def test_gradients_that_are_worked_on_are_unscaled_once() -> None:
+    text = PLAIN.replace(
+        "    optimizer.step()",
+        "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)\n"
+        "    print(sum(p.grad.sum() for p in amp.master_params(optimizer)))\n    optimizer.step()",
+    )
+    after = convert(HEAD + text).after
+    assert (
+        """
+    amp.backward(loss)  # scaled
+    amp.unscale_()  # true gradients
+    nn.utils.clip_grad_norm_(amp.master_params(), 0.1)
+    print(sum(p.grad.sum() for p in amp.master_params()))
+"""
+        in after
+    )
+
+
 def test_a_branch_that_does_more_stays_and_so_do_those_that_ask_the_same() -> None:
     text = FUNCTIONS.replace("        # once\n", '        print("half")\n')
-    after = convert(text).after
+    after = convert(HEAD + text).after
     assert (
         'print("half")\n        amp = tritonamp.enable(model, optimizer, level=args.level)' in after
     )
@@ -324,9 +347,9 @@ def test_imports_of_apex_are_all_that_to_apex_changes(text: str) -> None:
 
 
 def test_what_comes_with_initialize_is_not_looked_for() -> None:
-    text = "from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 2**20\n"
+    text = "from apex import amp\namp._amp_state.of_later[0]._loss_scale = 2**20\n"
     assert convert(text, "apex").after == text.replace("from apex", "from tritonamp.apex")
-    assert "`apex.amp.nothing.loss_scalers` is not" in (
+    assert "`apex.amp.nothing.of_later` is not" in (
         convert(text.replace("_amp_state", "nothing"), "apex").todos[0].text
     )
 

@@ -121,6 +121,24 @@ def test_a_file_that_is_no_text_needs_a_hand(
     assert "b.py:1: not Python 3" in shown
 
 
+def test_a_read_only_file_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(LOOP)
+    opened = Path.open
+
+    def read_only(path: Path, mode: str = "r") -> object:
+        if "+" in mode or "w" in mode:
+            raise PermissionError("read-only")
+        return opened(path, mode)
+
+    monkeypatch.setattr(Path, "open", read_only)  # root may write what others may not
+    assert main(["migrate", str(file), "--write"]) == 1
+    assert "cannot be written: read-only" in capsys.readouterr().out
+    assert file.read_bytes() == LOOP.encode()
+
+
 def test_nothing_is_left_of_a_write_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

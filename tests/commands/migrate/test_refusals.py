@@ -86,6 +86,17 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         8,
         "dtype cannot be read",
     ),
+    "a dtype that may be FP32": (
+        MADE.replace("model =", "dtype = choose()\nmodel =")
+        + STEP.replace("t()", "t(dtype=dtype)"),
+        9,
+        "dtype cannot be read",
+    ),
+    "a function of torch's by hand": (
+        "import torch\nf = torch.cuda.amp.custom_fwd(print, cast_inputs=torch.float16)\n",
+        2,
+        "is not called plainly",
+    ),
     "no cache": (MADE + STEP.replace("t()", "t(cache_enabled=False)"), 8, "keeps what it has cast"),
     "a scaler in a loop": (
         MADE.replace("scaler =", "for i in range(2):\n    scaler =") + STEP,

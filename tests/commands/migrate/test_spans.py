@@ -130,6 +130,10 @@ def test_dedented_moves_lines_but_no_strings() -> None:
     assert dedented(text, "        ", "  ") == '  a = """\n        b"""\n  if a:\n      c'
 
 
+def test_dedented_leaves_lines_that_are_further_left() -> None:
+    assert dedented("    a = (\n  1,\n    2)", "    ", "") == "a = (\n  1,\n2)"
+
+
 def test_a_place_in_the_tree_is_one_in_the_text() -> None:
     source = Source("ä = 'ö'; b = c(\n  d)\n")
     shown = [source.segment(statement) for statement in source.tree.body]

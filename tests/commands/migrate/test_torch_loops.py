@@ -225,6 +225,35 @@ setup(fp16)
 for x, y in data:
     step(x, y, fp16)
 """
+NEGATED = """\
+def clip(parameters):
+    for p in parameters:
+        p.grad.clamp_(-0.05, 0.05)
+
+
+def train(fp16):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu") if fp16 else None
+    for x, y in data:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=fp16):
+            loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        if not fp16:
+            loss.backward()
+            clip(model.parameters())
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip(model.parameters())
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(loss.item())
+
+
+train(ON)
+"""
 FOLDS = """\
 for fold in range(2):
     torch.manual_seed(fold)
@@ -254,6 +283,8 @@ TRAINED = {
     "one loss": ONE_LOSS,
     "global": GLOBAL,
     "folds": FOLDS,
+    "negated": NEGATED.replace("ON", "True"),
+    "negated, off": NEGATED.replace("ON", "False"),
 }
 
 
@@ -381,6 +412,31 @@ def test_a_name_that_is_shared_stays_and_a_condition_gets_its_parentheses() -> N
     level = 'level="O1" if (fp16 if fp16 else False) else "O0"'
     assert f"    scaler = tritonamp.enable(model, optimizer, {level})" in after
     assert "    scaler.clip_grad_norm_(1e9)\n" in after
+
+
+def test_a_branch_for_fp32_is_one_with_that_for_half() -> None:
+    after = convert(HEAD + NEGATED).after
+    assert (
+        """
+        optimizer.zero_grad()
+        amp.backward(loss)
+        amp.unscale_()
+        clip(model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+"""
+        in after
+    )
+
+
+def test_branches_that_clip_other_parameters_stay() -> None:
+    text = HEAD + FUNCTIONS.replace("if grad_scaler is not None:", "if use_amp:").replace(
+        "            loss.backward()\n            nn.utils.clip_grad_norm_(net.parameters()",
+        "            loss.backward()\n            nn.utils.clip_grad_norm_(net[0].parameters()",
+    )
+    after = convert(text).after
+    assert "        if use_amp:\n            # scaled\n            amp.backward(loss)\n" in after
+    assert "            nn.utils.clip_grad_norm_(net[0].parameters(), 0.1)\n" in after
 
 
 def test_a_scaler_of_self_becomes_a_handle_of_self() -> None:

@@ -163,7 +163,8 @@ class _Loop:
         scopes = {script.source.scope(use.node) for use in calls}
         models = (script.flow.root(call.model),)
         for clip in gradients.clips(script):
-            of_apex = script.edits.covers(clip) or self.switch.off_at(clip)
+            masters = clip.args and script.edits.covers(clip.args[0])
+            of_apex = masters or script.edits.covers(clip) or self.switch.off_at(clip)
             if script.source.scope(clip) not in scopes or of_apex:
                 continue
             limit = gradients.limit_of_all(script, clip, models)

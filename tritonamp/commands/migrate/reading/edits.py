@@ -17,6 +17,8 @@ class Edits:
 
     def replace(self, start: int, end: int, text: str) -> None:
         """Put ``text`` in the place of a span; what was to be replaced in it is dropped."""
+        for inner in [span for span in self._replaced if start <= span[0] < end < span[1]]:
+            end, text = inner[1], text + self.source.newline  # its last line, with the line end
         for inner in [span for span in self._replaced if start <= span[0] and span[1] <= end]:
             if inner[0] < inner[1] or start < inner[0]:
                 del self._replaced[inner]

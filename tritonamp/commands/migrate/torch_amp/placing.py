@@ -86,9 +86,7 @@ class Placing:
 
     def _is_before(self, binding: ast.AST, place: ast.stmt) -> bool:
         source = self.script.source
-        in_loop = any(isinstance(outer, _LOOPS) for outer in source.around(binding))
-        earlier = isinstance(binding, ast.arg) or source.start(binding) < source.end(place)
-        return earlier and not in_loop
+        return isinstance(binding, ast.arg) or source.start(binding) < source.end(place)
 
     def is_steady(self, test: ast.expr | None) -> bool:
         """Whether ``test`` keeps its value once the scaler is made."""
