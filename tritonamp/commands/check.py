@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="O0",
         choices=("O0", "O1", "O2", "O3"),
         help="also run the batch at --level and at this level (default: O0), and say operation by "
-        "operation where the two part, in ulps",
+        "operation where the two part, in ulps; write it behind module:factory",
     )
     parser.add_argument(
         "--json", action="store_true", help="print everything that was measured as JSON"

@@ -48,7 +48,9 @@ def test_a_file_is_shown_and_written_where_asked(
     assert Path("train.py").read_text() == AFTER
     assert capsys.readouterr().out.endswith("1 file: 1 converted, 0 left as they are\n")
     assert main(["migrate", "train.py", "--write"]) == 3
-    assert capsys.readouterr().out == "1 file: nothing to do\n"
+    assert capsys.readouterr().out == (
+        "1 file: nothing to do, no loop with apex or a GradScaler, no old name\n"
+    )
 
 
 def test_the_readmes_example_is_what_it_does() -> None:

@@ -52,6 +52,11 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         2,
         "`scaler` is not made in this file",
     ),
+    "what is left of a scaler": (
+        "def train(amp, loss, opt):\n    amp.backward(loss)\n    scaler.unscale_(opt)\n",
+        3,
+        "`scaler` is not made in this file",
+    ),
     "two scalers": (MADE + "other = GradScaler()\n" + STEP, 7, "a second GradScaler"),
     "no optimizer": (MADE, 6, "the optimizers that"),
     "an attribute": (MADE.replace("scaler =", "model.a.scaler =") + STEP, 6, "plain assignment"),
@@ -101,7 +106,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a scaler in a loop": (
         MADE.replace("scaler =", "for i in range(2):\n    scaler =") + STEP,
         7,
-        "made again",
+        "in each round or call",
     ),
     "used before": (
         MADE.replace("optimizer =", "scaler = GradScaler()\nprint(scaler.get_scale())\noptimizer =")

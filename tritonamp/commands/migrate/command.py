@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     done, left = statuses.count(CONVERTED), statuses.count(BY_HAND)
     counted = f"{len(files)} file{'s' * (len(files) != 1)}"
     if not done and not left:
-        print(f"{counted}: nothing to do")
+        print(f"{counted}: nothing to do, no loop with apex or a GradScaler, no old name")
         return NOTHING
     verb = "converted" if args.write else "can be converted (--write does it)"
     kept = "as it is" if left == 1 else "as they are"

@@ -30,7 +30,8 @@ def convert(text: str, to: To = "enable") -> Conversion:
             script = Script(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        return Conversion(text, text, (), (Note(line, f"not Python 3: {error}"),))
+        what = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        return Conversion(text, text, (), (Note(line, f"not Python 3: {what}"),))
     if to == "enable":
         apex_loop.convert(script)
         torch_loop.convert(script)

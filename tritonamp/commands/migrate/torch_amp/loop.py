@@ -83,20 +83,29 @@ def _look_at_gradients(script: Script, making: Making, uses: Uses) -> None:
             continue
         limit = gradients.limit_of_all(script, call, making.models)
         if limit is None:
-            uses.refuse(call, f"`{ast.unparse(call)}` of gradients that carry the loss scale")
+            script.refuse(
+                call,
+                f"`{ast.unparse(call)}` of gradients that carry the loss scale",
+                "put `scaler.unscale_(optimizer)` before it, and run this command again",
+            )
         else:
             reason = "clips the true gradients: before, they carried the scale"
             gradients.clip(script, call, limit, name, reason)
 
 
 def _refuse_foreign_scalers(script: Script, root: Variable | None) -> None:
-    """Refuse ``x.scale(loss).backward()`` where ``x`` is not made in this file."""
+    """Refuse uses of a scaler, as ``x.scale(loss).backward()``, that is not made in this file."""
     for node in script.source.nodes:
         scaled = scaled_backward(node)
+        match node:
+            case ast.Call(func=ast.Attribute(value=unscaled, attr="unscale_"), args=[_]):
+                scaled = unscaled
         if scaled is not None and (root is None or script.flow.root(scaled) != root):
             script.refuse(
                 node,
                 f"`{ast.unparse(scaled)}` is not made in this file, or not by one call",
-                f"make the handle where model and optimizer are made ({AFTER_BOTH}), hand it over "
-                "in the place of the scaler, and write `amp.backward(loss)`",
+                f"make the handle where model and optimizer are made ({AFTER_BOTH}) and hand it "
+                "over in the place of the scaler; `amp.backward(loss)` here, "
+                "`amp.clip_grad_norm_(limit)` for unscale_ and clip, `optimizer.step()` for step "
+                "and update",
             )

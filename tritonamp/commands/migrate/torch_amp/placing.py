@@ -58,7 +58,10 @@ class Placing:
         elif between:
             what = "the scaler is used before model and optimizer are both made"
         elif self._again():
-            what = "the scaler is made again, for a model or an optimizer that is not"
+            what = (
+                "the scaler is made in each round or call, its model or optimizer once; its place "
+                "is where these are made"
+            )
         if what is not None:
             by_hand = f"make the handle once for each pair, after both: {AFTER_BOTH}"
             script.refuse(self.statement, what, by_hand)

@@ -133,7 +133,9 @@ class Uses:
         elif method in _STATE and isinstance(statement, ast.Subscript):
             script.replace(node, f"{name}.scaler", "the state of the loss scaler alone")
         elif method in _STATE:
-            script.replace(node, name, "the handle's state; it loads a GradScaler's, too")
+            script.replace(
+                node, name, "the handle's state; it loads that of a GradScaler that was on"
+            )
         else:
             self.refuse(call, f"`{ast.unparse(call)}`")
 
@@ -155,7 +157,8 @@ class Uses:
             given += fed
         given += [script.edits.text(keyword) for keyword in backward.keywords]
         text = f"{name}.backward({', '.join(given)})"
-        script.replace(backward, text, "scales the loss, and runs backward")
+        several = "; each optimizer has a loss scale of its own" * (len(given) > 2)
+        script.replace(backward, text, f"scales the loss, and runs backward{several}")
 
     def _unscale(self, name: str, statement: ast.stmt, call: ast.Call) -> None:
         script, making = self.script, self.making
