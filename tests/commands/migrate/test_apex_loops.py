@@ -283,6 +283,12 @@ def test_a_scaled_loss_that_is_used_keeps_its_block() -> None:
     assert "    with amp.scale_loss(loss) as scaled_loss:\n" in convert(HEAD + text).after
 
 
+def test_a_block_in_one_line_stays_whole() -> None:
+    text = PLAIN.replace("\n        scaled_loss.backward()", " scaled_loss.backward(); print(1)")
+    line = "    with amp.scale_loss(loss) as scaled_loss: scaled_loss.backward(); print(1)"
+    assert line in convert(HEAD + text).after
+
+
 def test_a_scaled_loss_that_is_read_behind_its_block_keeps_it() -> None:
     text = PLAIN.replace("    losses.append", "    print(scaled_loss)\n    losses.append")
     assert "    with amp.scale_loss(loss) as scaled_loss:\n" in convert(HEAD + text).after

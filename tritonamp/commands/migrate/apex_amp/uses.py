@@ -41,7 +41,8 @@ class Handle:
         block = script.source.parents[item]
         assert isinstance(block, (ast.With, ast.AsyncWith))
         backward = _backward_first(block, item)
-        if backward is None or self._is_read_behind(block, item):
+        one_line = len({statement.lineno for statement in block.body}) < len(block.body)
+        if backward is None or one_line or self._is_read_behind(block, item):
             script.replace(call, f"{self.name}.scale_loss({', '.join(args)})", "the handle's scale")
             return
         args += [script.edits.text(keyword) for keyword in backward.keywords]
