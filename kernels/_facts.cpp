@@ -1,5 +1,6 @@
 // What _facts.py asks of many tensors at once, in one call each. Every function takes a list, and
 // returns None where it holds anything but plain tensors and parameters: Python's answer counts then.
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <ATen/core/TensorBase.h>
@@ -22,13 +23,17 @@ at::TensorImpl* impl_of(PyObject* tensor) {
   return *reinterpret_cast<at::TensorImpl**>(reinterpret_cast<char*>(tensor) + offset);
 }
 
+bool is_plain(PyObject* tensor) {
+  return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type;
+}
+
 // Calls take(tensor, i) for each tensor of a list; false where there is something else.
 template <class Take>
 bool each(PyObject* list, Take take) {
   const Py_ssize_t count = PyList_GET_SIZE(list);
   for (Py_ssize_t i = 0; i < count; i++) {
     PyObject* item = PyList_GET_ITEM(list, i);
-    if (Py_TYPE(item) != tensor_type && Py_TYPE(item) != parameter_type) return false;
+    if (!is_plain(item)) return false;
     take(item, i);
   }
   return true;
@@ -74,27 +79,60 @@ PyObject* versions(PyObject*, PyObject* list) {
   });
 }
 
-PyObject* metadata(PyObject*, PyObject* list) {
+// Appends all of how a tensor lies; false where it is not dense.
+bool describe(const at::TensorImpl* impl, std::vector<int64_t>& kind) {
+  if (impl->layout() != at::kStrided) return false;
+  const auto sizes = impl->sizes();
+  const bool contiguous = impl->is_contiguous();
+  kind.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // kind of device, negated
+  kind.push_back(
+      static_cast<int64_t>(impl->dtype().toScalarType()) << 32 |
+      static_cast<int64_t>(impl->device().index() + 1) << 16 |
+      static_cast<int64_t>(sizes.size()) << 1 | static_cast<int64_t>(contiguous));
+  for (const int64_t size : sizes) kind.push_back(size);
+  if (!contiguous) {
+    for (const int64_t stride : impl->strides()) kind.push_back(stride);
+  }
+  return true;
+}
+
+// facts([lists]): how they lie, and where their elements begin, 64 bits each; see _facts.py.
+PyObject* facts(PyObject*, PyObject* lists) {
+  return answer(lists, [&]() -> PyObject* {
+    static std::vector<int64_t> kind, pointers;  // whose memory is used again
+    kind.clear();
+    pointers.clear();
+    PyObject* first = PyList_GET_SIZE(lists) ? PyList_GET_ITEM(lists, 0) : nullptr;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(lists); k++) {
+      PyObject* list = PyList_GET_ITEM(lists, k);
+      if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != PyList_GET_SIZE(first))
+        Py_RETURN_NONE;
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject* tensor = PyList_GET_ITEM(list, i);
+        if (!is_plain(tensor)) Py_RETURN_NONE;
+        at::TensorImpl* impl = impl_of(tensor);
+        pointers.push_back(reinterpret_cast<int64_t>(impl->mutable_data()));
+        if (k > 0 && tensor == PyList_GET_ITEM(first, i))
+          kind.push_back(-1);
+        else if (!describe(impl, kind))
+          Py_RETURN_NONE;
+      }
+    }
+    return Py_BuildValue(
+        "y#y#", kind.data(), static_cast<Py_ssize_t>(kind.size() * 8), pointers.data(),
+        static_cast<Py_ssize_t>(pointers.size() * 8));
+  });
+}
+
+// True where all are dense.
+PyObject* dense(PyObject*, PyObject* list) {
   return answer(list, [&]() -> PyObject* {
-    std::vector<int64_t> found;
-    found.reserve(PyList_GET_SIZE(list) * 12);
     bool strided = true;
     const bool plain = each(list, [&](PyObject* tensor, Py_ssize_t) {
-      const at::TensorImpl* impl = impl_of(tensor);
-      if (!strided || impl->layout() != at::kStrided) {
-        strided = false;
-        return;
-      }
-      const auto sizes = impl->sizes(), strides = impl->strides();
-      found.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));
-      found.push_back(static_cast<int64_t>(impl->dtype().toScalarType()));
-      found.push_back(impl->device().index() * 64 + static_cast<int64_t>(sizes.size()));
-      found.insert(found.end(), sizes.begin(), sizes.end());
-      found.insert(found.end(), strides.begin(), strides.end());
+      strided = strided && impl_of(tensor)->layout() == at::kStrided;
     });
     if (!plain || !strided) Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize(
-        reinterpret_cast<const char*>(found.data()), found.size() * sizeof(int64_t));
+    Py_RETURN_TRUE;
   });
 }
 
@@ -142,8 +180,9 @@ PyObject* prepare(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {
     {"identities", identities, METH_O, ""}, {"addresses", addresses, METH_O, ""},
-    {"versions", versions, METH_O, ""},     {"metadata", metadata, METH_O, ""},
-    {"grads", grads, METH_O, ""},           {"count_write", count_write, METH_O, ""},
+    {"versions", versions, METH_O, ""},     {"facts", facts, METH_O, ""},
+    {"dense", dense, METH_O, ""},           {"grads", grads, METH_O, ""},
+    {"count_write", count_write, METH_O, ""},
     {"prepare", prepare, METH_VARARGS, ""},
     {nullptr, nullptr, 0, nullptr},
 };

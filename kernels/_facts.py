@@ -17,6 +17,7 @@ from tritonamp.kernels._native import PLAIN_STEPS, build
 
 _grad = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")  # private, but as old as autograd: counts writes
+_device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
 
 
@@ -27,7 +28,7 @@ class _InPython:
     def ask(tensors: Any) -> Any:
         return None
 
-    identities = addresses = versions = metadata = grads = count_write = ask
+    identities = addresses = versions = facts = dense = grads = count_write = ask
 
 
 _native: Any = _InPython
@@ -65,18 +66,34 @@ def grads(params: Sequence[Tensor]) -> list[Tensor | None]:
     return _native.grads(params) or list(map(_grad, params))
 
 
-def metadata(tensors: Sequence[Tensor | None]) -> Any:
-    """Return how they lie: devices, dtypes, sizes, strides; None where one is missing."""
-    found = _native.metadata(tensors)
-    if found is not None or any(map(operator.is_, tensors, itertools.repeat(None))):
+def dense(tensors: Sequence[Tensor | None]) -> Sequence[int]:
+    """Return the places of dense tensors: those without None, and without sparse ones."""
+    if _native.dense(tensors):
+        return range(len(tensors))
+    return [i for i, t in enumerate(tensors) if t is not None and not t.is_sparse]
+
+
+def facts(lists: Sequence[Sequence[Tensor]]) -> tuple[Any, bytes]:
+    """Return what decides how kernels work on lists of the same length, of dense tensors.
+
+    Returns:
+        how they lie: devices, dtypes, sizes, strides, and where a tensor is the first list's; then
+        where their elements begin, 64 bits each, list after list.
+    """
+    found: tuple[Any, bytes] | None = _native.facts(lists)
+    if found is not None:
         return found
-    there: Any = tensors
-    return [
-        there[0].device,
-        *map(_dtype, there),
-        *map(Tensor.stride, there),
-        *map(Tensor.numel, there),
+    kind = [
+        (
+            bytes(map(operator.is_, tensors, lists[0])),
+            *map(_device, tensors),
+            *map(_dtype, tensors),
+            *map(Tensor.stride, tensors),
+            *map(Tensor.size, tensors),
+        )
+        for tensors in lists
     ]
+    return kind, _packed(map(Tensor.data_ptr, itertools.chain.from_iterable(lists)))
 
 
 def count_write(tensors: Sequence[Tensor]) -> None:

@@ -182,11 +182,18 @@ class PreparedLaunch:
         self._args: list[Any] = [*tensors, *sizes, *constants]
         self._compiled: dict[Any, Any] = {}  # by dtypes and last four bits of the operands
 
-    def call(self, operands: Sequence[Tensor] = ()) -> tuple[Any, ...]:
-        """Return what ``launch`` takes, with operands by their numbers."""
-        kernel, grid, tensors, *rest = self._call
-        given = [operands[t] if isinstance(t, Operand) else t for t in tensors]
-        return kernel, grid, tuple(given), *rest
+    def prepare(self, operands: Sequence[Tensor] = ()) -> None:
+        """Compile what a call with these operands runs, and run nothing.
+
+        Raises:
+            KernelError: it could not be compiled or loaded.
+        """
+        kernel, _, tensors, *_ = call = self._call_with(operands)
+        if INTERPRETED:
+            _check_compiler(kernel)
+        elif tensors[0].is_cuda and not is_traced(tensors[0]):
+            with torch.cuda.device(self._index):
+                _find(*call)
 
     def __call__(self, operands: Sequence[Tensor] = ()) -> None:
         """Run the kernel, with operands by their numbers."""
@@ -198,26 +205,18 @@ class PreparedLaunch:
             or torch._C._len_torch_dispatch_stack() > 0
             or self._index != torch.cuda.current_device()
         ):
-            self._compiled[kind] = launch(*self.call(operands))
+            self._compiled[kind] = launch(*self._call_with(operands))
             return
         args = self._args.copy()
         for i, operand in self._slots:
             args[i] = operands[operand]
         compiled[self._grid](*args, stream=torch._C._cuda_getCurrentRawStream(self._index))
 
-
-def prepare(kernel: Any, *args: Any) -> None:
-    """Compile what ``launch`` of the same arguments runs, and run nothing.
-
-    Raises:
-        KernelError: it could not be compiled or loaded.
-    """
-    tensors = args[1]
-    if INTERPRETED:
-        _check_compiler(kernel)
-    elif tensors[0].is_cuda and not is_traced(tensors[0]):
-        with torch.cuda.device(tensors[0].get_device()):
-            _find(kernel, *args)
+    def _call_with(self, operands: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return what ``launch`` takes, with operands by their numbers."""
+        kernel, grid, tensors, *rest = self._call
+        given = [operands[t] if isinstance(t, Operand) else t for t in tensors]
+        return kernel, grid, tuple(given), *rest
 
 
 def _find(

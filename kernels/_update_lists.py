@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._facts import use_native
-from tritonamp.kernels._launch import Operand, PreparedLaunch, prepare
+from tritonamp.kernels._launch import Operand, PreparedLaunch
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._transfer import in_main_memory, transfer, upload
-from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels._transfer import in_main_memory, transfer
 
 _MOST_WAITING = 1 << 20
 
@@ -25,52 +25,58 @@ class Hyperparameters(Protocol):
 
 
 class UpdateLists:
-    """What the steps of one optimizer work on.
+    """What one step of an optimizer works on. A value.
 
     Attributes:
         tensors: "params", "grads", "copies" (the parameter again where there is none), and the
             optimizer's state by the op's names, in FP32 (the parameter again where a group has no
-            such state).
-        steps: "steps", the step counts, 0-d float32, of an optimizer that counts.
+            such state); "steps", the step counts, 0-d float32, of an optimizer that counts.
         rules: hyperparameters by group.
         groups: by number, which group a tensor belongs to.
-        launches: those of the last update.
         track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
             whose half value stayed the same although the update was not zero, and all those whose
             update was not zero; 0 for parameters that have no half value.
     """
 
-    def __init__(self, track_lost: bool = False, optional: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        tensors: TensorLists,
+        rules: Sequence[Hyperparameters],
+        groups: Sequence[int],
+        track_lost: bool = False,
+    ) -> None:
+        self.tensors = tensors
+        self.rules = rules
+        self.groups = groups
         self.track_lost = track_lost
-        self.tensors = TensorLists(may_repeat=("copies", *optional))
-        self.steps = TensorLists()
-        self.rules: list[Hyperparameters] = []
-        self.groups: list[int] = []
-        self.launches: Sequence[PreparedLaunch] = ()
-        self._compiled: list[Any] = []  # launches whose kernels are known to compile
-        self._sent: dict[torch.device, _Sent] = {}
+        self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return hyperparameters, float64 (groups, n), and groups, int32, on the device."""
-        rows = [list(rule.numbers()) for rule in self.rules]
-        shape = len(rows), len(rows[0])
-        sent = self._sent.get(device)
-        if is_capturing(device):  # what a graph reads is its own
-            sent = _Sent(device, self.groups, *shape)
-        elif sent is None or sent.groups != self.groups or sent.shape != shape:
-            sent = self._sent[device] = _Sent(device, self.groups, *shape)
-        sent.follow(rows)
-        return sent.numbers, sent.places
+        if device not in self._numbers:
+            rows, tensors = self._rows(device)
+            memory = self.tensors.memory
+            numbers = memory.sent("rules", rows, torch.float64, device)
+            for g, k, value in tensors:
+                numbers[g, k].copy_(transfer(value, device))
+            places = memory.sent("groups", [self.groups], torch.int32, device)[0]
+            self._numbers[device] = numbers, places
+        return self._numbers[device]
 
-    def scalars(
-        self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the factor on gradients (None: 1) and the flag (None: 0) on the device."""
-        if grad_scale is None:
-            grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
-        if found_inf is None:
-            found_inf = self.tensors.kept("zero", (), torch.float32, device)
-        return transfer(grad_scale, device), transfer(found_inf, device)
+    def _rows(self, device: torch.device) -> tuple[list[list[Any]], list[tuple[Any, ...]]]:
+        """Return numbers by group, and group, place and value of those that are tensors there."""
+        rows = [list(rule.numbers()) for rule in self.rules]
+        tensors = []
+        for g, row in enumerate(rows):
+            for k, value in enumerate(row):
+                if not isinstance(value, Tensor):
+                    continue
+                if value.device.type == "cpu" != device.type:
+                    row[k] = float(value)
+                else:
+                    row[k] = None
+                    tensors.append((g, k, value))
+        return rows, tensors
 
     def overflow(self, device: torch.device) -> Tensor:
         """Return the flags that ``note_overflow`` sets, by number."""
@@ -86,48 +92,45 @@ class UpdateLists:
         lists = (map(_as_real, self.tensors[name]) for name in names)
         return zip(*lists, self.tensors.numbers, strict=True)
 
-    def launch_all(
+    def launch(
         self,
-        calls: Sequence[tuple[Any, ...]],
+        plan: Plan,
+        calls: Callable[["UpdateLists", Plan], Iterable[tuple[Any, ...]]],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Launch all of them, or, where one cannot be compiled, none.
+        """Make all launches of an operation, or, where one cannot be compiled, none.
 
         Args:
-            calls: what ``launch`` takes, with ``Operand`` for the two that follow.
-            grad_scale: 0-d factor on the gradients, or None.
-            found_inf: 0-d, not 0: skip; or None.
+            plan: whose tables they read.
+            calls: gives what ``launch`` takes, with ``Operand`` for what each step gives.
+            grad_scale: 0-d factor on the gradients, or None: 1.
+            found_inf: 0-d, not 0: skip; None: as 0.
         """
-        launches = [PreparedLaunch(*call) for call in calls]
-        operands = self._operands(launches, grad_scale, found_inf)
-        kinds = [(kernel, arrays[0].device, consts) for kernel, _, arrays, _, consts, *_ in calls]
-        if kinds != self._compiled:
-            use_native()  # here, where time goes by for compilers
-            for each in launches:
-                prepare(*each.call(operands[each.device]))
-            self._compiled = kinds
-        for each in launches:
-            each(operands[each.device])
-        self.launches = launches
+        operands = {}
+        for device in plan.devices:
+            self.numbers(device)  # sent where they changed
+            operands[device] = self._operands(device, grad_scale, found_inf)
 
-    def launch_again(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Make the last update again, on tables that hold, with the hyperparameters of now."""
-        operands = self._operands(self.launches, grad_scale, found_inf)
-        for device in operands:
-            self.numbers(device)
-        for each in self.launches:
+        def prepare() -> list[PreparedLaunch]:
+            use_native()  # here, where time goes by for compilers
+            launches = [PreparedLaunch(*call) for call in calls(self, plan)]
+            for each in launches:
+                each.prepare(operands[each.device])
+            return launches
+
+        for each in plan.prepared((calls, len(self.rules), self.track_lost), prepare):
             each(operands[each.device])
 
     def _operands(
-        self,
-        launches: Sequence[PreparedLaunch],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        """Return by device what ``Operand`` numbers."""
-        devices = dict.fromkeys(each.device for each in launches)
-        return {device: self.scalars(device, grad_scale, found_inf) for device in devices}
+        self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return by ``Operand`` the factor on gradients and the flag, on the device."""
+        if grad_scale is None:
+            grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
+        if found_inf is None:
+            found_inf = self.tensors.kept("zero", (), torch.float32, device)
+        return transfer(grad_scale, device), transfer(found_inf, device)
 
 
 class EagerUpdate:
@@ -231,21 +234,29 @@ def update_samples(
 
     def args(tensors: list[Tensor], half: torch.dtype, masters: bool) -> tuple[Any, ...]:
         params = tensors if masters else [t.to(half) for t in tensors]
-        lists = UpdateLists(optional=optional)
-        lists.tensors.set("params", params)
-        lists.tensors.set("grads", [t.to(half) for t in tensors])
-        for name, make in states.items():
-            lists.tensors.set(name, params if make is None else [make(t) for t in tensors])
-        lists.tensors.set(
-            "copies", [torch.zeros_like(p, dtype=half) for p in params] if masters else params
+        given = {
+            name: params if make is None else [make(t) for t in tensors]
+            for name, make in states.items()
+        }
+        copies = [torch.zeros_like(p, dtype=half) for p in params] if masters else params
+        lists = UpdateLists(
+            TensorLists(
+                may_repeat=("copies", *optional),
+                params=params,
+                grads=[t.to(half) for t in tensors],
+                **given,
+                copies=copies,
+                scalars=("steps",),
+                steps=[t.new_full((), 2.0) for t in tensors],
+            ),
+            rules=[rule],
+            groups=[0] * len(tensors),
         )
-        lists.steps.set("steps", [t.new_full((), 2.0) for t in tensors])
-        lists.rules, lists.groups = [rule], [0] * len(tensors)
         return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
 
     def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
         lists = args[0]
-        written = [*lists.tensors["params"], *lists.tensors["copies"], *lists.steps["steps"]]
+        written = [*lists.tensors["params"], *lists.tensors["copies"], *lists.tensors["steps"]]
         return written + [t for name in states for t in lists.tensors[name]]
 
     return [
@@ -258,34 +269,3 @@ def update_samples(
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-class _Sent:
-    """Hyperparameters on a device."""
-
-    def __init__(self, device: torch.device, groups: list[int], n: int, width: int) -> None:
-        self.groups = list(groups)
-        self.shape = n, width
-        self.places = torch.empty(len(groups), dtype=torch.int32, device=device)
-        self.numbers = torch.empty((n, width), dtype=torch.float64, device=device)
-        upload(torch.tensor(groups, dtype=torch.int32), self.places)
-        self._values: list[list[Any]] = []
-
-    def follow(self, rows: Sequence[list[Any]]) -> None:
-        """Send numbers that changed; those that are tensors are copied on the device."""
-        tensors = []
-        for g, row in enumerate(rows):
-            for k, value in enumerate(row):
-                if not isinstance(value, Tensor):
-                    continue
-                if value.device.type == "cpu" != self.numbers.device.type:
-                    row[k] = float(value)
-                else:
-                    row[k] = None
-                    tensors.append((g, k, value))
-        if rows != self._values:
-            known = [[value or 0.0 for value in row] for row in rows]
-            upload(torch.tensor(known, dtype=torch.float64), self.numbers)
-            self._values = list(rows)
-        for g, k, value in tensors:
-            self.numbers[g, k].copy_(transfer(value, self.numbers.device))

@@ -15,6 +15,7 @@ from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
@@ -154,34 +155,26 @@ def adamw_kernel(
 
 
 def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    tensors = lists.tensors
-    with (
-        lists.steps.launches(("steps",)) as of_steps,
-        tensors.launches(_WRITTEN) as layout,
-    ):
-        calls: list[tuple[Any, ...]] = []
-        for on in of_steps.tables:
-            rules, groups = lists.numbers(on.device)
-            rates, lost = _rates(lists, on.device), _lost(lists, on.device)
-            scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
-            counts = on.pointers["steps"], on.number, groups, rules, *scalars, rates, lost
-            rows = len(on.number)
-            grid = -(-rows // WARP_SIZE), 1, 1
-            options = lists.track_lost, RATES, WARP_SIZE
-            calls.append((adam_rates_kernel, grid, counts, (rows,), options, 1))
-        for t in layout.tables:
-            rates, lost, overflow = (
-                _rates(lists, t.device),
-                _lost(lists, t.device),
-                lists.overflow(t.device),
-            )
-            amsgrad = t.type("max_exp_avg_sqs") is not None
-            types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
-            counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
-            operands = rates, Operand.FOUND_INF, overflow, lost
-            constants = *types, counts_lost, RATES
-            calls.append(t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC))
-        lists.launch_all(calls, grad_scale, found_inf)
+    with lists.tensors.launches(_WRITTEN) as plan:
+        lists.launch(plan, _calls, grad_scale, found_inf)
+
+
+def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+    for t in plan.scalar_tables:
+        rules, groups = lists.numbers(t.device)
+        scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
+        results = _rates(lists, t.device), _lost(lists, t.device)
+        counts = t.pointers["steps"], t.number, groups, rules, *scalars, *results
+        grid = -(-len(t.number) // WARP_SIZE), 1, 1
+        options = lists.track_lost, RATES, WARP_SIZE
+        yield adam_rates_kernel, grid, counts, (len(t.number),), options, 1
+    for t in plan.tables:
+        amsgrad = t.type("max_exp_avg_sqs") is not None
+        types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
+        counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
+        flags = Operand.FOUND_INF, lists.overflow(t.device), _lost(lists, t.device)
+        operands, constants = (_rates(lists, t.device), *flags), (*types, counts_lost, RATES)
+        yield t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC)
 
 
 _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
@@ -202,7 +195,7 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
     if updates.skips:
         return
     corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # of equal step counts: they are many
-    for (*row, number), steps in zip(lists.rows(_LISTS), lists.steps["steps"], strict=True):
+    for (*row, number), steps in zip(lists.rows(_LISTS), lists.tensors["steps"], strict=True):
         rule = lists.rules[lists.groups[number]]
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
         device, compute = row[0].device, torch.promote_types(row[0].dtype, torch.float32)
@@ -278,9 +271,7 @@ def adamw(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    uses_triton = lists.tensors.uses_triton(backend, ADAMW)
-    uses_triton = uses_triton and lists.steps.uses_triton(backend, ADAMW)
-    ADAMW.run(backend, uses_triton, lists, grad_scale, found_inf)
+    ADAMW.run(backend, lists.tensors.uses_triton(backend, ADAMW), lists, grad_scale, found_inf)
 
 
 def _samples() -> Iterator[ListSample]:
@@ -316,19 +307,20 @@ def shipped() -> Iterator[Shipped]:
     ):
         if lost and (grad is not half or amsgrad or not aligned):
             continue
-        lists = UpdateLists(lost, OPTIONAL)
-        lists.tensors = shipped_lists(
+        tensors = shipped_lists(
             aligned,
             ("copies", *OPTIONAL),
+            ("steps",),
             params=param,
             grads=grad,
             exp_avgs=wide,
             exp_avg_sqs=wide,
             max_exp_avg_sqs=wide if amsgrad else "params",
             copies=copy or "params",
+            steps=wide,
         )
-        lists.steps = shipped_lists(True, steps=wide)
-        lists.rules, lists.groups = [AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)], [0]
+        rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)
+        lists = UpdateLists(tensors, [rule], [0], lost)
         words = (" amsgrad", amsgrad), (" unaligned", not aligned), (" lost", lost)
         name = f"adamw {param} {grad} {copy}" + "".join(word for word, holds in words if holds)
         registers = 80 if lost else 72 if copy and grad is wide else 64

@@ -47,8 +47,8 @@ def cast_kernel(
 
 
 def cast_triton(lists: TensorLists) -> None:
-    with lists.launches(("copies",)) as layout:
-        for t in layout.tables:
+    with lists.launches(("copies",)) as plan:
+        for t in plan.tables:
             if t.dtypes["copies"] is None:
                 continue
             overflow = lists.kept("overflow", (lists.size,), torch.int32, t.device)

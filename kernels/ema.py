@@ -58,8 +58,8 @@ def ema_kernel(
 
 
 def ema_triton(lists: TensorLists, decay: float, found_inf: Tensor | None) -> None:
-    with lists.launches(("averages",)) as layout:
-        for t in layout.tables:
+    with lists.launches(("averages",)) as plan:
+        for t in plan.tables:
             flag = found_inf
             if flag is None:
                 flag = lists.kept("zero", (), torch.float32, t.device)

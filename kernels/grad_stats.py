@@ -69,8 +69,8 @@ def grad_stats_kernel(
 
 
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    with lists.launches(names=("grads",)) as layout:
-        results, launches = layout.prepared("grad_stats", lambda: _prepared(lists, layout.tables))
+    with lists.launches(names=("grads",)) as plan:
+        results, launches = plan.prepared("grad_stats", lambda: _prepared(lists, plan.tables))
         for amax, squares in results:
             amax.zero_()
             if len(results) > 1:

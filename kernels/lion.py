@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
@@ -115,13 +116,15 @@ _LISTS = "params", "grads", "exp_avgs", "copies"
 
 
 def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    with lists.tensors.launches(("params", "exp_avgs", "copies")) as layout:
-        calls: list[tuple[Any, ...]] = []
-        for t in layout.tables:
-            operands = lists.numbers_and_flags(t.device)
-            constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS
-            calls.append(t.launch_of(lion_kernel, _LISTS, operands, constants, _VEC))
-        lists.launch_all(calls, grad_scale, found_inf)
+    with lists.tensors.launches(("params", "exp_avgs", "copies")) as plan:
+        lists.launch(plan, _calls, grad_scale, found_inf)
+
+
+def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+    for t in plan.tables:
+        operands = lists.numbers_and_flags(t.device)
+        constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS
+        yield t.launch_of(lion_kernel, _LISTS, operands, constants, _VEC)
 
 
 def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -182,10 +185,10 @@ def shipped() -> Iterator[Shipped]:
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
     kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
     for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
-        lists = UpdateLists()
-        lists.tensors = shipped_lists(
+        tensors = shipped_lists(
             aligned, params=param, grads=grad, exp_avgs=wide, copies=copy or "params"
         )
-        lists.rules, lists.groups = [LionRule(0.1, 0.9, 0.99, 0.0, False)], [0]
+        rule = LionRule(0.1, 0.9, 0.99, 0.0, False)
+        lists = UpdateLists(tensors, [rule], [0])
         name = f"lion {param} {grad} {copy}{'' if aligned else ' unaligned'}"
         yield Shipped(name.replace("torch.", ""), lion_triton, (lists, None, None), 64, None, 0, 0)

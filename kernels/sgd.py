@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import shipped_lists
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
@@ -115,18 +116,18 @@ def sgd_kernel(
 
 
 def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    written = "params", "momentum_buffers", "copies"
-    with lists.tensors.launches(written) as layout:
-        calls: list[tuple[Any, ...]] = []
-        for t in layout.tables:
-            operands = lists.numbers_and_flags(t.device)
-            types = t.type("params"), t.type("grads"), t.type("copies")
-            has_momentum = t.type("momentum_buffers") is not None
-            constants = *types, has_momentum, _NUMBERS
-            call = t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC)
-            writes_all = has_momentum and t.type("copies") is not None
-            calls.append((*call, MAX_REGISTERS if writes_all else None))
-        lists.launch_all(calls, grad_scale, found_inf)
+    with lists.tensors.launches(("params", "momentum_buffers", "copies")) as plan:
+        lists.launch(plan, _calls, grad_scale, found_inf)
+
+
+def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+    for t in plan.tables:
+        operands = lists.numbers_and_flags(t.device)
+        types = t.type("params"), t.type("grads"), t.type("copies")
+        has_momentum = t.type("momentum_buffers") is not None
+        call = t.launch_of(sgd_kernel, _LISTS, operands, (*types, has_momentum, _NUMBERS), _VEC)
+        writes_all = has_momentum and t.type("copies") is not None
+        yield *call, MAX_REGISTERS if writes_all else None
 
 
 _LISTS = "params", "grads", "momentum_buffers", "copies"
@@ -203,8 +204,7 @@ def shipped() -> Iterator[Shipped]:
     for (param, grad, copy), momentum, aligned in itertools.product(
         kinds, (True, False), (True, False)
     ):
-        lists = UpdateLists(optional=OPTIONAL)
-        lists.tensors = shipped_lists(
+        tensors = shipped_lists(
             aligned,
             ("copies", *OPTIONAL),
             params=param,
@@ -212,7 +212,8 @@ def shipped() -> Iterator[Shipped]:
             momentum_buffers=wide if momentum else "params",
             copies=copy or "params",
         )
-        lists.rules, lists.groups = [SGDRule(0.1, 0.9 * momentum, 0.0, 0.0, False, False)], [0]
+        rule = SGDRule(0.1, 0.9 * momentum, 0.0, 0.0, False, False)
+        lists = UpdateLists(tensors, [rule], [0])
         name = f"sgd {param} {grad} {copy}{' momentum' if momentum else ''}"
         name = f"{name}{'' if aligned else ' unaligned'}".replace("torch.", "")
         yield Shipped(name, sgd_triton, (lists, None, None), 64, None, 0, 0)

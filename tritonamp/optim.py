@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._multi_tensor import Memory
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, FusedStep, scalar
-from tritonamp.step.gradients import GradientLists
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.lion import LION
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.state_loading import load_state
@@ -79,11 +80,9 @@ class _Fused:
             for p in all_params
         ]
         grads = [None if p.grad is None else self._dense(p.grad) for p in all_params]
-        fused, lists = self._fused
-        moves = self._fp32_values.moves
-        gradients = lists.take(stepped_on, grads, all_params, moves, known_as=all_params)
+        fused, memory = self._fused
+        gradients = Gradients.of(memory, stepped_on, grads, all_params, known_as=all_params)
         fused.step(gradients, *self._told_by_scaler())
-        lists.release()
         halves = [p for p, master in zip(all_params, stepped_on, strict=True) if p is not master]
         self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
         self._narrow_gradients()
@@ -137,11 +136,11 @@ class _Fused:
         return self.__dict__.setdefault("_own_wide_gradients", WideGradients())
 
     @property
-    def _fused(self) -> tuple[FusedStep, GradientLists]:
+    def _fused(self) -> tuple[FusedStep, Memory]:
         made = self.__dict__.get("_own_fused")
         if made is None:
             fused = FusedStep(self, self.fused_rule, "auto")  # type: ignore[arg-type]
-            made = self.__dict__["_own_fused"] = fused, GradientLists()
+            made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 
     def _master(self, param: Tensor) -> Tensor:

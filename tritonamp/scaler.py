@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide, update_scale
 from tritonamp.kernels.device import is_capturing, refuse_capture
@@ -127,7 +127,7 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
         self._scaled = False  # was any loss?
         self._replayed = False  # may a CUDA graph have scaled one, without a word to the host?
-        self._lists = _lists_of_gradients()
+        self._memories = _memories_of_gradients()
         self._init_hysteresis_tracker = hysteresis
         self._ceiling: Tensor | None = None
         self._init_ceiling = max_scale
@@ -291,12 +291,9 @@ class GradScaler(torch.amp.GradScaler):
         if not (grads or groups):
             return {}
         assert self._scale is not None
-        lists = self._lists.get(optimizer)
-        if lists is None:
-            lists = self._lists[optimizer] = TensorLists()
-        lists.set("grads", grads)
+        memory = self._memories.setdefault(optimizer, Memory())
+        lists = TensorLists(memory=memory, grads=grads)
         amax, square_sum = grad_stats(lists, self._scale.device)
-        lists.release("grads")
         assert self._loss_nonfinite is not None
         flag = self._loss_nonfinite
         if groups:
@@ -409,7 +406,7 @@ class GradScaler(torch.amp.GradScaler):
         """Move the scale after the steps of this iteration, or set it to ``new_scale``."""
         if not self._enabled:
             return
-        for optimizer in filter(_can_widen, self._lists):
+        for optimizer in filter(_can_widen, self._memories):
             optimizer._narrow_gradients()  # type: ignore[attr-defined]  # where nothing has stepped
         if new_scale is not None:
             super().update(new_scale)
@@ -482,12 +479,12 @@ class GradScaler(torch.amp.GradScaler):
             "_largest",
             "_process_group",
         )
-        return {**state, **dict.fromkeys(passing), "_lists": None}
+        return {**state, **dict.fromkeys(passing), "_memories": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._scaled = self._replayed = False
-        self._lists = _lists_of_gradients()
+        self._memories = _memories_of_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``.
@@ -510,8 +507,8 @@ class GradScaler(torch.amp.GradScaler):
             self._ceiling.fill_(self._init_ceiling)
 
 
-def _lists_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, TensorLists]":
-    """Return lists by optimizer: what they know of gradients holds from step to step."""
+def _memories_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, Memory]":
+    """Return what lasts from one unscaling to the next, by optimizer."""
     return weakref.WeakKeyDictionary()
 
 

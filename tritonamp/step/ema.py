@@ -11,7 +11,7 @@ from tritonamp.distributed.ddp import unwrapped
 from tritonamp.distributed.fsdp import full_tensor, is_sharded
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.kernels.ema import ema
@@ -62,7 +62,7 @@ class EMA:
         self._backend = backend
         self._check = check
         self._averages: dict[Tensor, Tensor] = {}  # by parameter of the model
-        self._lists: dict[Optimizer, TensorLists] = {}
+        self._memories = {optimizer: Memory() for optimizer in weights}
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = CopiedBuffers(models, fp32_values)
             for w in weights.values():
@@ -94,9 +94,11 @@ class EMA:
             for optimizer, w in self._weights.items():
                 w.refresh()
                 averaged = self._averaged(w)
-                lists = self._lists.setdefault(optimizer, TensorLists())
-                lists.set("averages", self._averages_of(averaged), lasting=True)
-                lists.set("params", list(averaged.values()), lasting=True)
+                lists = TensorLists(
+                    memory=self._memories[optimizer],
+                    averages=self._averages_of(averaged),
+                    params=list(averaged.values()),
+                )
                 ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
             self._buffers.update(self._found_inf())
 

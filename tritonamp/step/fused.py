@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._native import PLAIN_STEPS
+from tritonamp.kernels._facts import identities
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.plan import StepPlan
 
 
 class FusedRule(ABC):
@@ -96,16 +96,7 @@ class FusedStep:
         self.rule = rule
         self._optimizer = optimizer
         self._backend = backend
-        self._lists = UpdateLists(track_lost, rule.optional)
-        self._keys = {**rule.state_keys, **({"steps": "step"} if rule.counts_steps else {})}
-        self._seen: tuple[Any, ...] = ()  # what the state was brought into shape for
-        self._seen_state: list[list[int]] = []
-        # where the parameters' states are among the optimizer's; -1: they have none
-        self._order: list[int] = []
-        self._lacks: dict[str, list[bool]] = {}  # which parameters have no such state, if any
-        self._groups: list[int] = []  # by number, which group a parameter belongs to
-        self._made: set[int] = set()  # numbers of the parameters whose state was just made
-        self._plan: StepPlan | None = None
+        self._track_lost = track_lost
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -117,107 +108,75 @@ class FusedStep:
             grad_scale: 0-d factor on the gradients, or None.
             found_inf: 0-d, any value other than 0 skips on the device; None: always step.
         """
-        tensors = gradients.lists
-        if not len(tensors):
+        if not len(gradients.lists):
             return
-        if self._plan is not None and self._plan.holds(gradients):
-            self._step_again(gradients, grad_scale, found_inf)
-            return
-        self._plan = None
-        lists, groups = self._lists, self._optimizer.param_groups
+        groups = self._optimizer.param_groups
         tells_first = self.rule.tells_first_step(groups)
         if tells_first and found_inf is not None and bool(found_inf):
             return
-        tensors.may_repeat = self._lists.tensors.may_repeat
-        lists.tensors = tensors
-        for name, values in self._state(gradients).items():
-            if name == "steps":
-                lists.steps.number(tensors.numbers, tensors.size)
-                lists.steps.set("steps", values, lasting=True)
-            else:
-                tensors.set(name, values, lasting=True)
-        lists.rules = self._rules()
-        lists.groups = self._groups
-        made, self._made = self._made, set()
+        group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
+        made: set[int] = set()
+        lists = self._lists(gradients, group_of)
+        if lists is None or not _is_in_shape(lists):
+            made = self._bring_into_shape(gradients, group_of)
+            lists = self._lists(gradients, group_of)
+            assert lists is not None
+        rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
         if tells_first:  # behind the groups stand those of first steps
-            lists.rules += [self.rule.at_first_step(rule) for rule in lists.rules]
-            lists.groups = [g + len(groups) * (i in made) for i, g in enumerate(self._groups)]
-        lists.launches = ()
-        self.rule.update(lists, grad_scale, found_inf, self._backend)
-        if not (PLAIN_STEPS or tells_first or self._lacks_some()) and lists.launches:
-            keys = [k for name, k in self._keys.items() if name not in self._lacks]
-            self._plan = StepPlan.after(self._optimizer, gradients, keys, self._order, self._kinds)
-        # whoever replaces or removes state gets its memory back
-        tensors.release(*self.rule.state_keys)
-        lists.steps.release("steps")
+            rules += [self.rule.at_first_step(rule) for rule in rules]
+            group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
+        updates = UpdateLists(lists, rules, group_of, self._track_lost)
+        self.rule.update(updates, grad_scale, found_inf, self._backend)
 
-    def _step_again(
-        self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        """Step as the last time: only gradients and hyperparameters are others."""
-        self._lists.rules = self._rules()
-        self._lists.launch_again(grad_scale, found_inf)
-        gradients.lists.mark_written(("params", "copies"))
+    def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
+        """Return the gradients' lists with those of the state; None where some is missing."""
+        tensors, states = gradients.lists, self._states(gradients.params)
+        keys = {**self.rule.state_keys, **({"steps": "step"} if self.rule.counts_steps else {})}
+        try:
+            found = {
+                name: self._values(name, key, states, tensors, group_of)
+                for name, key in keys.items()
+            }
+        except KeyError:
+            return None
+        return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
 
-    def _rules(self) -> list[Hyperparameters]:
+    def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
+        state = self._optimizer.state
+        if identities(list(state)[: len(params)]) == identities(params):  # hashes are slow
+            return list(state.values())[: len(params)]
+        return [state.get(param, {}) for param in params]
+
+    def _values(
+        self,
+        name: str,
+        key: str,
+        states: Sequence[Mapping[str, Any]],
+        tensors: TensorLists,
+        group_of: Sequence[int],
+    ) -> Sequence[Tensor]:
+        """Return one list of state; the parameters where groups have no such state."""
+        there = [True]
+        if name in self.rule.optional:
+            there = [self.rule.has(name, group) for group in self._optimizer.param_groups]
+        if all(there):
+            return list(map(operator.itemgetter(key), states))
+        if not any(there):
+            return tensors["params"]
+        rows = zip(tensors.numbers, states, tensors["params"], strict=True)
+        return [state[key] if there[group_of[i]] else param for i, state, param in rows]
+
+    def _bring_into_shape(self, gradients: Gradients, group_of: Sequence[int]) -> set[int]:
+        """Make what state is missing, FP32 what is not; return for which numbers it was made."""
         groups = self._optimizer.param_groups
-        return [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        rows = zip(gradients.lists.numbers, gradients.params, strict=True)
+        return {i for i, param in rows if self._shape_state(param, groups[group_of[i]])}
 
-    def _kinds(self) -> list[list[bool]]:
-        """Return by group which optional state there is."""
-        groups = self._optimizer.param_groups
-        return [[self.rule.has(name, g) for name in self.rule.optional] for g in groups]
-
-    def _lacks_some(self) -> bool:
-        """Tell whether some parameters have a kind of state that others lack."""
-        return any(not all(lacks) for lacks in self._lacks.values())
-
-    def _state(self, gradients: Gradients) -> dict[str, Sequence[Tensor]]:
-        """Return lists of state by the kernel's names; "steps" are the step counts."""
-        groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
-        params = gradients.params
-        optional = self._kinds()
-        members = [list(map(id, group["params"])) for group in groups]
-        seen = members, list(map(id, params)), list(map(id, states)), optional
-        if seen == self._seen:
-            try:
-                found = self._read([states[k] if k >= 0 else {} for k in self._order], gradients)
-                if self._ids(found) == self._seen_state:
-                    return found
-            except KeyError:
-                pass
-        # something is new, or somebody else has been at it: bring the state into shape
-        mine = self._bring_into_shape(gradients)
-        index = {id(state): k for k, state in enumerate(self._optimizer.state.values())}
-        self._order = [index.get(id(state), -1) for state in mine]
-        self._seen = (*seen[:2], list(map(id, self._optimizer.state.values())), optional)
-        found = self._read(mine, gradients)
-        self._seen_state = self._ids(found)
-        return found
-
-    def _bring_into_shape(self, gradients: Gradients) -> list[dict[str, Any]]:
-        """Make what state is missing; return each parameter's state."""
-        groups, params = self._optimizer.param_groups, gradients.params
-        tensors = gradients.lists
-        group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-        self._groups = [0] * tensors.size
-        for number, param in zip(tensors.numbers, params, strict=True):
-            self._groups[number] = group_of[param]
-        self._lacks = {}
-        for name in self.rule.optional:
-            lacks = [not self.rule.has(name, groups[group_of[p]]) for p in params]
-            if any(lacks):
-                self._lacks[name] = lacks
-        return [
-            self._shaped(number, param, groups[group_of[param]])
-            for number, param in zip(tensors.numbers, params, strict=True)
-        ]
-
-    def _shaped(self, number: int, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return one parameter's state in torch's format, made or brought to FP32."""
+    def _shape_state(self, param: Tensor, group: dict[str, Any]) -> bool:
+        """Bring one parameter's state into torch's format; return whether it was made."""
         keys = [key for name, key in self.rule.state_keys.items() if self.rule.has(name, group)]
         if not keys:
-            return {}
+            return False
         state: dict[str, Any] = self._optimizer.state[param]
         shaped: dict[str, Tensor] = {}
         if self.rule.counts_steps:
@@ -240,30 +199,15 @@ class FusedStep:
         if shaped:
             refuse_capture(param.device, "the optimizer's state")
             state.update(shaped)
-        if missing:
-            self._made.add(number)
-        return state
+        return bool(missing)
 
-    def _read(
-        self, states: Sequence[Mapping[str, Tensor]], gradients: Gradients
-    ) -> dict[str, Sequence[Tensor]]:
-        found: dict[str, Sequence[Tensor]] = {}
-        params = gradients.lists["params"]
-        for name, key in self._keys.items():
-            lacks = self._lacks.get(name)
-            if lacks is None:
-                found[name] = list(map(operator.itemgetter(key), states))
-            elif all(lacks):
-                found[name] = params
-            else:
-                rows = zip(states, lacks, params, strict=True)
-                found[name] = [param if lack else state[key] for state, lack, param in rows]
-        return found
 
-    def _ids(self, found: Mapping[str, Sequence[Tensor]]) -> list[list[int]]:
-        """Return who the tensors of the state are; of what all lack, nothing."""
-        there = {name: not all(self._lacks.get(name, (False,))) for name in found}
-        return [list(map(id, values)) for name, values in found.items() if there[name]]
+def _is_in_shape(lists: TensorLists) -> bool:
+    """Tell whether the state is known to be as a step has left it: one had the same plan."""
+    try:
+        return lists.known_plan() is not None
+    except (AttributeError, TypeError):  # no tensors, as in the state of another optimizer
+        return False
 
 
 def scalar(value: Any) -> Any:

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._facts import grads as grads_of
 from tritonamp.kernels._facts import versions
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.gradients import GradientLists, Gradients, GradientState
+from tritonamp.step.gradients import Gradients, GradientState
 from tritonamp.step.state_loading import widen_state
 
 _grad = operator.attrgetter("grad")
@@ -56,8 +56,7 @@ class MasterWeights:
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # what the FP32 values know the half parameters by
         self._moves = -1  # of the FP32 values, when devices were checked
-        self._gradients = GradientLists()
-        self._all = TensorLists()
+        self._memory = Memory()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         self._left = b""  # versions of the parameters after the last step
         # both by master: the true gradient that a half parameter shows, and its own meanwhile
@@ -198,26 +197,21 @@ class MasterWeights:
     def gradients(self) -> Gradients:
         """Return the gradients as they are now, and what a step on them takes."""
         grads = grads_of(self._of_state())
-        return self._gradients.take(self._masters, grads, self._params, self._fp32_values.moves)
+        return Gradients.of(self._memory, self._masters, grads, self._params)
 
     def sparse_gradients(self) -> TensorLists:
         """Return the values of sparse scaled gradients, coalesced, as "grads"."""
-        lists, values = TensorLists(), {}
+        values = {}
         for i, param in enumerate(self._params):
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce()
                 values[i] = param.grad._values()
-        lists.number(list(values), len(self._params))
-        lists.set("grads", list(values.values()))
-        return lists
+        size = len(self._params)
+        return TensorLists(numbers=list(values), size=size, grads=list(values.values()))
 
     def all_gradients(self) -> list[Tensor]:
         """Return the gradients as they are now, sparse ones, too."""
         return [g for g in map(_grad, self._of_state()) if g is not None]
-
-    def release(self) -> None:
-        """Let go of the gradients that ``gradients`` returned."""
-        self._gradients.release()
 
     # from state to state
 
@@ -294,7 +288,6 @@ class MasterWeights:
         self.decision = None
         self._set_aside.clear()
         self._unhide()
-        self.release()
 
     def _unhide(self) -> None:
         for master, grad in self._hidden.items():
@@ -311,7 +304,6 @@ class MasterWeights:
         """
         self._set_aside.clear()
         self._unhide()
-        self.release()
         for param in self.copies().values():
             grad = param.grad
             if set_to_none or grad is None:
@@ -323,10 +315,9 @@ class MasterWeights:
 
     def write_back(self, backend: str) -> None:
         """Round the masters into the half parameters."""
-        self._all.set("params", self._masters, lasting=True)
-        self._all.set("copies", self._params, lasting=True)
+        lists = TensorLists(memory=self._memory, params=self._masters, copies=self._params)
         with torch.no_grad():
-            cast(self._all, backend)
+            cast(lists, backend)
         self.mark_rounded()
 
     def mark_rounded(self) -> None:
@@ -347,11 +338,7 @@ class MasterWeights:
 
         Reads the device.
         """
-        kept = [
-            flag
-            for lists in (self._gradients.lists, self._all)
-            for flag in lists.all_kept("overflow")
-        ]
+        kept = self._memory.all_kept("overflow", len(self._params))
         flags = [flag.tolist() for flag in kept]
         return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
 
@@ -361,7 +348,8 @@ class MasterWeights:
         Reads the device.
         """
         nothing = torch.zeros(1, 2, dtype=torch.int64)
-        counts = sum((kept.cpu() for kept in self._gradients.lists.all_kept("lost")), nothing)
+        all_kept = self._memory.all_kept("lost", len(self._params))
+        counts = sum((kept.cpu() for kept in all_kept), nothing)
         rows = dict(zip(self._masters, counts.tolist(), strict=False))
         shares = []
         for group in self.optimizer.param_groups:

@@ -172,7 +172,6 @@ class Stepper:
         w = self._weights[optimizer]
         decisions = self._pending.of(optimizer, moves_scale=not by_scaler)
         if not decisions:
-            w.release()
             return None
         undecided = [d for d in decisions if not d.is_decided]
         fused = self._fused_step_of(optimizer)
@@ -278,7 +277,6 @@ class Stepper:
             raise
 
     def _undo(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        w.release()
         for decision in reversed(decisions):
             if decision.undo():
                 self._log.undo()

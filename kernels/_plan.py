@@ -1,0 +1,131 @@
+"""A plan: the tables and launches for lists of tensors, good for all lists that lie like those."""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tritonamp.kernels._device_tables import DeviceTables
+from tritonamp.kernels._facts import numbers as numbers_of
+from tritonamp.kernels._tables import DTYPES
+
+T = TypeVar("T")
+
+
+class Facts(NamedTuple):
+    """All that decides which kernels run on lists of tensors, and on what memory.
+
+    Attributes:
+        kind: names of the lists, numbers and how many there are, and how the tensors lie. Lists of
+            one kind share a plan.
+        pointers: to the elements, 64 bits each, list after list: these may move between steps.
+    """
+
+    kind: tuple[Any, ...]
+    pointers: bytes
+
+
+class Plan:
+    """The tables of lists of one kind, and the launches that read them.
+
+    It is built once, from the tensors one by one. A later step sends pointers that have moved, and
+    launches again. A plan holds no tensor of the lists.
+
+    Args:
+        lists: by name, those that kernels work on.
+        scalars: names of lists that have tables of their own: they differ from the others in shape.
+        may_repeat: see ``TensorLists``.
+        numbers: see ``TensorLists``.
+        facts: of these lists.
+
+    Attributes:
+        devices: where the tensors are; none where kernels do not take them.
+        tables: of these devices.
+        scalar_tables: those of ``scalars``.
+        copies: list, place, and what kernels work on in the place of the tensor there.
+    """
+
+    def __init__(
+        self,
+        lists: Mapping[str, Sequence[Tensor]],
+        scalars: Collection[str],
+        may_repeat: frozenset[str],
+        numbers: Sequence[int],
+        facts: Facts,
+    ) -> None:
+        self._names = list(lists)
+        self._kind, self._pointers = facts
+        self._launches: dict[Hashable, Any] = {}
+        self.devices = _kernel_devices(lists)
+        shaped = {name: tensors for name, tensors in lists.items() if name not in scalars}
+        apart = {name: tensors for name, tensors in lists.items() if name in scalars}
+        parts = _parts(self.devices, shaped, may_repeat, numbers)
+        scalar_parts = _parts(self.devices if apart else [], apart, frozenset(), numbers)
+        self.tables = [table for part in parts for table in part.tables]
+        self.scalar_tables = [table for part in scalar_parts for table in part.tables]
+        self.copies = [copy for part in (*parts, *scalar_parts) for copy in part.copies]
+        self._parts = {name: scalar_parts if name in apart else parts for name in lists}
+
+    def takes(self, facts: Facts) -> bool:
+        """Tell whether lists of these facts can be launched on by this plan."""
+        return facts.kind == self._kind and all(
+            part.takes(name, numbers_of(pointers))
+            for name, pointers in self._moved(facts)
+            for part in self._parts[name]
+        )
+
+    def send(self, facts: Facts) -> None:
+        """Put the pointers of these lists into the tables, as far as they have moved."""
+        for name, pointers in self._moved(facts):
+            for part in self._parts[name]:
+                part.follow(name, numbers_of(pointers))
+        self._pointers = facts.pointers
+
+    def prepared(self, name: Hashable, prepare: Callable[[], T]) -> T:
+        """Return what ``prepare`` made of these tables when it was first asked for by this name."""
+        if name not in self._launches:
+            self._launches[name] = prepare()
+        found: T = self._launches[name]
+        return found
+
+    def _moved(self, facts: Facts) -> Iterator[tuple[str, bytes]]:
+        """Yield the lists that lie elsewhere, and where."""
+        if facts.pointers == self._pointers or not self.devices:
+            return
+        length = len(facts.pointers) // len(self._names)
+        for k, name in enumerate(self._names):
+            of_list = slice(k * length, (k + 1) * length)
+            if facts.pointers[of_list] != self._pointers[of_list]:
+                yield name, facts.pointers[of_list]
+
+
+def _parts(
+    devices: Sequence[torch.device],
+    lists: Mapping[str, Sequence[Tensor]],
+    may_repeat: frozenset[str],
+    numbers: Sequence[int],
+) -> list[DeviceTables]:
+    """Return the tables of each device."""
+    parts: list[DeviceTables] = []
+    for device in devices:
+        places = [i for i, t in enumerate(next(iter(lists.values()))) if t.device == device]
+        before = sum(table.chunks for part in parts for table in part.tables)
+        parts.append(DeviceTables(device, lists, may_repeat, numbers, places, before))
+    return parts
+
+
+def _kernel_devices(lists: Mapping[str, Sequence[Tensor]]) -> list[torch.device]:
+    """Return where the tensors are; nowhere if kernels do not take them, or none has elements."""
+    rows = list(zip(*lists.values(), strict=True))
+    suited = (
+        any(row[0].numel() for row in rows)
+        and all(len({t.device for t in row}) == 1 for row in rows)
+        and all(_suits_kernels(t) for row in rows for t in row)
+    )
+    return list(dict.fromkeys(row[0].device for row in rows)) if suited else []
+
+
+def _suits_kernels(tensor: Tensor) -> bool:
+    return tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)
