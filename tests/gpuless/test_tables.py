@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.kernels import _device_tables
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.cast import cast
 
@@ -35,10 +35,8 @@ def tensors(value: float, dtype: torch.dtype) -> list[Tensor]:
     return [torch.full((n,), value, dtype=dtype, device="cuda") for n in SIZES]
 
 
-def rounded(lists: TensorLists, params: list[Tensor], copies: list[Tensor]) -> None:
-    lists.set("params", params)
-    lists.set("copies", copies)
-    cast(lists, "triton")
+def rounded(memory: Memory, params: list[Tensor], copies: list[Tensor], **of: Any) -> None:
+    cast(TensorLists(memory=memory, params=params, copies=copies, **of), "triton")
 
 
 def values(copies: list[Tensor]) -> set[float]:
@@ -77,11 +75,11 @@ def test_on_the_cpu_cuda_is_left_alone(fake_cuda: FakeCuda) -> None:
 
 
 def test_nothing_waits_where_tables_are_built(fake_cuda: FakeCuda, counts: SimpleNamespace) -> None:
-    lists = TensorLists()
+    memory = Memory()
     for k, dtype in enumerate((HALF, torch.bfloat16, HALF)):
         params, copies = tensors(k, WIDE), tensors(-1, dtype)
         with fake_cuda.watch() as records:
-            rounded(lists, params, copies)
+            rounded(memory, params, copies)
         assert records == []
         assert values(copies) == {k}
     assert counts.builds == 2
@@ -94,24 +92,22 @@ def test_lists_of_different_kinds_in_turn_are_built_once(
     fake_cuda: FakeCuda, counts: SimpleNamespace
 ) -> None:
     """Half gradients and true ones, losses that feed other parameters."""
-    lists = TensorLists()
+    memory = Memory()
     kinds = [(2, [0, 1], HALF), (2, [0, 1], WIDE), (2, [1], HALF), (2, [0], HALF)]
     for turn in range(3):
         for size, numbers, dtype in kinds:
-            lists.number(numbers, size)
             params = [p for i, p in enumerate(tensors(turn, WIDE)) if i in numbers]
             copies = [c for i, c in enumerate(tensors(-1, dtype)) if i in numbers]
-            rounded(lists, params, copies)
+            rounded(memory, params, copies, numbers=numbers, size=size)
             assert values(copies) == {turn}
     assert counts.builds == len(kinds)
 
 
 def test_the_tables_of_a_few_kinds_are_kept(fake_cuda: FakeCuda) -> None:
-    lists = TensorLists()
-    for numbers in [[i] for i in range(40)]:
-        lists.number(numbers, 40)
-        rounded(lists, tensors(1, WIDE)[:1], tensors(0, HALF)[:1])
-    assert len(lists._layouts["params", "copies"]) < 10
+    memory = Memory()
+    for i in range(40):
+        rounded(memory, tensors(1, WIDE)[:1], tensors(0, HALF)[:1], numbers=[i], size=40)
+    assert len(memory._plans) <= 24
 
 
 def test_a_gradient_that_lies_otherwise_than_its_parameter(
@@ -141,17 +137,16 @@ def test_a_gradient_that_lies_otherwise_than_its_parameter(
 
 
 def test_a_graph_reads_tables_of_its_own(fake_cuda: FakeCuda) -> None:
-    lists, graphs = TensorLists(), []
+    memory, graphs = Memory(), []
     for value in (1, 2):
         params, copies = tensors(value, WIDE), tensors(0, HALF)
         for _ in range(2):  # of the second there is nothing new
             with fake_cuda.capture() as graph:
-                rounded(lists, params, copies)
+                rounded(memory, params, copies)
             graphs.append((graph, value, params, copies))
-            rounded(lists, params, copies)
-    rounded(lists, tensors(3, WIDE), tensors(0, HALF))
-    lists.number([0, 1], 3)  # all else is forgotten
-    rounded(lists, tensors(4, WIDE), tensors(0, HALF))
+            rounded(memory, params, copies)
+    rounded(memory, tensors(3, WIDE), tensors(0, HALF))
+    rounded(memory, tensors(4, WIDE), tensors(0, HALF), numbers=[0, 1], size=3)
     for graph, value, _, copies in graphs:
         for copy in copies:
             copy.zero_()
@@ -214,7 +209,7 @@ def test_the_rate_of_a_captured_step_is_its_own(fake_cuda: FakeCuda) -> None:
 
 
 def test_memory_that_a_graph_writes_to_stays(fake_cuda: FakeCuda) -> None:
-    lists = TensorLists()
-    first = lists.kept("sums", (4,), WIDE, torch.device("cuda"))
-    lists.kept("sums", (8,), WIDE, torch.device("cuda"))
-    assert lists.kept("sums", (4,), WIDE, torch.device("cuda")) is first
+    memory = Memory()
+    first = memory.kept("sums", (4,), WIDE, torch.device("cuda"))
+    memory.kept("sums", (8,), WIDE, torch.device("cuda"))
+    assert memory.kept("sums", (4,), WIDE, torch.device("cuda")) is first

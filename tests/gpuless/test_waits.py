@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.apex import amp as apex_amp
-from tritonamp.kernels._layout import Layout
+from tritonamp.kernels._plan import Plan
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 
@@ -121,7 +121,7 @@ def waits(fake_cuda: FakeCuda, training: Training) -> list[Any]:
     fake_cuda.event_lag = 3
     for _ in range(2):
         training.step()
-    with fake_cuda.watch() as records, mock.patch.object(Layout, "__init__") as built:
+    with fake_cuda.watch() as records, mock.patch.object(Plan, "__init__") as built:
         for _ in range(2):
             training.step()
     assert not built.called

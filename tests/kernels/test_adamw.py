@@ -13,7 +13,7 @@ from torch import Tensor
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._adam_rates import RATES, _power
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw import OPTIONAL, AdamRule, adamw
 from tritonamp.kernels.device import INTERPRETED, tl, triton
@@ -47,6 +47,7 @@ EVERY_RULE = [
 ]
 SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (4099,), (5, 7)]
 SMALL = [(3,), (5, 7)]
+MAY_REPEAT = "copies", *OPTIONAL
 TINY = [(3,)]
 NOT_ZERO = [1.0, 2.0, 0.5, -1.0, INF, NAN]
 
@@ -110,8 +111,8 @@ class Tensors:
         vars(other).update(changes)
         return other
 
-    def adam_lists(self) -> UpdateLists:
-        lists = UpdateLists(optional=OPTIONAL)
+    def adam_lists(self, memory: Memory | None = None, **changes: Any) -> UpdateLists:
+        """What a step takes; ``changes`` are of the lists' numbers, or lists in other places."""
         maxima = [
             v_max if self.rules[g].amsgrad else p
             for g, p, v_max in zip(self.groups, self.params, self.max_exp_avg_sqs, strict=True)
@@ -119,18 +120,19 @@ class Tensors:
         copies = [
             p if copy is None else copy for p, copy in zip(self.params, self.copies, strict=True)
         ]
-        for name, tensors in {
+        given = {
             "params": self.params,
             "grads": self.grads,
             "exp_avgs": self.exp_avgs,
             "exp_avg_sqs": self.exp_avg_sqs,
             "max_exp_avg_sqs": maxima,
             "copies": copies,
-        }.items():
-            lists.tensors.set(name, tensors)
-        lists.steps.set("steps", self.steps)
-        lists.rules, lists.groups = self.rules, self.groups
-        return lists
+            "steps": self.steps,
+        }
+        tensors = TensorLists(
+            memory=memory, may_repeat=MAY_REPEAT, scalars=("steps",), **(given | changes)
+        )
+        return UpdateLists(tensors, self.rules, self.groups)
 
     def step(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> "Tensors":
         adamw(self.adam_lists(), grad_scale, found_inf, self.backend)
@@ -286,15 +288,15 @@ def test_hyperparameters_may_be_tensors(
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_hyperparameters_may_change(device: torch.device, backend: str, as_tensor: bool) -> None:
-    """From step to step, in the same lists: schedules, groups added, tensors written to."""
+    """From step to step, with the same memory: schedules, groups added, tensors written to."""
     tensors = Tensors(device, backend, rules=[RULE, RULE], shapes=SMALL)
-    lists, expected = tensors.adam_lists(), tensors.clone()
+    memory, expected = Memory(), tensors.clone()
     lr = torch.tensor(0.5, device=device)
     for turn, now in enumerate((0.5, 0.25, 0.25, 0.125)):
         lr.fill_(now)
         rule = RULE._replace(eps=2.0 ** -(turn + 2), weight_decay=turn / 8)
-        lists.rules = [RULE, rule._replace(lr=lr if as_tensor else now)]
-        adamw(lists, None, None, backend)
+        tensors.rules = [RULE, rule._replace(lr=lr if as_tensor else now)]
+        adamw(tensors.adam_lists(memory), None, None, backend)
         expected.rules = [RULE, rule._replace(lr=lr.clone() if as_tensor else now)]
         expected.step()
         assert same_bits(tensors, expected)
@@ -305,8 +307,8 @@ def test_hyperparameters_may_change(device: torch.device, backend: str, as_tenso
         ([RULE, RULE, other], [2 * g for g in tensors.groups]),
         ([other], [0] * len(tensors.groups)),
     ]:
-        lists.rules, lists.groups = expected.rules, expected.groups = rules, groups
-        adamw(lists, None, None, backend)
+        tensors.rules, tensors.groups = expected.rules, expected.groups = rules, groups
+        adamw(tensors.adam_lists(memory), None, None, backend)
         assert same_bits(tensors, expected.step())
 
 
@@ -336,14 +338,13 @@ def test_rates_are_rounded_once(triton_device: torch.device, changes: dict[str, 
 
 
 def test_amsgrad_may_be_switched(device: torch.device, backend: str) -> None:
-    """In the same lists; tables change with what a list repeats."""
+    """With the same memory; tables change with what a list repeats."""
     tensors = Tensors(device, backend, shapes=SMALL)
-    lists, expected = tensors.adam_lists(), tensors.clone()
+    memory, expected = Memory(), tensors.clone()
     for amsgrad in (True, False, True):
         rules = [RULE._replace(amsgrad=amsgrad)]
-        lists.rules = expected.rules = rules
-        lists.tensors.set("max_exp_avg_sqs", tensors.max_exp_avg_sqs if amsgrad else tensors.params)
-        adamw(lists, None, None, backend)
+        tensors.rules = expected.rules = rules
+        adamw(tensors.adam_lists(memory), None, None, backend)
         assert same_bits(tensors, expected.step()), amsgrad
 
 
@@ -374,7 +375,7 @@ def test_many_steps_are_torchs(device: torch.device, backend: str, name: str) ->
     ours.params = [torch.randn(32, device=device) * n * rule.lr for rule in rules]
     for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
         setattr(ours, name, [torch.zeros_like(p) for p in ours.params])
-    start, lists = ours.clone(), ours.adam_lists()
+    start, memory = ours.clone(), Memory()
     theirs = [torch.nn.Parameter(p.clone()) for p in ours.params]
     optimizers = [
         (torch.optim.AdamW if rule.decoupled_weight_decay else torch.optim.Adam)(
@@ -389,8 +390,7 @@ def test_many_steps_are_torchs(device: torch.device, backend: str, name: str) ->
             param.grad = grad.clone()
             optimizers[g].step()
             largest[g] = max(largest[g], param.detach().abs().max().item())
-        lists.tensors.set("grads", grads)
-        adamw(lists, None, None, backend)
+        adamw(ours.adam_lists(memory, grads=grads), None, None, backend)
     for g, (p, q) in enumerate(zip(ours.params, theirs, strict=True)):
         bound = 1.01 * n * 2.0**-24 * (4 * largest[g] + 720 * rules[g].lr)
         assert bound < 0.01 * (q.detach() - start.params[g]).abs().max().item(), (
@@ -460,15 +460,8 @@ def test_numbers_with_gaps(device: torch.device, backend: str, half: torch.dtype
     tensors = Tensors(device, backend, WIDE, half, HALF, rules=rules, shapes=SMALL)
     tensors.params[1].fill_(1e6)
     expected = tensors.clone().step()
-    lists = tensors.adam_lists()
-    names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
-    given = {name: lists.tensors[name] for name in names}
     numbers = [1, 2, 5, 6, 7, 9]
-    lists.tensors.number(numbers, 11)
-    lists.steps.number(numbers, 11)
-    for name, of_name in given.items():
-        lists.tensors.set(name, of_name)
-    lists.steps.set("steps", tensors.steps)
+    lists = tensors.adam_lists(numbers=numbers, size=11)
     lists.groups = [0] * 6 + [1] * 5
     assert [lists.groups[n] for n in numbers] == tensors.groups
     adamw(lists, None, None, backend)
@@ -606,14 +599,14 @@ def test_found_inf_of_zero_is_no_found_inf(device: torch.device, backend: str) -
 
 
 def test_a_skip_and_then_a_step(device: torch.device, backend: str) -> None:
-    """In the same lists: rates of the step before do not count."""
+    """With the same memory: rates of the step before do not count."""
     tensors = Tensors(device, backend, shapes=SMALL)
-    lists, expected = tensors.adam_lists(), tensors.clone()
+    memory, expected = Memory(), tensors.clone()
     flag, factor = torch.zeros((), device=device), torch.ones((), device=device)
     for found_inf, scale in ((0.0, 0.5), (1.0, 8.0), (0.0, 0.25)):
         flag.fill_(found_inf)
         factor.fill_(scale)
-        adamw(lists, factor, flag, backend)
+        adamw(tensors.adam_lists(memory), factor, flag, backend)
         if not found_inf:
             expected.step(torch.tensor(scale, device=device))
         assert same_bits(tensors, expected)
@@ -734,20 +727,24 @@ def test_half_values_that_stay_are_counted(
         grad = torch.ones_like(copy)
         grad[:3] = 0.0
         zeros = [torch.zeros(5003, device=device) for _ in range(2)]
-        lists = UpdateLists(True, OPTIONAL)
         moments = {"exp_avgs": zeros[:1], "exp_avg_sqs": zeros[1:], "max_exp_avg_sqs": [param]}
-        repeat = {"may_repeat": lists.tensors.may_repeat}
-        lists.tensors = TensorLists(
-            **repeat, params=[param], grads=[grad], **moments, copies=[copy]
+        tensors = TensorLists(
+            may_repeat=MAY_REPEAT,
+            scalars=("steps",),
+            params=[param],
+            grads=[grad],
+            **moments,
+            copies=[copy],
+            steps=[torch.zeros((), device=device)],
         )
-        lists.steps = TensorLists(steps=[torch.zeros((), device=device)])
-        lists.rules, lists.groups = [AdamRule(lr, 0.9, 0.999, 1e-12, 0.0, True, False, False)], [0]
+        rule = AdamRule(lr, 0.9, 0.999, 1e-12, 0.0, True, False, False)
+        lists = UpdateLists(tensors, [rule], [0], track_lost=True)
         for _ in range(2):  # of the last step only
             adamw(lists, None, None, backend)
             if lr == ulp:
                 break
             param.fill_(1.0), copy.fill_(1.0)
-        (lost,) = lists.tensors.all_kept("lost")
+        (lost,) = lists.tensors.memory.all_kept("lost", 1)
         assert lost.tolist() == [[stay, 5000]]
         adamw(lists, None, torch.ones((), device=device), backend)
         assert lost.tolist() == [[stay, 5000]], "a skip leaves it"

@@ -52,20 +52,21 @@ def tensors() -> list[Tensor]:
 
 def updated(name: str, half: torch.dtype, track_lost: bool, skip: float) -> list[Tensor]:
     op, rule, states = UPDATES[name]
-    lists = UpdateLists(track_lost, ("max_exp_avg_sqs", "momentum_buffers"))
     params = tensors()
-    lists.tensors.set("params", params)
-    lists.tensors.set("grads", [(100 * p).to(half) for p in params])
-    for state in states:
-        lists.tensors.set(state, [p.square() for p in params])
     copies = [p.to(half) for p in params]
-    lists.tensors.set("copies", copies)
     steps = [torch.full((), 2.0) for _ in params]
-    lists.steps.set("steps", steps)
-    lists.rules, lists.groups = [rule], [0] * len(params)
+    given = TensorLists(
+        params=params,
+        grads=[(100 * p).to(half) for p in params],
+        **{state: [p.square() for p in params] for state in states},
+        copies=copies,
+        steps=steps,
+    )
+    lists = UpdateLists(given, [rule], [0] * len(params), track_lost)
     params[3][0, 0] = params[0][0] = 1e5  # inf in float16
     op(lists, torch.tensor(0.125), torch.tensor(skip))
-    kept = [t for n in ("lost", "overflow") for t in lists.tensors.all_kept(n) if t.any()]
+    memory, size = given.memory, len(params)
+    kept = [t for n in ("lost", "overflow") for t in memory.all_kept(n, size) if t.any()]
     return [*params, *copies, *steps, *kept, *(t for s in states for t in lists.tensors[s])]
 
 
@@ -116,7 +117,11 @@ def test_overflow_is_of_finite_values(half: torch.dtype, extra: float) -> None:
         assert bool(False if found is None else found) == bool(expected)
         lists = TensorLists(params=[value], copies=[torch.zeros(3, dtype=half)])
         cast_torch(lists)
-        assert [bool(t.any()) for t in lists.all_kept("overflow")] in ([bool(expected)], [])
+        noted = [bool(t.any()) for t in lists.memory.all_kept("overflow", 1)]
+        assert noted in (
+            [bool(expected)],
+            [],
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES, torch.float64], ids=str)
@@ -151,13 +156,14 @@ def test_memory_of_an_update_does_not_grow_with_the_parameters(
         kept = [*self._scratch._memory.values(), *(value for _, value in self._results)]
         largest = max(largest, sum(v.nbytes for v in kept))
 
-    lists = UpdateLists()
     params = [torch.randn(numel) for _ in range(count)]
-    for name, values in (("params", params), ("grads", [p.half() for p in params])):
-        lists.tensors.set(name, values)
-    lists.tensors.set("exp_avgs", [p.clone() for p in params])
-    lists.tensors.set("copies", [p.half() for p in params])
-    lists.rules, lists.groups = [UPDATES["lion"][1]], [0] * count
+    given = TensorLists(
+        params=params,
+        grads=[p.half() for p in params],
+        exp_avgs=[p.clone() for p in params],
+        copies=[p.half() for p in params],
+    )
+    lists = UpdateLists(given, [UPDATES["lion"][1]], [0] * count)
     monkeypatch.setattr(_update_lists.EagerUpdate, "store", noting)
     lion_torch(lists, None, torch.zeros(()))
     assert 0 < largest <= 2 << 20

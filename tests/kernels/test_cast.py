@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _device_tables
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
 from tritonamp.kernels.device import INTERPRETED
 
@@ -143,10 +143,8 @@ def test_what_is_beyond_the_range_is_noted_by_number(
     """
     params = [torch.ones(n, device=device) for _ in range(5)]
     params[0][0], params[1][-1], params[2][0], params[3][-1] = 65520.0, -1e38, INF, NAN
-    lists = TensorLists()
-    lists.number([0, 2, 3, 4, 6], 8)
-    lists.set("params", params)
-    lists.set("copies", [torch.zeros(n, dtype=torch.float16, device=device) for _ in params])
+    copies = [torch.zeros(n, dtype=torch.float16, device=device) for _ in params]
+    lists = TensorLists(numbers=[0, 2, 3, 4, 6], size=8, params=params, copies=copies)
     for _ in range(2):
         cast(lists, backend)
         assert overflow(lists, device) == [1, 0, 1, 0, 0, 0, 0, 0]
@@ -155,14 +153,12 @@ def test_what_is_beyond_the_range_is_noted_by_number(
 
 
 def test_each_call_takes_the_tensors_it_is_given(device: torch.device, backend: str) -> None:
-    lists = TensorLists()
+    memory = Memory()
     for value in (1.0, 2.0):
         for make in (torch.ones, lambda n, device: unaligned(torch.ones(n, device=device))):
             params = [make(n, device=device) * value for n in (5, 1030)]
             copies = [p.half() * 0 for p in params]
-            lists.set("params", params)
-            lists.set("copies", copies)
-            cast(lists, backend)
+            cast(TensorLists(memory=memory, params=params, copies=copies), backend)
             assert all(torch.equal(c, p.half()) for c, p in zip(copies, params, strict=True))
 
 

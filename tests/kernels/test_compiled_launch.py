@@ -358,4 +358,4 @@ def test_modes_see_a_prepared_launch(prepared: Launches, monkeypatch: pytest.Mon
     assert not seen
     with Looks():
         prepared.prepared(prepared.operands)
-    assert len(seen) == 1 and seen[0] == prepared.prepared.call(prepared.operands)
+    assert len(seen) == 1 and seen[0] == prepared.prepared._call_with(prepared.operands)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonamp.kernels import _device_tables, _tables
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 from tritonamp.kernels.grad_stats import _float_bits, _magnitude, grad_stats
 
@@ -260,24 +260,22 @@ def test_no_graph_is_kept(device: torch.device, backend: str) -> None:
 def test_numbers_that_no_gradient_has_are_zero(
     device: torch.device, backend: str, dtype: torch.dtype
 ) -> None:
-    lists = TensorLists()
-    lists.number([1, 4], 6)
-    lists.set(
-        "grads", [torch.full((2,), value, dtype=dtype, device=device) for value in (3.0, 4.0)]
-    )
+    grads = [torch.full((2,), value, dtype=dtype, device=device) for value in (3.0, 4.0)]
+    lists = TensorLists(numbers=[1, 4], size=6, grads=grads)
     amax, squares = grad_stats(lists, device, backend)
     assert amax.tolist() == [0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
     torch.testing.assert_close(squares.sum().item(), 50.0, rtol=4 * U, atol=0)
 
 
 def test_nothing_is_left_of_the_step_before(device: torch.device, backend: str) -> None:
-    lists = TensorLists(
-        grads=[torch.full((n,), NAN, dtype=torch.float16, device=device) for n in (3, 4100)]
-    )
-    grad_stats(lists, device, backend)
-    lists.set(
-        "grads", [torch.full((n,), 2.0, dtype=torch.float16, device=device) for n in (3, 4100)]
-    )
+    def lists_of(value: float) -> TensorLists:
+        sizes, dtype = (3, 4100), torch.float16
+        grads = [torch.full((n,), value, dtype=dtype, device=device) for n in sizes]
+        return TensorLists(memory=memory, grads=grads)
+
+    memory = Memory()
+    grad_stats(lists_of(NAN), device, backend)
+    lists = lists_of(2.0)
     for _ in range(2):
         amax, squares = grad_stats(lists, device, backend)
         assert amax.tolist() == [2.0, 2.0]

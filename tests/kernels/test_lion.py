@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tests.kernels.conftest import Traffic, U
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.lion import LionRule, lion
 
@@ -35,16 +36,18 @@ class Run:
         self.params = made(device, torch.float32, 0)
         self.exp_avgs = [torch.zeros_like(p) for p in self.params]
         self.copies = [torch.full_like(p, 9.0, dtype=half) if half else p for p in self.params]
-        self.lists = UpdateLists()
-        self.lists.rules = [rule]
-        self.lists.groups = [0] * len(self.params)
+        self.memory = Memory()
+        self.rules, self.groups = [rule], [0] * len(self.params)
 
     def step(self, grads: Sequence[Tensor], backend: str, *scalars: Tensor | None) -> None:
-        self.lists.tensors.set("params", self.params)
-        self.lists.tensors.set("grads", grads)
-        self.lists.tensors.set("exp_avgs", self.exp_avgs)
-        self.lists.tensors.set("copies", self.copies)
-        lion(self.lists, *(scalars or (None, None)), backend)
+        tensors = TensorLists(
+            memory=self.memory,
+            params=self.params,
+            grads=grads,
+            exp_avgs=self.exp_avgs,
+            copies=self.copies,
+        )
+        lion(UpdateLists(tensors, self.rules, self.groups), *(scalars or (None, None)), backend)
 
     def everything(self) -> list[Tensor]:
         return [t.clone() for t in (*self.params, *self.exp_avgs, *self.copies)]
@@ -105,12 +108,12 @@ def test_signs_of_zero_and_nan(backend: str, device: torch.device) -> None:
 def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None:
     rules = list(RULES.values())
     mixed = Run(device, rules[0], torch.float16)
-    mixed.lists.rules = rules
-    mixed.lists.groups = [i % len(rules) for i in range(len(mixed.params))]
+    mixed.rules = rules
+    mixed.groups = [i % len(rules) for i in range(len(mixed.params))]
     alone = [Run(device, rule, torch.float16) for rule in rules]
     for run in (mixed, *alone):
         run.step(made(device, torch.float16, 1), backend)
-    for i, group in enumerate(mixed.lists.groups):
+    for i, group in enumerate(mixed.groups):
         assert torch.equal(mixed.params[i], alone[group].params[i])
         assert torch.equal(mixed.exp_avgs[i], alone[group].exp_avgs[i])
 
@@ -122,7 +125,7 @@ def test_bytes(traffic: Traffic, device: torch.device) -> None:
     run.params = [torch.zeros(size, device=device)]
     run.exp_avgs = [torch.zeros(size, device=device)]
     run.copies = [torch.zeros(size, dtype=torch.float16, device=device)]
-    run.lists.groups = [0]
+    run.groups = [0]
     grads = [torch.ones(size, dtype=torch.float16, device=device)]
     run.step(grads, "triton")
     assert 10 * size <= traffic.read <= 1.01 * 10 * size

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Traffic, U
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.sgd import OPTIONAL, SGDRule, sgd
 
@@ -44,9 +45,8 @@ class Run:
         state = torch.promote_types(dtype, torch.float32)
         self.buffers = made(device, state, 9) if rule.momentum else self.params
         self.copies = [torch.full_like(p, 9.0, dtype=copy) if copy else p for p in self.params]
-        self.lists = UpdateLists(optional=OPTIONAL)
-        self.lists.rules = [rule]
-        self.lists.groups = [0] * len(self.params)
+        self.memory = Memory()
+        self.rules, self.groups = [rule], [0] * len(self.params)
 
     def step(
         self,
@@ -55,11 +55,15 @@ class Run:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        tensors = self.lists.tensors
-        tensors.set("params", self.params)
-        tensors.set("grads", grads)
-        tensors.set("momentum_buffers", self.buffers)
-        tensors.set("copies", self.copies)
+        tensors = TensorLists(
+            memory=self.memory,
+            may_repeat=("copies", *OPTIONAL),
+            params=self.params,
+            grads=grads,
+            momentum_buffers=self.buffers,
+            copies=self.copies,
+        )
+        self.lists = UpdateLists(tensors, self.rules, self.groups)
         sgd(self.lists, grad_scale, found_inf, backend)
 
     def everything(self) -> list[Tensor]:
@@ -129,13 +133,13 @@ def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None
     """Within the bound of ``test_against_fp64``, for two steps."""
     rules = [RULES[name] for name in ("momentum", "dampening", "nesterov")]
     mixed = Run(device, rules[0], torch.float16)
-    mixed.lists.rules = rules
-    mixed.lists.groups = [i % len(rules) for i in range(len(mixed.params))]
+    mixed.rules = rules
+    mixed.groups = [i % len(rules) for i in range(len(mixed.params))]
     steps = [made(device, torch.float16, seed) for seed in (1, 2)]
     wanted = [exact(Run(device, rule), steps, 1.0) for rule in rules]
     for grads in steps:
         mixed.step(grads, backend)
-    for i, group in enumerate(mixed.lists.groups):
+    for i, group in enumerate(mixed.groups):
         assert (mixed.params[i].double() - wanted[group][i]).abs().max() <= 2 * 64 * U
 
 
@@ -181,7 +185,7 @@ def test_bytes(momentum: float, traffic: Traffic, device: torch.device) -> None:
     run.params = [torch.zeros(size, device=device)]
     run.buffers = [torch.zeros(size, device=device)] if momentum else run.params
     run.copies = [torch.zeros(size, dtype=torch.float16, device=device)]
-    run.lists.groups = [0]
+    run.groups = [0]
     run.step([torch.ones(size, dtype=torch.float16, device=device)], "triton")
     reads, writes = (10, 10) if momentum else (6, 6)
     assert reads * size <= traffic.read <= 1.01 * reads * size

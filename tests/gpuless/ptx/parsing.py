@@ -134,6 +134,7 @@ def _instruction(statement: str) -> Instruction:
     if found := re.match(r"@(!?)%(p\d+) (.*)", statement):
         guard, statement = Guard(found[2], bool(found[1])), found[3]
     opcode, _, rest = statement.partition(" ")
+    opcode = opcode.replace("::cta", "")  # as Triton 3.8 writes it: of this program, as ever
     parts = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,{\[]+", rest)
     operands = tuple(part.strip() for part in parts if part.strip(" ,"))
     return Instruction(statement, tuple(opcode.split(".")), operands, guard)

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -57,15 +56,11 @@ class TrackedMemory:
 
     Of what ``torch.empty_like`` and ``Tensor.new_empty`` make, it is known which bytes kernels have
     written, or torch, as far as they changed. Everything else counts as written. Kernels may touch
-    their arguments, and by addresses in tables every tensor of a ``TensorLists``: also those that
-    it has let go of, as long as they live, for the tables may be used again.
+    their arguments, and by addresses in tables every tensor of a ``TensorLists``.
     """
 
     def __init__(self) -> None:
         self._lists: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._released: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._new: deque[New] = deque(maxlen=REMEMBERED)
 
     def of_argument(self, x: Tensor, name: str, tag: int) -> list[Region]:
@@ -94,11 +89,8 @@ class TrackedMemory:
         for lists in self._lists:
             for name, tensors in lists._lists.items():
                 yield from ((f"{name}[{i}]", in_main_memory(x)) for i, x in enumerate(tensors))
-            for name, references in self._released.get(lists, {}).items():
-                alive = ((i, reference()) for i, reference in enumerate(references))
-                yield from ((f"{name}[{i}]", in_main_memory(x)) for i, x in alive if x is not None)
-            for layout in itertools.chain(*lists._layouts.values()):
-                for name, i, copy in layout.copies:
+            for plan in lists._plans.values():
+                for name, i, copy in plan.copies:
                     yield f"copy of {name}[{i}]", in_main_memory(copy)
 
     def _written(self, begin: int, size: int) -> Array | None:
@@ -134,7 +126,7 @@ class TrackedMemory:
     def in_force(self) -> Iterator[None]:
         """Inside, new tensors and lists of tensors are noted."""
         like, new, strided = torch.empty_like, Tensor.new_empty, Tensor.new_empty_strided
-        start, release = _multi_tensor.TensorLists.__init__, _multi_tensor.TensorLists.release
+        start = _multi_tensor.TensorLists.__init__
 
         def empty_like(*args: Any, **kwargs: Any) -> Tensor:
             return self._note_new(like(*args, **kwargs))
@@ -145,13 +137,6 @@ class TrackedMemory:
         def new_empty_strided(*args: Any, **kwargs: Any) -> Tensor:
             return self._note_new(strided(*args, **kwargs))
 
-        def released(lists: Any, *names: str) -> None:
-            known = self._released.setdefault(lists, {})
-            for name in names:
-                if len(lists._lists.get(name, ())):
-                    known[name] = [weakref.ref(x) for x in lists._lists[name]]
-            release(lists, *names)
-
         def started(lists: Any, *args: Any, **kwargs: Any) -> None:
             self._lists.add(lists)
             start(lists, *args, **kwargs)
@@ -161,6 +146,5 @@ class TrackedMemory:
             mock.patch.object(Tensor, "new_empty", new_empty),
             mock.patch.object(Tensor, "new_empty_strided", new_empty_strided),
             mock.patch.object(_multi_tensor.TensorLists, "__init__", started),
-            mock.patch.object(_multi_tensor.TensorLists, "release", released),
         ):
             yield
