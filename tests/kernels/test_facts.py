@@ -81,33 +81,50 @@ OTHERS: dict[str, Any] = {
     "strides": lambda x: x.t().contiguous().t(),
     "device": lambda x: x.to("meta"),
     "negated": lambda x: torch._neg_view(x),
-    "layout": lambda x: x.to_sparse(),
-    "missing": lambda x: None,
 }
 
 
 @pytest.mark.parametrize("ask", ["cpp", "python"])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_metadata_tells_apart_what_lies_otherwise(
+def test_facts_tell_apart_what_lies_otherwise(
     kind: str, ask: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(ask)
     if ask == "python" and kind == "negated":
         pytest.skip("a bit that gradients never have; Python does not look for it")
     x, y = torch.zeros(4, 6), torch.zeros(3)
-    known = _facts.metadata([x, y])
-    assert known == _facts.metadata([x.clone(), y.clone()])
+    known, _ = _facts.facts([[x, y]])
+    assert known == _facts.facts([[x.clone(), y.clone()]])[0]
     for other in ([OTHERS[kind](x), y], [y, OTHERS[kind](x)]):
-        assert _facts.metadata(other) != known
-    assert (_facts.metadata([y, OTHERS[kind](x)]) is None) == (kind == "missing")
-    assert _facts.metadata([x]) != known
+        assert _facts.facts([other])[0] != known
+    assert _facts.facts([[x]])[0] != known
+
+
+@pytest.mark.parametrize("ask", ["cpp", "python"])
+def test_facts_of_several_lists(ask: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(ask)
+    params, grads = [torch.zeros(4), torch.zeros(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
+    kind, pointers = _facts.facts([params, grads])
+    assert list(_facts.numbers(pointers)) == [t.data_ptr() for t in (*params, *grads)]
+    assert _facts.facts([params, [grads[0], params[1]]])[0] != kind, "the first list's tensor again"
+    assert _facts.facts([params, [t.view_as(t) for t in params]])[0] == kind, "another object"
+    assert _facts.facts([params, [t.half() for t in grads]])[0] != kind
+
+
+@pytest.mark.parametrize("ask", ["cpp", "python"])
+def test_dense(ask: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(ask)
+    x = torch.zeros(3)
+    assert list(_facts.dense([x, x])) == [0, 1]
+    assert list(_facts.dense([x, None, x.to_sparse(), x])) == [0, 3]
+    assert list(_facts.dense([])) == []
 
 
 class Wrapped(Tensor):
     pass
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, "metadata", "grads", "count_write"])
+@pytest.mark.parametrize("name", [*NUMBERS, "dense", "grads", "count_write"])
 def test_python_answers_for_what_is_not_plain(name: str, cpp: Any) -> None:
     leaf = torch.zeros(2).as_subclass(Wrapped)
     assert getattr(cpp, name)([torch.zeros(2), leaf]) is None

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tritonamp.kernels import _device_tables, _tables
+from tritonamp.kernels import _device_tables, _multi_tensor, _tables
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._device_tables import MAX_CHUNK, MIN_CHUNK, PROGRAMS, _chunk
 from tritonamp.kernels._launch import launch
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels.cast import CAST
 from tritonamp.kernels.device import INTERPRETED, tl, triton
@@ -59,8 +59,8 @@ def add_kernel(
 
 
 def add(lists: TensorLists) -> list[Table]:
-    with lists.launches(("y",)) as layout:
-        for t in layout.tables:
+    with lists.launches(("y",)) as plan:
+        for t in plan.tables:
             vec = 4 if t.aligned else 1
             arrays = t.pointers["x"], t.pointers["y"], t.numel, t.first, t.rows
             launch(
@@ -71,7 +71,7 @@ def add(lists: TensorLists) -> list[Table]:
                 (t.type("x"), t.type("y"), vec, 1024),
                 1,
             )
-    return layout.tables
+    return plan.tables
 
 
 def takes(lists: TensorLists) -> bool:
@@ -80,7 +80,7 @@ def takes(lists: TensorLists) -> bool:
 
 def copied(lists: TensorLists) -> list[str]:
     """The lists of the tensors that kernels work on in copies."""
-    return [name for name, _, _ in lists.layout().copies]
+    return [name for name, _, _ in lists.plan().copies]
 
 
 def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = WIDE) -> Tensor:
@@ -215,14 +215,13 @@ def test_aligned_is_a_multiple_of_16_bytes(triton_device: torch.device, dtype: t
     memory = torch.zeros(32, dtype=dtype, device=triton_device)
     lists = TensorLists(x=[memory[offset : offset + 8] for offset in range(17)])
     assert takes(lists)
-    aligned = [n for t in lists.tables for n in t.number.tolist() if t.aligned]
+    aligned = [n for t in lists.plan().tables for n in t.number.tolist() if t.aligned]
     assert aligned == [offset for offset in range(17) if offset * dtype.itemsize % 16 == 0]
     for offset in range(17):  # the same when pointers change
-        lists = TensorLists(x=[memory[:8]])
+        step = Again(x=[memory[:8]])
+        lists = step.lists(x=[memory[offset : offset + 8]])
         takes(lists)
-        lists.set("x", [memory[offset : offset + 8]])
-        takes(lists)
-        assert lists.tables[0].aligned == (offset in aligned)
+        assert lists.plan().tables[0].aligned == (offset in aligned)
 
 
 def test_devices_have_tables_of_their_own() -> None:
@@ -231,12 +230,13 @@ def test_devices_have_tables_of_their_own() -> None:
     lists = TensorLists(x=x, y=[torch.zeros_like(a) for a in x])
     assert takes(lists) == hardware.INTERPRETED  # it is no GPU
     if hardware.INTERPRETED:
-        assert [(t.device.type, t.before, t.chunks) for t in lists.tables] == [
+        assert [(t.device.type, t.before, t.chunks) for t in lists.plan().tables] == [
             ("cpu", 0, 4),
             ("meta", 4, 4),
         ]
-        assert lists.tables[0].number.tolist() == [0, 2]
-        assert lists.tables[1].numel.device.type == lists.tables[1].rows.device.type == "meta"
+        first, second = lists.plan().tables
+        assert first.number.tolist() == [0, 2]
+        assert second.numel.device.type == second.rows.device.type == "meta"
 
 
 def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
@@ -374,14 +374,12 @@ def test_copies_are_made_anew_for_each_launch(triton_device: torch.device) -> No
 @pytest.mark.parametrize("name", ["x", "y"])
 def test_other_tensors_with_gaps(triton_device: torch.device, name: str) -> None:
     """Of the same kind, at another place: the copies, not the tensors, go into the table."""
-    lists = TensorLists(
-        x=[numbered((9,), triton_device)[::2]], y=[numbered((9,), triton_device)[::2]]
-    )
-    add(lists)
+    step = Again(x=[numbered((9,), triton_device)[::2]], y=[numbered((9,), triton_device)[::2]])
+    add(step.lists())
     for turn in range(2):
         memory = numbered((9,), triton_device) + 10 + turn
         before = memory.clone()
-        lists.set(name, [memory[::2]])
+        lists = step.lists(**{name: [memory[::2]]})
         expected = lists["x"][0] + lists["y"][0]
         add(lists)
         assert torch.equal(lists["y"][0], expected)
@@ -392,11 +390,11 @@ def test_a_tensor_of_an_earlier_list_is_not_copied_twice(triton_device: torch.de
     x = [numbered((5,), triton_device, HALF), numbered((5,), triton_device, HALF)]
     lists = TensorLists(params=x, copies=[x[0], x[1].float()], grads=[x[0].clone(), x[1]])
     assert takes(lists)
-    assert [t.dtypes for t in lists.tables] == [
+    assert [t.dtypes for t in lists.plan().tables] == [
         {"params": HALF, "copies": None, "grads": HALF},
         {"params": HALF, "copies": WIDE, "grads": HALF},  # that one is only read
     ]
-    assert lists.tables[0].type("copies") is None
+    assert lists.plan().tables[0].type("copies") is None
     strided = numbered((9,), triton_device, BF16)[::2]
     lists = TensorLists(params=[strided], copies=[strided])
     takes(lists)
@@ -408,7 +406,7 @@ def test_an_equal_tensor_is_no_repetition(triton_device: torch.device) -> None:
     x = numbered((5,), triton_device)
     lists = TensorLists(x=[x], y=[x.detach()])
     assert takes(lists)
-    assert lists.tables[0].dtypes == {"x": WIDE, "y": WIDE}
+    assert lists.plan().tables[0].dtypes == {"x": WIDE, "y": WIDE}
 
 
 # What kernels do not take
@@ -449,115 +447,123 @@ def test_the_backend_is_asked(triton_device: torch.device) -> None:
 
 
 def test_numbers_with_gaps(triton_device: torch.device) -> None:
-    lists = TensorLists()
-    lists.number([1, 4, 6], 9)
-    lists.set(
-        "x",
-        [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]],
-    )
-    assert takes(lists)
-    assert [t.number.tolist() for t in lists.tables] == [[1, 6], [4]]
-    assert (len(lists), lists.size, lists.numbers) == (3, 9, [1, 4, 6])
-    lists.number([0, 4, 6], 9)
-    with pytest.raises(KeyError):
-        lists["x"]
-    lists.set(
-        "x",
-        [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]],
-    )
-    assert takes(lists)
-    assert [t.number.tolist() for t in lists.tables] == [[0, 6], [4]]
+    memory = Memory()
+    for numbers, expected in (([1, 4, 6], [[1, 6], [4]]), ([0, 4, 6], [[0, 6], [4]])):
+        x = [numbered((n,), triton_device, dtype) for n, dtype in [(3, HALF), (4, WIDE), (5, HALF)]]
+        lists = TensorLists(memory=memory, numbers=numbers, size=9, x=x)
+        assert takes(lists)
+        assert [t.number.tolist() for t in lists.plan().tables] == expected
+        assert (len(lists), lists.size, lists.numbers) == (3, 9, numbers)
 
 
-def test_the_same_numbers_keep_the_lists(
+def test_a_plan_is_for_numbers_out_of_a_size(
     triton_device: torch.device, counts: SimpleNamespace
 ) -> None:
-    x = [numbered((3,), triton_device)]
-    lists = TensorLists()
+    x, memory = [numbered((3,), triton_device)], Memory()
     for _ in range(3):
-        lists.number([2], 5)
-        lists.set("x", x)
-        assert takes(lists)
+        assert takes(TensorLists(memory=memory, numbers=[2], size=5, x=x))
     assert counts.builds == 1
-    lists.number([2], 6)  # more numbers: kernels write into other memory
-    lists.set("x", x)
-    assert takes(lists) and lists.size == 6
+    # more numbers: kernels write into other memory
+    assert takes(TensorLists(memory=memory, numbers=[2], size=6, x=x))
     assert counts.builds == 2
 
 
-def test_another_length_starts_anew(triton_device: torch.device) -> None:
-    lists = TensorLists(
-        x=[numbered((3,), triton_device)] * 2, y=[numbered((3,), triton_device)] * 2
-    )
-    assert (len(lists), lists.size, list(lists.numbers)) == (2, 2, [0, 1])
-    lists.set("x", [numbered((3,), triton_device)])
-    assert (len(lists), lists.size, list(lists.numbers)) == (1, 1, [0])
-    with pytest.raises(KeyError):
-        lists["y"]
-    assert takes(lists)
-    assert [t.number.tolist() for t in lists.tables] == [[0]]
+def test_fewer_tensors(triton_device: torch.device) -> None:
+    memory, tensor = Memory(), numbered((3,), triton_device)
+    both = TensorLists(memory=memory, x=[tensor] * 2, y=[tensor.clone()] * 2)
+    assert (len(both), both.size, list(both.numbers)) == (2, 2, [0, 1])
+    assert takes(both)
+    one = TensorLists(memory=memory, x=[tensor])
+    assert (len(one), one.size, list(one.numbers)) == (1, 1, [0])
+    assert takes(one)
+    assert [t.number.tolist() for t in one.plan().tables] == [[0]]
 
 
 def test_kept_memory_stays_while_its_shape_does(triton_device: torch.device) -> None:
-    lists = TensorLists()
-    first = lists.kept("a", (2,), WIDE, triton_device)
+    memory = Memory()
+    first = memory.kept("a", (2,), WIDE, triton_device)
     assert (first.tolist(), first.dtype) == ([0.0, 0.0], WIDE)
     first.fill_(1)
-    assert lists.kept("a", (2,), WIDE, triton_device) is first
-    assert lists.kept("b", (2,), WIDE, triton_device) is not first
-    assert lists.kept("a", (2,), WIDE, torch.device("meta")) is not first
-    assert lists.kept("a", (3,), WIDE, triton_device).tolist() == [0.0] * 3
+    assert memory.kept("a", (2,), WIDE, triton_device) is first
+    assert memory.kept("b", (2,), WIDE, triton_device) is not first
+    assert memory.kept("a", (2,), WIDE, torch.device("meta")) is not first
+    assert memory.kept("a", (3,), WIDE, triton_device).tolist() == [0.0] * 3
+    assert memory.all_kept("a", 3)[0].shape == (3,)
 
 
-def fresh(device: torch.device) -> tuple[TensorLists, dict[str, list[Tensor]]]:
-    """Lists that have been used once."""
-    given = {
-        "x": [numbered((n,), device) for n in (3, 4099)],
-        "y": [numbered((n,), device) for n in (3, 4099)],
-    }
-    lists = TensorLists(**given)
-    assert takes(lists)
-    return lists, given
+def test_numbers_are_sent_where_they_changed(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr(_multi_tensor, "upload", lambda values, target: sent.append(values))
+    memory = Memory()
+    for rows in ([[1.0, None]], [[1.0, None]], [[1.0, 0.0]], [[1.0, 0.0], [2.0, 0.0]]):
+        memory.sent("rules", rows, torch.float64, triton_device)
+    assert [values.tolist() for values in sent] == [
+        [[1.0, 0.0]],
+        [[1.0, 0.0]],  # None is not 0: somebody else has written there
+        [[1.0, 0.0], [2.0, 0.0]],
+    ]
+
+
+class Again:
+    """Lists of a step after the other, with one memory."""
+
+    def __init__(self, **lists: list[Tensor]) -> None:
+        self.memory, self.given = Memory(), lists
+        assert takes(self.lists())
+
+    def lists(self, **changed: list[Tensor]) -> TensorLists:
+        self.given |= changed
+        return TensorLists(memory=self.memory, **self.given)
+
+
+def fresh(device: torch.device) -> Again:
+    return Again(
+        x=[numbered((n,), device) for n in (3, 4099)],
+        y=[numbered((n,), device) for n in (3, 4099)],
+    )
 
 
 def test_unchanged_lists_cost_nothing(triton_device: torch.device, counts: SimpleNamespace) -> None:
-    lists, given = fresh(triton_device)
+    step = fresh(triton_device)
     assert (counts.builds, counts.sent) == (1, 1)
     for _ in range(2):
-        for name, tensors in given.items():
-            lists.set(name, list(tensors))
-            assert takes(lists)
-        add(lists)
-    lists.release("x")
-    lists.set("x", given["x"])
-    lists.set("y", [t.view_as(t) for t in given["y"]])  # other objects at the same places
-    assert takes(lists)
+        add(step.lists())
+    # other objects at the same places
+    add(step.lists(y=[t.view_as(t) for t in step.given["y"]]))
     assert (counts.builds, counts.sent) == (1, 1)
 
 
 def test_new_tensors_of_the_same_kind_cost_one_upload(
     triton_device: torch.device, counts: SimpleNamespace
 ) -> None:
-    lists, given = fresh(triton_device)
+    step = fresh(triton_device)
     for turn in range(1, 4):
-        given["x"] = [x.clone() + 1 for x in given["x"]]
-        lists.release("x")
-        lists.set("x", given["x"])
-        assert takes(lists)
-        assert (counts.builds, counts.sent) == (1, 1 + turn)
-        expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
+        lists = step.lists(x=[x.clone() + 1 for x in step.given["x"]])
+        expected = [x + y for x, y in zip(lists["x"], lists["y"], strict=True)]
         add(lists)
-        assert all(map(torch.equal, given["y"], expected))
+        assert (counts.builds, counts.sent) == (1, 1 + turn)
+        assert all(map(torch.equal, step.given["y"], expected))
+
+
+def test_two_values_take_turns_with_one_plan(triton_device: torch.device) -> None:
+    """Each launch finds its own pointers in the tables, whoever had them before."""
+    step = fresh(triton_device)
+    x = [x.clone() + 1 for x in step.given["x"]]
+    one, other = step.lists(), step.lists(x=x)
+    for lists in (one, other, one):
+        expected = [x + y for x, y in zip(lists["x"], lists["y"], strict=True)]
+        add(lists)
+        assert all(map(torch.equal, lists["y"], expected))
 
 
 def test_one_element_may_lie_anywhere(triton_device: torch.device, counts: SimpleNamespace) -> None:
     x, y = numbered((9,), triton_device), numbered((9,), triton_device)
-    lists = TensorLists(x=[x[:1]], y=[y[:1]])
-    takes(lists)
+    step = Again(x=[x[:1]], y=[y[:1]])
     for k in range(1, 9):
-        lists.set("x", [x[k : k + 1]])
         before = y[0].clone()
-        add(lists)
+        add(step.lists(x=[x[k : k + 1]]))
         assert y[0] == before + x[k]
     assert counts.builds == 1
 
@@ -570,12 +576,10 @@ def test_several_tables_are_sent_together(
         for n, dtype in [(3, HALF), (4, WIDE), (5, HALF), (6, WIDE), (7, HALF)]
     ]
     y = [numbered((len(a),), triton_device) for a in x]
-    lists = TensorLists(x=x, y=y)
-    takes(lists)
+    step = Again(x=x, y=y)
     x = [2 * a for a in x]
-    lists.set("x", x)
     expected = [a + b for a, b in zip(x, y, strict=True)]
-    add(lists)
+    add(step.lists(x=x))
     assert all(map(torch.equal, y, expected))
     assert (counts.builds, counts.sent) == (1, 2)
 
@@ -583,34 +587,33 @@ def test_several_tables_are_sent_together(
 def test_each_device_costs_one_upload(counts: SimpleNamespace) -> None:
     if not INTERPRETED:
         pytest.skip("the meta device stands for another GPU")
-    lists = TensorLists(x=[torch.zeros(3), torch.zeros(3, device="meta")])
-    takes(lists)
-    lists.set("x", [torch.zeros(3) + 1, torch.zeros(3, device="meta")])
-    takes(lists)
+    step = Again(x=[torch.zeros(3), torch.zeros(3, device="meta")])
+    lists = step.lists(x=[torch.zeros(3) + 1, torch.zeros(3, device="meta")])
+    with lists.launches():
+        pass
     assert (counts.builds, counts.sent) == (2, 4)
 
 
 def test_one_tensor_given_other_memory_costs_one_upload(
     triton_device: torch.device, counts: SimpleNamespace
 ) -> None:
-    lists, given = fresh(triton_device)
+    step = fresh(triton_device)
+    given = step.given
     given["x"][1].data = given["x"][1] + 1
-    lists.set("x", given["x"])
     expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
-    add(lists)
+    add(step.lists())
     assert all(map(torch.equal, given["y"], expected))
     assert (counts.builds, counts.sent) == (1, 2)
 
 
 def test_tensors_given_other_memory(triton_device: torch.device, counts: SimpleNamespace) -> None:
-    lists, given = fresh(triton_device)
+    step = fresh(triton_device)
+    given = step.given
     for tensors in given.values():
         for tensor in tensors:
             tensor.data = tensor + 1
-    lists.set("y", given["y"])
-    lists.set("x", given["x"])
     expected = [x + y for x, y in zip(given["x"], given["y"], strict=True)]
-    add(lists)
+    add(step.lists())
     assert all(map(torch.equal, given["y"], expected))
     assert counts.builds == 1
 
@@ -621,10 +624,8 @@ def test_a_tensor_in_the_place_of_one_that_is_gone(triton_device: torch.device) 
     """
     memory, y = numbered((2, 6), triton_device), numbered((6, 2), triton_device)
     x = memory.view(6, 2)
-    lists, before = TensorLists(x=[x], y=[y]), id(x)
-    assert takes(lists)
-    lists.release("x")
-    del x
+    step, before = Again(x=[x], y=[y]), id(x)
+    del x, step.given["x"]
     others = []
     while len(others) < 1000:
         others.append(memory.t())
@@ -632,19 +633,17 @@ def test_a_tensor_in_the_place_of_one_that_is_gone(triton_device: torch.device) 
             break
     else:
         pytest.skip("Python did not use the address again")
-    lists.set("x", [others[-1]])
     expected = others[-1] + y
-    add(lists)
+    add(TensorLists(memory=step.memory, x=[others[-1]], y=[y]))
     assert torch.equal(y, expected)
 
 
 def test_a_tensor_that_is_transposed_in_place(triton_device: torch.device) -> None:
     """The same object at the same place."""
     x, y = numbered((4, 4), triton_device), torch.zeros(4, 4, device=triton_device)
-    lists = TensorLists(x=[x], y=[y])
-    add(lists)
-    lists.set("x", [x.t_()])
-    add(lists)
+    step = Again(x=[x], y=[y])
+    add(step.lists())
+    add(step.lists(x=[x.t_()]))
     assert torch.equal(y, x + x.t())
 
 
@@ -669,12 +668,10 @@ def test_another_kind_builds_anew(
     triton_device: torch.device, counts: SimpleNamespace, change: str
 ) -> None:
     x, y = numbered((6, 2), triton_device), numbered((6, 2), triton_device)
-    lists = TensorLists(x=[x], y=[y])
-    takes(lists)
+    step = Again(x=[x], y=[y])
     changed = CHANGES[change](x)
-    lists.set("x", [changed])
     expected = changed + y
-    add(lists)
+    add(step.lists(x=[changed]))
     assert counts.builds == 2
     assert torch.equal(y, expected)
 
@@ -682,31 +679,28 @@ def test_another_kind_builds_anew(
 @pytest.mark.parametrize("shape", [(2, 4), (9, 4), (0, 4)])
 def test_another_shape_builds_anew(triton_device: torch.device, shape: tuple[int, int]) -> None:
     """Its strides are those of before."""
-    lists = TensorLists(x=[numbered((6, 4), triton_device)], y=[numbered((6, 4), triton_device)])
-    assert takes(lists)
+    step = Again(x=[numbered((6, 4), triton_device)], y=[numbered((6, 4), triton_device)])
     x, y = numbered(shape, triton_device), numbered(shape, triton_device)
-    lists.set("x", [x])
-    lists.set("y", [y])
+    lists = step.lists(x=[x], y=[y])
     assert takes(lists) == (x.numel() > 0)
-    assert [t.numel.tolist() for t in lists.tables] == [[x.numel()]] * (x.numel() > 0)
+    assert [t.numel.tolist() for t in lists.plan().tables] == [[x.numel()]] * (x.numel() > 0)
 
 
 def test_a_list_that_no_longer_repeats_another_builds_anew(triton_device: torch.device) -> None:
     """And one that does from now on: amsgrad may be switched on and off."""
     x, y = [numbered((6,), triton_device)], [numbered((6,), triton_device)]
-    lists = TensorLists(params=x, copies=x)
+    step = Again(params=x, copies=x)
     for second, dtype in ((x, None), (y, WIDE), (list(x), None), (y, WIDE)):
-        lists.set("copies", second)
+        lists = step.lists(copies=second)
         assert takes(lists)
-        assert lists.tables[0].dtypes["copies"] is dtype
+        assert lists.plan().tables[0].dtypes["copies"] is dtype
 
 
 def test_from_the_twin_to_kernels_and_back(triton_device: torch.device) -> None:
     x = torch.zeros(3, device=triton_device)
-    lists = TensorLists(x=[x])
+    step = Again(x=[x])
     for tensor, taken in [(x, True), (x.double(), False), (x, True), (x[:0], False), (x, True)]:
-        lists.set("x", [tensor])
-        assert takes(lists) == taken
+        assert takes(step.lists(x=[tensor])) == taken
 
 
 def test_parameters_and_copies_get_a_new_version(triton_device: torch.device) -> None:

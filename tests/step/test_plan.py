@@ -18,10 +18,10 @@ from torch.optim.optimizer import (
 from torch.profiler import ProfilerActivity
 
 import tritonamp
-from tritonamp.kernels import _facts, _native
+from tritonamp.kernels import _facts, _multi_tensor, _native
 from tritonamp.kernels import device as hardware
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.step import fused
 
 pytestmark = [
     # the interpreter computes with inf and NaN in NumPy
@@ -92,22 +92,17 @@ class Run:
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Noted for each update: was it made as the last one was."""
-    monkeypatch.setattr(fused, "PLAIN_STEPS", False)
+    monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", False)
     monkeypatch.setattr(_facts, "PLAIN_STEPS", False)
     _facts.use_native()  # not in between: its answers are other ones than Python's
     noted: list[bool] = []
+    launch = UpdateLists.launch
 
-    def spied(name: str, is_again: bool) -> None:
-        original = getattr(UpdateLists, name)
+    def spied(self: UpdateLists, plan: Plan, *args: Any) -> None:
+        noted.append(bool(plan._launches))
+        launch(self, plan, *args)
 
-        def method(self: UpdateLists, *args: Any) -> None:
-            noted.append(is_again)
-            original(self, *args)
-
-        monkeypatch.setattr(UpdateLists, name, method)
-
-    spied("launch_all", False)
-    spied("launch_again", True)
+    monkeypatch.setattr(UpdateLists, "launch", spied)
     return noted
 
 
@@ -173,7 +168,7 @@ TAKEN = (
     parameters_written,
 )
 
-# what it does not
+# what it sends pointers for, or builds another plan for
 
 
 def gradient_missing(run: Run) -> None:
@@ -275,26 +270,27 @@ def alike_exchanged(run: Run) -> None:
         group["params"][-1] = norm
 
 
-SEEN = (
-    gradient_missing,
-    gradient_laid_otherwise,
-    gradient_laid_otherwise_in_place,
-    gradient_not_aligned,
+MOVED = (
     masters_elsewhere,
     halves_elsewhere,
-    group_without_one,
-    groups_exchanged,
     alike_exchanged,
     boundary_moved,
 )
-SEEN_IN_STATE = (
+MOVED_STATE = (
     state_elsewhere,
     state_replaced,
-    state_laid_otherwise,
     state_exchanged,
     state_removed,
     state_of_one_removed,
     state_loaded,
+)
+LIE_OTHERWISE = (
+    gradient_missing,
+    gradient_laid_otherwise,
+    gradient_laid_otherwise_in_place,
+    gradient_not_aligned,
+    group_without_one,
+    groups_exchanged,
 )
 
 
@@ -314,7 +310,7 @@ def trained(
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each step look at everything, in Python."""
-    monkeypatch.setattr(fused, "PLAIN_STEPS", True)
+    monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", True)
     monkeypatch.setattr(_facts, "PLAIN_STEPS", True)
     monkeypatch.setattr(_facts, "_native", _facts._InPython)
 
@@ -339,8 +335,11 @@ def compared(again: list[bool], monkeypatch: pytest.MonkeyPatch) -> Compared:
     return compare
 
 
-ORDINARY = [("AdamW", change) for change in TAKEN] + [
-    (kind, gradients_elsewhere) for kind in KINDS if kind != "AdamW"
+ORDINARY = [
+    *(("AdamW", change) for change in TAKEN),
+    *((kind, gradients_elsewhere) for kind in KINDS if kind != "AdamW"),
+    *zip(itertools.cycle(["AdamW", "SGD"]), MOVED),
+    *zip(itertools.cycle(["AdamW", "SGD momentum"]), MOVED_STATE),
 ]
 
 
@@ -353,8 +352,8 @@ def test_made_again(
 
 
 UNUSUAL = [
-    *zip(itertools.cycle(["AdamW", "SGD"]), SEEN),
-    *zip(itertools.cycle(["AdamW", "SGD momentum"]), SEEN_IN_STATE),
+    *zip(itertools.cycle(["AdamW", "SGD"]), LIE_OTHERWISE),
+    ("AdamW", state_laid_otherwise),
     ("AdamW", more_state),
     ("SGD momentum", less_state),
 ]

@@ -100,8 +100,11 @@ def _convert(opcode: Opcode) -> Value:
 
 
 def _extreme(opcode: Opcode) -> Value:
-    allow(opcode, "NaN")
     of, larger = opcode[-1], opcode[0] == "max"
+    if opcode[1:] == ("relu", "s32"):  # sm_90 and up: what is negative becomes 0
+        pick = np.maximum if larger else np.minimum
+        return Value(lambda x, y: np.maximum(pick(x, y), np.int32(0)), (of, of))
+    allow(opcode, "NaN")
     if of != "u16x2":
         function = partial(a.extreme, kind=of, larger=larger, nan="NaN" in opcode)
         # three of them from sm_100 on
