@@ -251,9 +251,7 @@ class Response:
             full = result_of(self._models, run, self._trials.in_fp32())
             pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
             by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
-            return dataclasses.replace(
-                fault, difference=(by, max(amax(b) for _, b in pairs))
-            )
+            return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
         except Exception:  # the user's code raised, or there is no memory: nothing is said of it
             return fault
 
