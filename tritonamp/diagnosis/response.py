@@ -1,5 +1,6 @@
 """What is done about a skip beyond skipping: replay the batch; name, heal or raise the fault."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -25,7 +26,7 @@ from tritonamp.diagnosis.replay import (
     result_of,
     write_bundle,
 )
-from tritonamp.diagnosis.replay.calls import is_finite
+from tritonamp.diagnosis.replay.calls import amax, is_finite
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
 
@@ -216,6 +217,7 @@ class Response:
                 "leaves no trace).",
                 None,
             )
+        vanished = ""
         for function, known in runs:
             again = functools.partial(
                 find_fault,
@@ -226,15 +228,32 @@ class Response:
                 **known,
             )
             try:
-                fault = again()
+                fault = again(harmless=True)
             except BatchGoneError as error:
                 return f"Not replayed: {error}, or give a function: {_BY_FUNCTION}.", None
             except Exception as error:  # the user's code raised: training goes on without a report
                 return f"The replay failed: {type(error).__name__}: {error}", None
-            if fault is not None:
+            if fault is not None and fault.harmless:
+                vanished = vanished or str(self._compared(fault, function))
+            elif fault is not None:
                 fault = dataclasses.replace(fault, remedy=self._remedy(fault, again))
+                if fault.silent:
+                    fault = self._compared(fault, function)
                 return str(fault), fault
+        if vanished and self._log.last is None:
+            return vanished, None
         return self._nothing_found(runs), None
+
+    def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
+        """Return the report with what FP32 gives beside it, where that can run."""
+        try:
+            half = result_of(self._models, run, contextlib.nullcontext())
+            full = result_of(self._models, run, self._trials.in_fp32())
+            pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
+            by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
+            return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
+        except Exception:  # the user's code raised, or there is no memory: nothing is said of it
+            return fault
 
     def _remedy(self, fault: FaultReport, again: Callable[..., Any]) -> Remedy | None:
         """Return what cures a fault, tried once for each kind and module."""
@@ -251,10 +270,11 @@ class Response:
     def _nothing_found(self, runs: Sequence[Run]) -> str:
         last = self._log.last
         if last is None:
-            return (
-                "Run again, nothing overflows, nor does any overflow vanish on the way "
-                f"(the backward runs only for a function that computes the loss: {_BY_FUNCTION})."
-            )
+            nothing = "Run again, nothing overflows, nor does any overflow vanish on the way"
+            if not any("backward" in known for _, known in runs):  # a function was given
+                return f"{nothing}."
+            only = "the backward runs only for a function that computes the loss"
+            return f"{nothing} ({only}: {_BY_FUNCTION})."
         ran_forward_only = all(known.get("grad_outputs", ()) is None for _, known in runs)
         if last.cause.scale_moves and ran_forward_only:
             return _SCALE.format(scale=last.skip.scale, call=_BY_FUNCTION)

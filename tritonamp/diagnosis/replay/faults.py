@@ -59,6 +59,9 @@ class FaultReport:
         event: what was seen at the op, and its ``place``.
         outcome: what became of the loss or the gradients.
         silent: the result of the forward is finite, and wrong.
+        harmless: an overflow that vanished, and made no op after it wrong.
+        difference: of the result from FP32's, the largest, and the largest number in FP32's;
+            None: not compared.
         scale: the loss scale of the backward.
         fits: the largest loss scale (for vanished gradients the smallest) that serves.
         names: the parameters, inputs or gradients that are not finite.
@@ -70,6 +73,8 @@ class FaultReport:
     event: Event
     outcome: str = ""
     silent: bool = False
+    harmless: bool = False
+    difference: tuple[float, float] | None = None
     scale: float = 1.0
     fits: float | None = None
     names: tuple[str, ...] = ()
@@ -156,7 +161,7 @@ class FaultReport:
 
     def __str__(self) -> str:
         event = self.event
-        silent = "silent " if self.silent else ""
+        silent = "silent " if self.silent else "vanished " if self.harmless else ""
         lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
         code = ""
         if event.place.file:
@@ -169,7 +174,8 @@ class FaultReport:
         aftermath = self._aftermath()
         if aftermath:
             lines.append(f"  then:    {aftermath}")
-        lines.append(f"  to do:   {self.advice}")
+        if not (self.harmless and self._is_right()):
+            lines.append(f"  to do:   {self.advice}")
         if self.replayed != "not checked":
             lines.append(f"  replay:  forward output {self.replayed}")
         return "\n".join(lines)
@@ -183,9 +189,20 @@ class FaultReport:
             parts.append(f"first NaN in {event.first_nan}")
         if self.silent and event.absorbed:
             parts.append(f"inf became a wrong finite number in {event.absorbed}")
+        if self.harmless and event.vanished:
+            parts.append(f"inf became a finite number in {event.vanished}")
         if self.outcome:
             parts.append(self.outcome)
+        if self.difference is not None:
+            by, largest = map(number, self.difference)
+            parts.append(f"the result differs from FP32's by up to {by}, the largest is {largest}")
+        if self.harmless and self._is_right():
+            parts.append("it was harmless")
         return "; ".join(parts)
+
+    def _is_right(self) -> bool:
+        """Return whether the result is FP32's within 1 %; False where nobody has compared."""
+        return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
@@ -211,6 +228,8 @@ class FaultReport:
             "exact": _strict(event.exact),
             "multiple": _strict(self.multiple),
             "silent": self.silent,
+            "harmless": self.harmless,
+            "difference": self.difference and [_strict(n) for n in self.difference],
             "later": event.later,
             "first_nan": None if event.first_nan is None else str(event.first_nan),
             "outcome": self.outcome,

@@ -35,6 +35,7 @@ def find_fault(
     scale: float = 1.0,
     backward: bool | None = None,
     silent: bool = True,
+    harmless: bool = False,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
     around: AbstractContextManager[None] | None = None,
@@ -53,6 +54,7 @@ def find_fault(
         backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is
             given.
         silent: also report an overflow that leaves the result finite, and wrong.
+        harmless: also report an overflow that vanished, where nothing is wrong.
         grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a
             model without a loss.
         expected: the tensors that ``run`` returned the first time, to compare bits with.
@@ -70,6 +72,8 @@ def find_fault(
             fault = replay.fault_of_forward(output, silent)
             if fault is None and replay.wants_backward(output, backward, grad_outputs):
                 fault = replay.fault_of_backward(output, grad_outputs)
+            if fault is None and harmless:
+                fault = replay.vanished()
     return fault
 
 
@@ -178,6 +182,11 @@ class _Replay:
             outcome = "the result is finite" if results else ""
             return self._fault(absorbed[0], silent=True, outcome=outcome)
         return None
+
+    def vanished(self) -> FaultReport | None:
+        """Report an overflow that vanished, and left the right numbers as far as is known."""
+        found = next((e for e in self.watch.events if e.vanished), None)
+        return None if found is None else self._fault(found, harmless=True)
 
     def _first(self, events: list[Event]) -> Event:
         return min(events, key=self.watch.events.index)

@@ -86,6 +86,7 @@ class Event:
         later: how many ops handed inf or NaN on.
         first_nan: where inf became NaN.
         absorbed: where inf became a wrong finite number.
+        vanished: where inf first became a finite number, right or wrong.
     """
 
     place: Place
@@ -111,6 +112,7 @@ class Event:
     later: int = 0
     first_nan: Place | None = None
     absorbed: Place | None = None
+    vanished: Place | None = None
 
     @property
     def overflowed(self) -> bool:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.diagnosis.replay.calls import Call, amax, floats, is_finite, is_watched
+from tritonamp.diagnosis.replay.exact_values import ExactValues
 from tritonamp.diagnosis.replay.known_ops import (
     ADDS_A_NUMBER,
     DIVISORS,
@@ -51,6 +52,7 @@ class Watch(TorchDispatchMode):
         self._origins: dict[int, Event] = {}  # of what is not finite, by storage
         # what was added and is zero in that format, by storage
         self._eps: dict[int, tuple[float, torch.dtype]] = {}
+        self._exact = ExactValues()
         self._unwritten: set[int] = set()  # storages that an op allocated and none has written to
 
     def __enter__(self) -> "Watch":
@@ -103,6 +105,9 @@ class Watch(TorchDispatchMode):
             known.pop(storage(copy), None)
             if storage(value) in known:
                 known[storage(copy)] = known[storage(value)]  # type: ignore[assignment]
+        values = self._exact.get(value)
+        if values is not None:
+            self._exact.put(copy, values)
         return copy
 
     def _look(
@@ -118,6 +123,7 @@ class Watch(TorchDispatchMode):
             if storage(t) not in held:  # new memory, perhaps where older one has been
                 self._origins.pop(storage(t), None)
                 self._eps.pop(storage(t), None)
+                self._exact.forget(t)
                 self._unwritten.discard(storage(t))
         if call.signature.name in UNWRITTEN:
             self._unwritten.update(storage(t) for t in results)
@@ -128,8 +134,7 @@ class Watch(TorchDispatchMode):
         if bad:
             event = self._cause(call, place, rule, bad)
             self._origins.update((storage(t), event) for t in bad)
-        elif results:
-            self._note_absorbed(call, place, results[0])
+        self._follow(call, place, results)
         self.tracker.made(results, place)
         self._note_eps(call, results)
         if self.looks_for_zeros and self.in_backward and results and self.zeroed is None:
@@ -243,25 +248,28 @@ class Watch(TorchDispatchMode):
         self.events.append(event)
         return event
 
-    def _note_absorbed(self, call: Call, place: Place, result: Tensor) -> None:
-        """Note where inf of an overflow became a finite number that it should not have become.
-
-        Put in its place, the format's largest number would give another result.
-        """
-        if self.in_backward or call.signature.name in ON_PURPOSE:
+    def _follow(self, call: Call, place: Place, results: list[Tensor]) -> None:
+        """Note where inf of an overflow became finite, and wrong; follow what it should be."""
+        found = [self._origins.get(storage(t)) for t in call.inputs() if not is_finite(t)]
+        met = [event for event in found if event is not None and event.overflowed]
+        made = [self._origins.get(storage(t)) for t in results if not is_finite(t)]
+        if self.in_backward or not (met or any(e is not None and e.overflowed for e in made)):
             return
-        met = [(t, self._origins[storage(t)]) for t in call.inputs() if storage(t) in self._origins]
-        met = [
-            (t, event)
-            for t, event in met
-            if event.overflowed and event.absorbed is None and not is_finite(t)
-        ]
-        if not met:
-            return
-        limit = torch.finfo(met[0][1].dtype).max
-        other = floats(call.again(lambda t: t.clamp(-limit, limit)))
-        if other and other[0].shape == result.shape and differ(result, other[0]):
-            met[0][1].absorbed = place
+        exact = self._exact.results(call)
+        if call.signature.written:
+            for t in results:
+                self._exact.forget(t)
+        for result, values in zip(results, exact, strict=False):
+            if result.shape != values.shape:
+                continue
+            finite = torch.isfinite(result)
+            wrong = differ(result[finite], values[finite])
+            if met and met[0].absorbed is None and wrong and call.signature.name not in ON_PURPOSE:
+                met[0].absorbed = place
+            if not bool(finite.all()):
+                self._exact.put(result, values)
+        if met and not made and met[0].vanished is None:
+            met[0].vanished = place
 
     # numbers that round to zero
 
