@@ -11,7 +11,7 @@ from machine_code import Row
 VERSION = ".".join(triton.__version__.split(".")[:2])
 SNAPSHOT = Path(__file__).parent / "static" / f"triton-{VERSION}.json"
 FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
-REPEATS_EDGES = VERSION == "3.6"
+REPEATS_EDGES = VERSION in ("3.6", "3.8")  # 3.8: in softmax of 50257 columns, 2.56 for 2
 """Whether each thread of a program computes all edges of a line; else they are shared out."""
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
