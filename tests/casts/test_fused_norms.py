@@ -21,6 +21,7 @@ class Written(nn.Module):
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(torch.ones(N)), eps
+        self.n = N
 
 
 class LlamaRMSNorm(Written):
@@ -52,14 +53,14 @@ class GemmaRMSNorm(Written):
 
 class RootNorm(Written):
     def forward(self, x: Tensor) -> Tensor:
-        return x / (x.norm(dim=-1, keepdim=True).square() / N + 1e-8).sqrt() * self.weight
+        return x / (x.norm(dim=-1, keepdim=True).square() / self.n + 1e-8).sqrt() * self.weight
 
 
 class TorchsRMSNorm(Written):
     """With eps of FP32, as torch's default is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (N,), self.weight)
+        return F.rms_norm(x, (self.n,), self.weight)
 
 
 RECIPES: dict[type[Written], Recipe] = {
@@ -73,12 +74,14 @@ RECIPES: dict[type[Written], Recipe] = {
 
 @pytest.mark.parametrize("cls", RECIPES, ids=lambda cls: cls.__name__)
 def test_what_it_computes_is_recognised(cls: type[Written]) -> None:
-    assert recipe_of(cls()) == RECIPES[cls]
+    found = recipe_of(cls())
+    assert found is not None and found[:3] == RECIPES[cls][:3]
 
 
 @pytest.mark.parametrize("eps", [1e-3, 1.2345e-6, 3e-12])
 def test_eps_is_found_in_an_attribute(eps: float) -> None:
-    assert recipe_of(LlamaRMSNorm(eps)) == Recipe("weight", 0.0, eps)
+    found = recipe_of(LlamaRMSNorm(eps))
+    assert found is not None and found[:3] == ("weight", 0.0, eps)
 
 
 class CentredNorm(Written):
@@ -148,12 +151,7 @@ def test_what_computes_something_else_is_left_alone(cls: type[Written]) -> None:
 
 
 def test_a_probe_leaves_no_trace() -> None:
-    class NotingNorm(LlamaRMSNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = x
-            return super().forward(x)
-
-    module = NotingNorm()
+    module = LlamaRMSNorm()
     module.register_forward_hook(lambda *_: pytest.fail("a hook has run"))
     before = dict(vars(module)), module.weight
     assert recipe_of(module) is not None
@@ -205,7 +203,9 @@ def test_without_the_field_its_own_forward_runs(handles: Any, fields: Any) -> No
 def test_other_arguments_go_to_its_own_forward(handles: Any) -> None:
     class ScaledNorm(LlamaRMSNorm):
         def forward(self, x: Tensor, times: float = 1.0) -> Tensor:
-            return times * super().forward(x)
+            wide = x.to(torch.float32)
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return times * (self.weight * wide.to(x.dtype))
 
     model = Model(ScaledNorm())
     amp = handles(model, level="O2")
@@ -233,3 +233,73 @@ def test_several_models_have_their_number_in_the_names() -> None:
     params = [p for m in models for p in m.parameters()]
     with tritonamp.enable(models, torch.optim.SGD(params, lr=0.1), level="O1") as amp:
         assert amp.stats()["fused"] == ["0.norm"]
+
+
+LIMIT = 30.0
+
+
+class Clamped(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clamp(-30.0, 30.0)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Branched(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().amax() > 50:
+            return x * self.weight
+        return super().forward(x)
+
+
+class ByMode(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return y if self.training else 2 * y
+
+
+class ByLength(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return y * (1 + x.shape[-2] // 64)
+
+
+class Counting(LlamaRMSNorm):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Masking(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.where(x.isinf(), 0.0, x)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class ByGlobal(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + LIMIT / 3e7) * self.weight
+
+
+@pytest.mark.parametrize("cls", [Clamped, Branched, ByMode, ByLength, Counting, Masking, ByGlobal])
+def test_what_is_no_straight_line_code_is_left_alone(cls: type[Written]) -> None:
+    assert recipe_of(cls()) is None
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0])
+def test_an_attribute_that_changes_after_enable_counts(value: float, handles: Any) -> None:
+    model = Model(LlamaRMSNorm())
+    amp = handles(model, level="O2")
+    assert amp.stats()["fused"] == ["norm"]
+    x = torch.randn(2, N).half()
+    model.norm.variance_epsilon = value
+    wide = x.float()
+    expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + value)
+    torch.testing.assert_close(model.norm(x).float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_a_forward_of_the_instance_is_left_alone() -> None:
+    module = LlamaRMSNorm()
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    assert recipe_of(module) is None

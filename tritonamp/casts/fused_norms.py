@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tritonamp import functional
 from tritonamp.casts.enabled_module import NormModule
+from tritonamp.casts.straight_code import attributes_read
 
 _SHAPES = ((6,), (2, 3), (1, 2, 3))  # of probes, in front of the last dimension
 _SIZES = (1.0, 1e-4)  # of their values; eps shows in small ones
@@ -26,11 +27,13 @@ class Recipe(NamedTuple):
         weight: name of the parameter.
         offset: 1 where the parameter is the weight's distance from 1; else 0.
         eps: added to the mean square.
+        read: plain attributes that the forward reads, as they were when it was recognised.
     """
 
     weight: str
     offset: float
     eps: float
+    read: tuple[tuple[str, Any], ...] = ()
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the norm of ``x``, in its dtype; half is computed in FP32, and rounded once."""
@@ -43,9 +46,13 @@ class Recipe(NamedTuple):
 def recipe_of(module: nn.Module) -> Recipe | None:
     """Return what an RMSNorm computes; None where it is another module, or cannot be told.
 
-    A copy runs on a few numbers in main memory, in FP32, and is compared with ``rms_norm`` in
-    float64, gradients included. Hooks do not run.
+    Its forward has to be straight-line code, see ``attributes_read``. Then a copy runs on a few
+    numbers in main memory, in FP32, and is compared with ``rms_norm`` in float64, gradients
+    included. Hooks do not run.
     """
+    read = attributes_read(module)
+    if read is None:
+        return None
     own = list(module.named_parameters())
     if len(own) != 1 or own[0][1].dim() != 1 or [*module.children(), *module.buffers()]:
         return None
@@ -61,9 +68,10 @@ def recipe_of(module: nn.Module) -> Recipe | None:
         with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             torch.manual_seed(0)
             guesses = _guesses(norm, name, len(param), vars(module).values())
-            return next((r for r in guesses if _is_same(norm, r.norm, len(param))), None)
+            found = next((r for r in guesses if _is_same(norm, r.norm, len(param))), None)
     except Exception:  # the user's code wants other arguments, or its tensors are elsewhere
         return None
+    return None if found is None else found._replace(read=tuple(read.items()))
 
 
 def _guesses(norm: Norm, name: str, n: int, attributes: Any) -> Iterator[Recipe]:
@@ -115,7 +123,8 @@ def _fused_forward(
     """Run the forward of a recognised norm; arguments as for ``enabled_forward``."""
     recipe: Recipe = module._tritonamp_recipe
     weight: Tensor = getattr(module, recipe.weight)
-    if len(args) == 1 and not kwargs and _fits(args[0], weight):
+    as_recognised = all(vars(module).get(name) == value for name, value in recipe.read)
+    if as_recognised and len(args) == 1 and not kwargs and _fits(args[0], weight):
         return recipe.norm(args[0], weight)
     return NormModule._run(module, forward, bound, args, kwargs)
 
