@@ -33,7 +33,7 @@ def attributes_read(module: nn.Module) -> dict[str, Any] | None:
         return None
     try:
         names = set(_read_by(module, "forward", ()))
-    except (LookupError, OSError, SyntaxError, TypeError):
+    except (AttributeError, LookupError, OSError, SyntaxError, TypeError):
         return None
     return {name: vars(module)[name] for name in names if name not in module._parameters}
 
