@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels.device import Backend, check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.names import parameter_names, tensor_names
-from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
+from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, check_field_names, resolve
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
@@ -112,6 +113,7 @@ def enable(
             changed then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
+    check_field_names(policy_fields, inspect.signature(enable).parameters)
     if policy is not None and level is not None:
         raise ValueError(
             f"expected a level or a policy, got both level={level!r} and policy: a policy takes "
@@ -198,7 +200,8 @@ class Amp:
         with_wrappers = list(dict.fromkeys([*models, *given]))
         self._ranks = Ranks(with_wrappers, self._fp32_values, _MovedBySteps(self))
         self._context.ranks = self._ranks
-        self._context.look = InputLook(policy) if policy.op_policy and policy.cast_inputs else None
+        if policy.op_policy and policy.cast_inputs:
+            self._context.input_look = InputLook(policy)
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
         self._enabled_models = EnabledModels(
@@ -435,7 +438,7 @@ class Amp:
     def autocast(self) -> Iterator[None]:
         """Put the op policy around code of your own: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
-        with self._context.context():
+        with self._context.entered():
             yield
 
     def master_params(self) -> Iterator[Tensor]:

@@ -610,17 +610,27 @@ class InterruptedAt:
         instruction: its number, from 1.
     """
 
+    INNER = [
+        function.__code__
+        for function in (
+            context._enter,
+            context._restore,
+            active.push_policy,
+            active.pop_policies,
+        )
+    ]
+
     def __init__(self, instruction: int) -> None:
         self.left = instruction
         lines, first = inspect.getsourcelines(context.run_under)
         self._guarded = first + [line.strip() for line in lines].index("try:")
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        restores = frame.f_code is context._restore.__code__
-        if not restores and frame.f_code is not context.run_under.__code__:
+        is_inner = frame.f_code in self.INNER
+        if not is_inner and frame.f_code is not context.run_under.__code__:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and (restores or frame.f_lineno > self._guarded):
+        if event == "opcode" and (is_inner or frame.f_lineno > self._guarded):
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NO_RULES = -1  # a number for ``enter``
+NO_RULES = 0  # a number for ``enter``
 MARKS = 128  # changes between kinds of enabled forwards that a backward can look back on
 
 
@@ -50,7 +50,7 @@ class _Known:
     """What is known in the whole process: it only grows, and never decides anything by itself.
 
     Attributes:
-        policies: those that ``enter`` knows by number.
+        policies: those that ``enter`` knows by number; the first stands for NO_RULES.
         marks: what the forward followed that autograd's nodes come from, beginning with the node of
             that sequence number. They count the nodes of one thread: two that train under different
             policies must not checkpoint at once.
@@ -60,7 +60,7 @@ class _Known:
     """
 
     def __init__(self) -> None:
-        self.policies: list[ActivePolicy] = []
+        self.policies: list[ActivePolicy | None] = [None]
         self.marks: deque[tuple[int, ActivePolicy]] = deque(maxlen=MARKS)
         self.latest: ActivePolicy | None = None
         self.inlined: list[Callable[..., Any]] = []
@@ -68,7 +68,7 @@ class _Known:
 
     def mark(self, active: ActivePolicy | None) -> None:
         """Note that from here on forwards follow this."""
-        if active is not None and active != self.latest:
+        if active is not None and active is not self.latest:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
             self.latest = active
@@ -116,27 +116,43 @@ inlined_by_dynamo(ScriptedAutocast.on)
 def enter(number: int) -> None:
     """Have ops of this thread that run under autocast follow a policy, until ``leave``.
 
-    Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the
-    rules chose.
+    The rules are at autocast's keys: turning autocast on is left to the caller. Both are leaf calls
+    to torch.compile, which runs them while it traces: the graph holds what the rules chose.
 
     Args:
         number: of the policy, by ``number_of``; or NO_RULES.
     """
-    active = None if number == NO_RULES else known.policies[number]
-    known.entered += 1
-    known.mark(active)
-    stack = thread.live()
-    if not stack and active is not None and active.device_type == "cpu":
-        scripted.off()
-    stack.append((active, TracingContext.try_get()))
+    push_policy(known.policies[number], TracingContext.try_get())
 
 
 @inlined_by_dynamo
 def leave() -> None:
     """End the innermost ``enter``."""
-    stack = thread.live()
-    if stack:
-        stack.pop()
+    pop_policies(max(len(thread.live()) - 1, 0))
+
+
+@inlined_by_dynamo
+def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None) -> None:
+    """Do what ``enter`` does, for a policy itself.
+
+    Args:
+        active: what ops follow; None: no rules.
+        trace: that the forward is part of; None: it runs.
+    """
+    known.entered += 1
+    if active is not known.latest:
+        known.mark(active)
+    stack = thread.stack and thread.live()
+    if not stack and active is not None and active.device_type == "cpu":
+        scripted.off()
+    stack.append((active, trace))
+
+
+@inlined_by_dynamo
+def pop_policies(depth: int) -> None:
+    """End all enabled forwards of this thread but the outermost ``depth``."""
+    stack = thread.stack
+    del stack[depth:]
     if stack:
         known.mark(stack[-1][0])
     else:
