@@ -391,7 +391,7 @@ def test_what_torch_has_done_of_a_failed_step_stays(device: torch.device, after:
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-    waits = bool(amp._pending.fed_optimizers())
+    waits = bool(amp._parts.pending.fed_optimizers())
     if waits:
         optimizer.step()
     masters, halves = [p.half() for p in amp.master_params()], list(model.parameters())

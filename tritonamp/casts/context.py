@@ -99,13 +99,16 @@ class EnabledContext:
         backend: str,
         device_type: str,
         fp32_values: Fp32Values,
+        observer: ForwardObserver | None = None,
+        ranks: RanksInForward | None = None,
+        input_look: InputLook | None = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
-        self.observer: ForwardObserver | None = None
-        self.ranks: RanksInForward | None = None
-        self.input_look: InputLook | None = None
+        self.observer = observer
+        self.ranks = ranks
+        self.input_look = input_look
         self.move(device_type)
 
     @contextlib.contextmanager
