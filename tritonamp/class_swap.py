@@ -29,13 +29,13 @@ class Swapped:
     Attributes:
         _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
         _set_aside: an attribute of the instance that would hide the generated class's, and the
-            name under which it waits meanwhile.
+            name under which it waits meanwhile; empty where there is none.
         _kept_by_copies: whether copies are of the generated class, too; else they are of the plain
             one, as pickles are.
     """
 
-    _belongings: ClassVar[tuple[str, ...]]
-    _set_aside: ClassVar[tuple[str, str]]
+    _belongings: ClassVar[tuple[str, ...]] = ()
+    _set_aside: ClassVar[tuple[str, str]] = ("", "")
     _kept_by_copies: ClassVar[bool] = True
 
     @classmethod

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -610,7 +610,7 @@ class InterruptedAt:
         instruction: its number, from 1.
     """
 
-    INNER = [
+    INNER: ClassVar = [
         function.__code__
         for function in (
             context._enter,

@@ -227,8 +227,8 @@ class EnabledModule(_WithForward):
     ) -> Any:
         """Return what the plain model's would be.
 
-        What trains, or came in FP32, is FP32 (or of ``policy.state_dict_dtype``), the rest is as it
-        is stored.
+        Parameters that train, and tensors that came in FP32, are FP32 in it, unless
+        ``policy.state_dict_dtype`` is half. All others are as they are stored.
         """
         if args:  # positional as torch still allows
             defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
