@@ -43,8 +43,7 @@ PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"
 # beside the public names: what would otherwise be there twice
 SHARED = {
     "integrations": [
-        "tritonamp.class_swap.Swapped",
-        "tritonamp.class_swap.install",
+        "tritonamp.class_swap",
         "tritonamp.policy.HALF_DTYPES",
     ]
 }

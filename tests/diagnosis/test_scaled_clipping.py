@@ -170,6 +170,17 @@ def test_nothing_is_said_of_parameters_of_no_enabled_optimizer(
         assert len(warned()) == 1
 
 
+def test_nothing_is_said_of_parameters_that_the_loss_did_not_use(
+    warned: Callable[[], list[str]],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with tritonamp.enable(model, optimizer, level="O1") as amp, amp.autocast():
+        amp.backward(model[0](X).sum())
+        imported_before(model[1].parameters(), 1.0)
+    assert warned() == []
+
+
 def test_ours_says_nothing(make: Callable[..., Loop], warned: Callable[[], list[str]]) -> None:
     loop = make(level="O2")
     for _ in range(2):

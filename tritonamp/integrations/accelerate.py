@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.class_swap import Swapped, install
+from tritonamp.class_swap import Swapped, install, is_installed, uninstall
 from tritonamp.integrations.graph import fed_by, params_of
 
 ENGINES = (
@@ -67,6 +67,8 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
         )
     if settings.get("level") in DTYPE_OPEN and settings.get("policy") is None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
+    if is_installed(accelerator):  # with settings that hold no more
+        uninstall(accelerator)
     install(accelerator, _EnabledAccelerator, None, settings, {})
     accelerator.native_amp, accelerator.scaler = False, None
 
@@ -112,6 +114,8 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
             self.amp.disable()
             self.amp = self.scaler = None
             self._params = {}
+            for optimizer in filter(is_installed, self._optimizers):
+                uninstall(optimizer)
         return super().free_memory(*objects)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 
-from tritonamp.class_swap import Swapped, install
+from tritonamp.class_swap import Swapped, install, is_installed
 from tritonamp.integrations import accelerate
 from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
@@ -39,7 +39,8 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
     accelerate.enable(trainer.accelerator, **settings)
     if fused_loss and trainer.model is not None:  # else it is made when training begins
         fuse_loss(trainer.model)
-    install(trainer, _EnabledTrainer)
+    if not is_installed(trainer):
+        install(trainer, _EnabledTrainer)
 
 
 class _EnabledTrainer(Swapped, transformers.Trainer):
