@@ -126,54 +126,44 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         request: what is enabled, and how.
         moved_by_steps: what ranks take over from one another beside parameters.
     """
-    models, given, optimizers, policy, backend, scaler, device, around_step = request
+    models, policy, backend = request.models, request.policy, request.backend.requested
     fp32_values = Fp32Values()
-    with_wrappers = list(dict.fromkeys([*models, *given]))
-    ranks = Ranks(with_wrappers, fp32_values, moved_by_steps)
+    ranks = Ranks(list(dict.fromkeys([*models, *request.given])), fp32_values, moved_by_steps)
     forwards = Forwards(gradients=policy.on_nonfinite != "skip")
     context = EnabledContext(
         policy,
-        backend.requested,
-        device.type,
+        backend,
+        request.device.type,
         fp32_values,
         # without an optimizer no decision would ever let go of the batches
-        observer=forwards if optimizers else None,
+        observer=forwards if request.optimizers else None,
         ranks=ranks,
         input_look=InputLook(policy) if policy.op_policy and policy.cast_inputs else None,
     )
     enabled_models, weights = _enable(request, context, ranks)
     healing = Healing(models, policy, context, enabled_models.dtypes)
     trials = Trials(models, context, enabled_models.dtypes, healing.find)
-    fp32_runs = Fp32Runs(models, trials)
-    only_skips = policy.on_nonfinite == "skip"  # and nothing runs again unless it is asked for
-    log = StepLog(
-        _Names(models, weights),
-        policy.dtype,
-        only_skips,
-        None if only_skips else fp32_runs.of_batches,
-    )
-    replays = Replays(models, policy, log, forwards, trials)
-    response = Response(policy, log, healing.heal, forwards, replays, fp32_runs)
-    pending = PendingDecisions(policy, backend.requested, scaler, weights, ranks)
+    log, replays, response = _diagnosis(request, weights, healing, forwards, trials)
+    pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
     stepper = Stepper(
         policy,
-        backend.requested,
-        scaler,
+        backend,
+        request.scaler,
         weights,
         pending,
         log,
         forwards,
         ranks,
         _SharedResponse(response, healing, ranks),
-        around_step,
+        request.around_step,
     )
     schedulers = SchedulerSteps(stepper.outcomes, log, ranks)
-    for optimizer in optimizers:
+    for optimizer in request.optimizers:
         install(optimizer, EnabledOptimizer, stepper)
     return Parts(
         models=models,
-        optimizers=optimizers,
-        backend=backend,
+        optimizers=request.optimizers,
+        backend=request.backend,
         fp32_values=fp32_values,
         context=context,
         ranks=ranks,
@@ -190,6 +180,23 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         first_loss=FirstLoss(models, watches=context.autocast),
         scaled_gradients=ScaledGradients(partial(_scaled_params, policy, pending, weights)),
     )
+
+
+def _diagnosis(
+    request: Request, weights: Weights, healing: Healing, forwards: Forwards, trials: Trials
+) -> tuple[StepLog, Replays, Response]:
+    """Return what tells why a step was skipped, what runs it again, and what is done about it."""
+    models, policy = request.models, request.policy
+    fp32_runs = Fp32Runs(models, trials)
+    only_skips = policy.on_nonfinite == "skip"  # nothing runs again unless it is asked for
+    log = StepLog(
+        _Names(models, weights),
+        policy.dtype,
+        log_skips=only_skips,
+        in_fp32=None if only_skips else fp32_runs.of_batches,
+    )
+    replays = Replays(models, policy, log, forwards, trials)
+    return log, replays, Response(policy, log, healing.heal, forwards, replays, fp32_runs)
 
 
 def _enable(
