@@ -46,15 +46,15 @@ class _Thread(threading.local):
         return self.stack
 
 
-class _Known:
-    """What is known in the whole process: it only grows, and never decides anything by itself.
+class _KnownInProcess:
+    """What all threads of the process know: it only grows, and decides nothing by itself.
 
     Attributes:
         policies: those that ``enter`` knows by number; the first stands for NO_RULES.
-        marks: what the forward followed that autograd's nodes come from, beginning with the node of
-            that sequence number. They count the nodes of one thread: two that train under different
+        marks: sequence number of a node of autograd, and the policy that forwards follow from that
+            node on. Numbers count the nodes of one thread: two threads that train under different
             policies must not checkpoint at once.
-        latest: what the last mark is of.
+        latest: the policy of the last mark.
         inlined: functions that torch.compile traces as a part of their caller.
         entered: how often ``enter`` was called.
     """
@@ -67,16 +67,16 @@ class _Known:
         self.entered = 0
 
     def mark(self, active: ActivePolicy | None) -> None:
-        """Note that from here on forwards follow this."""
+        """Note that forwards follow this policy from here on."""
         if active is not None and active is not self.latest:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
             self.latest = active
 
     def origin(self, node: Any) -> ActivePolicy | None:
-        """Return what the forward followed that a node of autograd was made in.
+        """Return the policy of the forward that has made a node of autograd.
 
-        Of a node that a backward's thread has made: the latest.
+        For a node that a backward's thread has made it is the latest.
         """
         marks = list(self.marks)  # another thread may add to it
         if not marks:
@@ -87,7 +87,7 @@ class _Known:
 
 
 thread = _Thread()
-known = _Known()
+known = _KnownInProcess()
 
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:

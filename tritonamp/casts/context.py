@@ -13,7 +13,7 @@ from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.policy import Policy
 
-Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RunForward = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class ForwardObserver(Protocol):
@@ -129,7 +129,9 @@ class EnabledContext:
         entry = self._entry = _entry_of(self.policy, self.backend, device_type)
         self.autocast = entry.number != active.NO_RULES
         # without a method of its own between: each call of a function counts
-        self.run_forward: Run = functools.partial(run_under, entry) if self.casts else _run_plainly
+        self.run_forward: RunForward = (
+            functools.partial(run_under, entry) if self.casts else _run_plainly
+        )
         self.input_cast = to_half(self.policy.dtype)
         cast_outputs = self.policy.cast_outputs
         self.output_cast = None if cast_outputs is None else from_half(cast_outputs)

@@ -1,4 +1,4 @@
-"""What follows from the dtypes that a model was loaded in."""
+"""The dtypes that a model was loaded in: which one is taken, and which values do not fit."""
 
 import itertools
 import logging
@@ -67,7 +67,7 @@ def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
 
 
 def check_half_dtypes(half: HalfParameters, policy: Policy) -> None:
-    """Refuse several half dtypes among what trains.
+    """Refuse several half dtypes among the parameters that train.
 
     Raises:
         ValueError: names one parameter of each.

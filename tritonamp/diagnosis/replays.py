@@ -27,7 +27,7 @@ from tritonamp.diagnosis.replay import (
 from tritonamp.diagnosis.replay.calls import amax, is_finite
 from tritonamp.policy import Policy
 
-Run = tuple[Callable[[], Any], dict[str, Any]]
+Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function, and what ``find_fault`` can know of its run."""
 
 BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
@@ -125,7 +125,7 @@ class Replays:
         """Run forwards again, without their backward; see ``replay``."""
         return self._find([(batch.run, {"backward": False}) for batch in batches])
 
-    def _find(self, runs: Sequence[Run]) -> tuple[str, FaultReport | None]:
+    def _find(self, runs: Sequence[Rerun]) -> tuple[str, FaultReport | None]:
         if not runs:
             return _NOTHING_TO_RUN, None
         vanished = ""
@@ -178,7 +178,7 @@ class Replays:
                 return None
         return self._remedies[key]
 
-    def _nothing_found(self, runs: Sequence[Run]) -> str:
+    def _nothing_found(self, runs: Sequence[Rerun]) -> str:
         last = self._log.last
         if last is None:
             nothing = "Run again, nothing overflows, nor does any overflow vanish on the way"
