@@ -637,8 +637,16 @@ class InterruptedAt:
         return self
 
 
+def in_a_block(run: Run) -> None:
+    with run.amp.autocast():
+        torch.ones(2, device=run.device).sum()
+
+
 @pytest.mark.parametrize("outer", [False, True])
-def test_ctrl_c_while_a_policy_is_entered_or_left(start: Callable[..., Run], outer: bool) -> None:
+@pytest.mark.parametrize("enter", [lambda run: run.loss(0), in_a_block], ids=["forward", "block"])
+def test_ctrl_c_while_a_policy_is_entered_or_left(
+    start: Callable[..., Run], enter: Callable[[Run], Any], outer: bool
+) -> None:
     run = start("O1", "AdamW")
     kind, tracing = run.device.type, sys.gettrace()
 
@@ -655,7 +663,7 @@ def test_ctrl_c_while_a_policy_is_entered_or_left(start: Callable[..., Run], out
             tracer = InterruptedAt(interrupted + 1)
             sys.settrace(tracer)
             try:
-                run.loss(0)
+                enter(run)
                 break
             except KeyboardInterrupt:
                 interrupted += 1

@@ -223,8 +223,10 @@ def restored(device_type: str) -> Iterator[None]:
     before = _begin(device_type)
     try:
         yield
-    finally:
         _restore(*before)
+    except BaseException:
+        _restore(*before)
+        raise
 
 
 @active.inlined_by_dynamo

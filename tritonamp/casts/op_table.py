@@ -36,8 +36,6 @@ class Stock(Protocol):
 Rule = Callable[..., Any]
 """``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments."""
 
-CASTABLE = (*HALF_DTYPES, torch.float32)
-
 HALF = """
     _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
     conv_transpose1d conv_transpose2d conv_transpose3d convolution einsum gru gru_cell
@@ -116,10 +114,14 @@ refuses them (where makes them inf), and a mask of -1e9 is meant as a low value.
 """
 
 
+AUTOCAST = *HALF_DTYPES, torch.float32
+"""The dtypes that autocast casts."""
+
+
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
     if isinstance(value, Tensor):
-        return to(value) if value.dtype in CASTABLE else value
+        return to(value) if value.dtype in AUTOCAST else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, to) for item in value)
     return value
@@ -127,7 +129,7 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
 
 def _dtypes(value: Any) -> Iterator[torch.dtype]:
     """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
-    if isinstance(value, Tensor) and value.dtype in CASTABLE:
+    if isinstance(value, Tensor) and value.dtype in AUTOCAST:
         yield value.dtype
     elif isinstance(value, (list, tuple)):
         for item in value:

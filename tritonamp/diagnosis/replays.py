@@ -53,7 +53,7 @@ class Fp32Runs(NamedTuple):
         trials: says how they compute in FP32.
     """
 
-    models: Sequence[nn.Module]
+    models: list[nn.Module]
     trials: Trials
 
     def of_batches(self, batches: Sequence[Snapshot]) -> Fp32Run | None:
@@ -92,7 +92,7 @@ class Replays:
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
+        models: list[nn.Module],
         policy: Policy,
         log: StepLog,
         forwards: Forwards,

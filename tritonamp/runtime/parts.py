@@ -247,7 +247,8 @@ class _Names(NamedTuple):
         return writers(self.weights.values(), self.parameters())
 
 
-class _SharedResponse(NamedTuple):
+@dataclass(frozen=True)
+class _SharedResponse:
     """Does what the policy wants about a decision; what one rank counts or heals, all do."""
 
     response: Response
@@ -260,7 +261,7 @@ class _SharedResponse(NamedTuple):
         Args:
             skipped: whether it was a skip.
         """
-        response, healing, ranks = self
+        response, healing, ranks = self.response, self.healing, self.ranks
         before = list(healing.names)
         response(skipped)
         if skipped and healing.policy.on_nonfinite in ("explain", "heal") and ranks.several:
