@@ -203,6 +203,12 @@ def test_what_is_clipped_is_what_torch_clips(make: Callable[..., Loop]) -> None:
     assert all(map(torch.equal, [p.grad for p in plain.parameters()], clipped))  # type: ignore
 
 
+def test_torchs_warning_of_an_empty_generator_stays(make: Callable[..., Loop]) -> None:
+    make(level="O1")
+    with pytest.warns(UserWarning, match="empty generator"):
+        imported_before((p for p in ()), 1.0)
+
+
 def test_the_last_disable_puts_torchs_functions_back() -> None:
     cells = [wrapped_cell(function) for function in CLIPPING]
     assert None not in cells  # else torch has changed, and nobody would be warned

@@ -9,7 +9,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import CellType
+from types import CellType, GeneratorType
 from typing import Any
 
 import torch
@@ -106,11 +106,11 @@ def _warning_first(
     @functools.wraps(function)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            if not isinstance(parameters, Tensor):
-                parameters = list(parameters)  # it may be a generator
-            ids = {id(parameters)} if isinstance(parameters, Tensor) else set(map(id, parameters))
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if isinstance(parameters, GeneratorType):  # used up; torch warns of an empty one
+                parameters = (param for param in given)
             for one in list(gradients):
-                one.warn_if_clipped(ids, function)
+                one.warn_if_clipped(set(map(id, given)), function)
         return function(parameters, *args, **kwargs)
 
     return clip
