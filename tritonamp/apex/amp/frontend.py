@@ -87,9 +87,7 @@ def initialize(
         model_list = _check_models(models)
         optimizer_list = _check_optimizers(optimizers)
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-        shown = ", ".join(
-            f"{name} {value}" for name, value in properties.options.items() if name != "enabled"
-        )
+        shown = ", ".join(f"{n} {v}" for n, v in properties.options.items() if n != "enabled")
         maybe_print(f"amp: {shown}", rank0=True)
         _start(model_list, optimizer_list, properties, cast_model_outputs, num_losses)
     return models if optimizers is None else (models, optimizers)
