@@ -197,7 +197,8 @@ def test_fp16_optimizer_takes_over_half_state(device: torch.device) -> None:
     momentum = inner.state[param]["momentum_buffer"]
     (master,) = FP16_Optimizer(inner, verbose=False).fp32_from_fp16_groups[0]
     assert momentum.dtype is torch.float16 and list(inner.state) == [master]
-    assert torch.equal(inner.state[master]["momentum_buffer"], momentum.float())
+    widened = inner.state[master]["momentum_buffer"]
+    assert widened.dtype is torch.float32 and torch.equal(widened, momentum.float())
 
 
 @pytest.mark.parametrize("together", [True, False])
