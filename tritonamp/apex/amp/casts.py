@@ -27,6 +27,8 @@ class Casts:
         device_types: tensors elsewhere are left alone.
         owners: the casts end with the last of these; None: they stay.
         user_functions: those that the user has registered.
+        has_cache: whether parameters are cast once an iteration.
+        cache: parameter to its half copy.
     """
 
     def __init__(
@@ -36,9 +38,9 @@ class Casts:
         self.device_types = device_types
         self.owners: weakref.WeakSet[Any] | None = None
         self.user_functions: list[UserFunction] = []
-        self._enable_caching = enable_caching
+        self.has_cache = enable_caching
+        self.cache: dict[Tensor, Tensor] = {}
         self._is_active = active
-        self._cache: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._all_wrappers: list[tuple[Any, str, Any]] = []
 
@@ -83,34 +85,20 @@ class Casts:
         and the copy has none to hand on (it was made without gradients, or ``requires_grad`` has
         changed since).
         """
-        kept = (
-            self._enable_caching
-            and isinstance(tensor, nn.Parameter)
-            and tensor.dtype is torch.float32
-        )
+        kept = self.has_cache and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32
         if torch.compiler.is_compiling() or not kept or torch.is_inference_mode_enabled():
             return tensor.to(dtype)
-        copy = self._cache.get(tensor)
+        copy = self.cache.get(tensor)
         stale = copy is None or copy.dtype is not dtype or self._versions[tensor] != tensor._version
         if stale or (torch.is_grad_enabled() and copy.requires_grad != tensor.requires_grad):  # type: ignore[union-attr]
-            copy = self._cache[tensor] = tensor.to(dtype)
+            copy = self.cache[tensor] = tensor.to(dtype)
             self._versions[tensor] = tensor._version
         return copy  # type: ignore[return-value]
 
     def _clear_cache(self) -> None:
-        self._cache.clear()
+        self.cache.clear()
         self._versions.clear()
 
     def remove_cache(self, param: Tensor) -> None:
         """Forget the copy of one parameter."""
-        self._cache.pop(param, None)
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether parameters are cast once an iteration."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        """Parameter to its half copy."""
-        return self._cache
+        self.cache.pop(param, None)
