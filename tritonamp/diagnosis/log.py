@@ -30,6 +30,7 @@ from tritonamp.kernels.decide import (
     Record,
     ScaleRule,
 )
+from tritonamp.kernels.device import is_distributed, rank
 from tritonamp.readback import Reading
 
 logger = logging.getLogger("tritonamp")
@@ -173,7 +174,8 @@ class StepLog:
         long_run = self.history.in_a_row == _LONG_RUN
         log = logger.warning if (found.needs_help and is_news) or long_run else logger.info
         facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
-        log(found.line(*facts, *_rank()) + found.hint)
+        facts += [f"rank {rank()}"] if is_distributed() else []
+        log(found.line(*facts) + found.hint)
 
     def _explain(
         self, values: Sequence[float], attached: Attached, loss: float | None, exact: bool
@@ -288,8 +290,3 @@ class StepLog:
         by_outcome = [float(counts[name]) for name in COUNTS]
         self._device_record.load([*by_outcome, *last_good])
         self.history.load(by_outcome)
-
-
-def _rank() -> list[str]:
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return [f"rank {torch.distributed.get_rank()}"] if initialized else []
