@@ -39,7 +39,7 @@ class _WithForward(Swapped):
             own = self._tritonamp_forward
             if own is not None:
                 return run(self, own, (), args, kwargs)
-            return run(self, base_forward, (self,), args, kwargs)
+            return run(self, base.forward, (self,), args, kwargs)  # type: ignore[attr-defined]
 
         return {"forward": forward}
 
