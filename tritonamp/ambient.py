@@ -2,10 +2,9 @@
 
 import contextlib
 import importlib
-import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,77 +84,52 @@ class AmbientState(NamedTuple):
             torch.set_autocast_dtype(device_type, dtype)
 
 
-class _Seldom:
-    """A state that is read each time while it moves, and once in a while when it stands still.
-
-    Args:
-        read: returns the state.
-        same: whether two states are equal.
-
-    Attributes:
-        state: as it was read last.
-        waits: how often it is to be left alone.
-    """
-
-    STILL = 8  # as often was it the same, until it is read seldom
-    EVERY = 32
-
-    def __init__(self, read: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
-        self._read = read
-        self._same = same
-        self._still = 0
-        self.state = read()
-        self.waits = 0
-
-    def look(self) -> None:
-        """Read the state, unless it is to be left alone."""
-        if self.waits:
-            self.waits -= 1
-            return
-        state = self._read()
-        self._still = self._still + 1 if self._same(state, self.state) else 0
-        self.waits = self.EVERY - 1 if self._still >= self.STILL else 0
-        self.state = state
-
-
 class AmbientWatch:
     """What is around each of many forwards with gradients, at the price of what moves.
 
-    To read the generators of Python and of torch on the CPU takes longer than an empty forward. A
-    generator that was the same eight times is read in every 32nd forward from then on, until it is
-    found to have moved; then in each again. The first forward that draws from it is recorded right:
-    the state before it is the one that was read. Up to 31 forwards after that one are not, and draw
+    To read the generators of Python and of torch on the CPU takes longer than an empty forward.
+    When both were the same eight times they are read in every 32nd forward from then on, until one
+    is found to have moved; then in each again. The first forward that draws is recorded right: the
+    state before it is the one that was read. Up to 31 forwards after that one are not, and draw
     other numbers if they run again. numpy's generator is not recorded: its price is seven times
     that of all others. Where autocast is off, so are the dtypes that it would have.
     """
 
+    STILL = 8  # reads that find both generators the same, until they are read seldom
+    EVERY = 32
+
     def __init__(self) -> None:
-        self._python = _Seldom(random.getstate, operator.eq)
-        self._cpu = _Seldom(torch.default_generator.get_state, torch.equal)
-        self._last = AmbientState.now()
-        self._left = 0  # forwards for which ``_last`` does
+        self._generators = self._read()
+        self._still = 0
+        self._left = 0  # forwards for which ``_generators`` does
+        self._plain: AmbientState | None = None  # with these generators, without autocast
 
     def now(self, gpus: Sequence[torch.device]) -> AmbientState:
         """Return the record of this moment, with the generators of these CUDA devices."""
-        # private (torch 2.11 to 2.15): of all device types at once
-        if self._left and not gpus and not torch._C._is_any_autocast_enabled():
+        if self._left:
             self._left -= 1
-            return self._last
-        return self._look(gpus)
+        else:
+            self._look()
+        # private (torch 2.11 to 2.15): of all device types at once
+        if gpus or torch._C._is_any_autocast_enabled():
+            cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
+            return AmbientState.now(self._generators._replace(cuda=cuda))
+        if self._plain is None:
+            self._plain = AmbientState.now(self._generators)
+        return self._plain
 
-    def _look(self, gpus: Sequence[torch.device]) -> AmbientState:
-        read = self._python, self._cpu
-        for generator in read:
-            generator.look()
-        cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
-        state = AmbientState.now(Generators(self._python.state, None, self._cpu.state, cuda))
-        self._left = 0
-        if not cuda and not any(enabled for _, enabled, _ in state.autocast):
-            self._left = min(generator.waits for generator in read)
-            self._last = state
-        for generator in read:
-            generator.waits -= self._left
-        return state
+    def _look(self) -> None:
+        """Read the generators, and decide for how many forwards that does."""
+        before, self._generators = self._generators, self._read()
+        is_same = before.python == self._generators.python
+        is_same = is_same and torch.equal(before.cpu, self._generators.cpu)
+        self._still = self._still + 1 if is_same else 0
+        self._left = self.EVERY - 1 if self._still >= self.STILL else 0
+        self._plain = None
+
+    @staticmethod
+    def _read() -> Generators:
+        return Generators(random.getstate(), None, torch.default_generator.get_state(), {})
 
 
 @contextlib.contextmanager
