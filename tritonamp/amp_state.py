@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
-_OWN = {"loss_scalers", "counts", "loss_scale"}
-_SINCE = {"healed", "faults", "schedulers"}  # not in older states
+_OWN = {"loss_scalers", "counts", "loss_scale", "healed", "faults", "schedulers"}
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -79,14 +78,14 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
-    if _OWN <= keys <= _OWN | _SINCE and all(map(_is_scaler, state_dict["loss_scalers"].values())):
+    if keys == _OWN and all(map(_is_scaler, state_dict["loss_scalers"].values())):
         return ResumeState(
             {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()},
             _counts(state_dict["counts"]),
             state_dict["loss_scale"],
-            list(state_dict.get("healed") or []),
-            dict(state_dict.get("faults") or {}),
-            list(state_dict.get("schedulers") or []),
+            list(state_dict["healed"]),
+            dict(state_dict["faults"]),
+            list(state_dict["schedulers"]),
         )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
@@ -109,9 +108,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
 
 
 def _counts(counts: Any) -> dict[str, int]:
-    """Read counts by name, or the list of three that older states hold."""
-    if isinstance(counts, list) and len(counts) == len(COUNTS):
-        return dict(zip(COUNTS, counts, strict=True))
+    """Return counts by name; a ValueError where other names, or none, are in their place."""
     if not isinstance(counts, dict) or set(counts) != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
     return dict(counts)

@@ -180,10 +180,9 @@ class EnabledModule(_WithForward):
         "_tritonamp_inputs",
         "_tritonamp_fp32",
     )
-    # in pickles of earlier versions there are none
-    _tritonamp_saved = SavedDtypes()
-    _tritonamp_inputs = Signature()
-    _tritonamp_fp32 = False  # healed as a whole
+    _tritonamp_saved: SavedDtypes
+    _tritonamp_inputs: Signature
+    _tritonamp_fp32: bool  # healed as a whole
     _run = staticmethod(enabled_forward)
 
     @classmethod
