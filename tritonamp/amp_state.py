@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
-_OWN = {"loss_scalers", "counts", "loss_scale", "healed", "faults", "schedulers"}
+_OWN = {"loss_scalers", "counts", "loss_scale"}
+_EXTRA = {"healed", "faults", "schedulers"}  # a state that is written by hand may lack them
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -78,14 +79,14 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
-    if keys == _OWN and all(map(_is_scaler, state_dict["loss_scalers"].values())):
+    if _OWN <= keys <= _OWN | _EXTRA and all(map(_is_scaler, state_dict["loss_scalers"].values())):
         return ResumeState(
             {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()},
             _counts(state_dict["counts"]),
             state_dict["loss_scale"],
-            list(state_dict["healed"]),
-            dict(state_dict["faults"]),
-            list(state_dict["schedulers"]),
+            list(state_dict.get("healed") or []),
+            dict(state_dict.get("faults") or {}),
+            list(state_dict.get("schedulers") or []),
         )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
@@ -108,7 +109,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
 
 
 def _counts(counts: Any) -> dict[str, int]:
-    """Return counts by name; a ValueError where other names, or none, are in their place."""
+    """Return counts by name; raise ValueError where other names, or none, are given."""
     if not isinstance(counts, dict) or set(counts) != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
     return dict(counts)
