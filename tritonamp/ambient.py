@@ -87,49 +87,49 @@ class AmbientState(NamedTuple):
 class AmbientWatch:
     """What is around each of many forwards with gradients, at the price of what moves.
 
-    To read the generators of Python and of torch on the CPU takes longer than an empty forward.
-    When both were the same eight times they are read in every 32nd forward from then on, until one
-    is found to have moved; then in each again. The first forward that draws is recorded right: the
-    state before it is the one that was read. Up to 31 forwards after that one are not, and draw
+    To read the generators of Python and of torch on the CPU takes longer than an empty forward. A
+    generator that was the same eight times is read in every 32nd forward from then on, until it is
+    found to have moved; then in each again. The first forward that draws from it is recorded right:
+    the state before it is the one that was read. Up to 31 forwards after that one are not, and draw
     other numbers if they run again. numpy's generator is not recorded: its price is seven times
     that of all others. Where autocast is off, so are the dtypes that it would have.
     """
 
-    STILL = 8  # reads that find both generators the same, until they are read seldom
+    STILL = 8  # as often was a generator the same, until it is read seldom
     EVERY = 32
 
     def __init__(self) -> None:
-        self._generators = self._read()
-        self._still = 0
-        self._left = 0  # forwards for which ``_generators`` does
-        self._plain: AmbientState | None = None  # with these generators, without autocast
+        self._read = random.getstate, torch.default_generator.get_state
+        self._states = [read() for read in self._read]
+        self._still = [0, 0]
+        self._waits = [0, 0]  # forwards for which each state does
+        self._plain: AmbientState | None = None  # with these states, without autocast
 
     def now(self, gpus: Sequence[torch.device]) -> AmbientState:
         """Return the record of this moment, with the generators of these CUDA devices."""
-        if self._left:
-            self._left -= 1
-        else:
-            self._look()
+        for i in (0, 1):
+            if self._waits[i]:
+                self._waits[i] -= 1
+            else:
+                self._look(i)
         # private (torch 2.11 to 2.15): of all device types at once
-        if gpus or torch._C._is_any_autocast_enabled():
-            cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
-            return AmbientState.now(self._generators._replace(cuda=cuda))
-        if self._plain is None:
-            self._plain = AmbientState.now(self._generators)
-        return self._plain
+        is_plain = not gpus and not torch._C._is_any_autocast_enabled()
+        if is_plain and self._plain is not None:
+            return self._plain
+        python, cpu = self._states
+        cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
+        state = AmbientState.now(Generators(python, None, cpu, cuda))
+        if is_plain:
+            self._plain = state
+        return state
 
-    def _look(self) -> None:
-        """Read the generators, and decide for how many forwards that does."""
-        before, self._generators = self._generators, self._read()
-        is_same = before.python == self._generators.python
-        is_same = is_same and torch.equal(before.cpu, self._generators.cpu)
-        self._still = self._still + 1 if is_same else 0
-        self._left = self.EVERY - 1 if self._still >= self.STILL else 0
-        self._plain = None
-
-    @staticmethod
-    def _read() -> Generators:
-        return Generators(random.getstate(), None, torch.default_generator.get_state(), {})
+    def _look(self, i: int) -> None:
+        """Read one generator, and decide for how many forwards that does."""
+        before, state = self._states[i], self._read[i]()
+        is_same = torch.equal(state, before) if isinstance(state, Tensor) else state == before
+        self._still[i] = self._still[i] + 1 if is_same else 0
+        self._waits[i] = self.EVERY - 1 if self._still[i] >= self.STILL else 0
+        self._states[i], self._plain = state, None
 
 
 @contextlib.contextmanager
