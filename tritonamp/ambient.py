@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +99,11 @@ class AmbientWatch:
     EVERY = 32
 
     def __init__(self) -> None:
-        self._read = random.getstate, torch.default_generator.get_state
-        self._states = [read() for read in self._read]
+        self._read: tuple[Callable[[], Any], ...] = (
+            random.getstate,
+            torch.default_generator.get_state,
+        )
+        self._states: list[Any] = [read() for read in self._read]
         self._still = [0, 0]
         self._waits = [0, 0]  # forwards for which each state does
         self._plain: AmbientState | None = None  # with these states, without autocast

@@ -65,7 +65,7 @@ class Computed(NamedTuple):
             if type(now) is not type(value) or now != value:
                 return False
         for name, code, defaults in self.methods:
-            method = forward if name == "forward" else getattr(type(module), name, None)
+            method: Any = forward if name == "forward" else getattr(type(module), name, None)
             if name in own or getattr(method, "__code__", None) is not code:
                 return False
             if method.__defaults__ is not defaults:
@@ -160,7 +160,7 @@ class _Reader:
                 return multiply(-1, self._value(operand, local, outer))
             case ast.BinOp(left=left, op=op, right=right):
                 values = (self._value(n, local, outer) for n in (left, right))
-                return _OPERATORS[type(op)](*values)  # type: ignore[index]
+                return _OPERATORS[type(op)](*values)
             case ast.Attribute(value=base, attr=name):
                 return self._attribute(self._value(base, local, outer), name)
             case ast.Subscript(value=base, slice=index):
