@@ -517,19 +517,35 @@ def test_a_traced_norm_is_left_alone() -> None:
     assert proved(torch.jit.trace(LlamaNorm(), torch.ones(2, N))) is None
 
 
+LINES = (
+    "class CellNorm(Norm):\n",
+    "    def forward(self, x):\n",
+    "        mean = torch.mean(x.square(), -1, keepdim=True)\n",
+    "        return x * torch.rsqrt(mean + self.eps) * self.weight\n",
+)
+
+
+def in_a_cell(*imports: str, shown: str | None = None) -> Norm:
+    """Return a norm whose class is compiled alone, as in a notebook, and what its source shows."""
+    lines = [*imports, *LINES]
+    module = types.ModuleType("cell")
+    module.__dict__.update(Norm=Norm, torch=torch)
+    exec(compile("".join(lines), "<cell>", "exec"), module.__dict__)
+    lines[-1] = shown or lines[-1]
+    linecache.cache["<cell>"] = (0, None, lines, "<cell>")
+    norm: Norm = module.__dict__["CellNorm"]()
+    return norm
+
+
+@pytest.mark.parametrize("imports", [(), ("import torch\n",)])
+def test_imports_may_be_in_another_cell(imports: tuple[str, ...]) -> None:
+    assert proved(in_a_cell(*imports)) is not None
+
+
 def test_source_that_is_not_what_runs_proves_nothing() -> None:
     """A file that was edited after it was imported, say."""
-    lines = (
-        "class EditedNorm(Norm):\n",
-        "    def forward(self, x):\n",
-        "        return x * self.rate(x) * self.weight * 2.0\n",
-    )
-    module = types.ModuleType("edited")
-    module.__dict__["Norm"] = Norm
-    exec(compile("".join(lines), "<edited>", "exec"), module.__dict__)
-    plain = [line.replace(" * 2.0", "") for line in lines]
-    linecache.cache["<edited>"] = (0, None, plain, "<edited>")
-    assert proved(module.__dict__["EditedNorm"]()) is None
+    twice = LINES[-1].replace("self.weight", "self.weight * 2.0 * 0.5")
+    assert proved(in_a_cell(shown=twice)) is None
 
 
 class ChangingNorm(AliasNorm):

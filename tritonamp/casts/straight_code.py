@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -243,12 +244,18 @@ def _statements(function: Any) -> list[ast.stmt]:
 def _check_same_code(tree: ast.FunctionDef, function: FunctionType) -> None:
     """Raise where the source is not what runs: a file that has changed, say."""
     code, outer = function.__code__, function.__globals__
-    # Python compiles ``torch.rsqrt(x)`` by whether torch is an import of the module
-    imports = [ast.alias(name) for name in code.co_names if inspect.ismodule(outer.get(name))]
-    source = ast.Module([ast.Import(imports), tree] if imports else [tree], [])
-    compiled = compile(ast.fix_missing_locations(source), "<source>", "exec", dont_inherit=True)
-    for found in compiled.co_consts:
-        is_it = isinstance(found, CodeType) and found.co_name == code.co_name
-        if is_it and all(getattr(found, part) == getattr(code, part) for part in _PARTS):
-            return
+    modules = [name for name in code.co_names if inspect.ismodule(outer.get(name))]
+    # Python compiles ``torch.rsqrt(x)`` by whether torch was imported in the same file, or cell
+    for count in range(len(modules) + 1):
+        for imported in itertools.combinations(modules, count):
+            imports = [ast.Import([ast.alias(name)]) for name in imported]
+            source = ast.fix_missing_locations(ast.Module([*imports, tree], []))
+            compiled = compile(source, "<source>", "exec", dont_inherit=True)
+            if any(_is_same(found, code) for found in compiled.co_consts):
+                return
     raise Unproved(code)
+
+
+def _is_same(found: Any, code: CodeType) -> bool:
+    is_it = isinstance(found, CodeType) and found.co_name == code.co_name
+    return is_it and all(getattr(found, part) == getattr(code, part) for part in _PARTS)
