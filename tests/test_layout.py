@@ -33,7 +33,7 @@ TIERS = [
     "step",
     "amp_state checks optim",
     "runtime",
-    "forecast old_pickles",
+    "forecast",
     "__init__",
     "apex commands integrations testing",
     "demo",

@@ -118,12 +118,6 @@ def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
     return type(base.__name__, (kind, base), {**namespace, **kind._members(base, *variant)})
 
 
-def new(kind: type[Swapped], base: type, *args: Any) -> Any:
-    """Make the object that a pickle of an earlier version is then filled into."""
-    cls = _generated(kind, base) if kind._kept_by_copies else base  # type: ignore[arg-type]
-    return cls.__new__(cls, *args)
-
-
 def base_class(cls: type) -> type:
     """Return the class that a generated one was made from; of any other class, itself."""
     return cls.__bases__[1] if issubclass(cls, Swapped) else cls

@@ -39,7 +39,7 @@ class _WithForward(Swapped):
             own = self._tritonamp_forward
             if own is not None:
                 return run(self, own, (), args, kwargs)
-            return run(self, base_forward, (self,), args, kwargs)
+            return run(self, base.forward, (self,), args, kwargs)  # type: ignore[attr-defined]
 
         return {"forward": forward}
 
@@ -206,10 +206,9 @@ class EnabledModule(_WithForward):
         "_tritonamp_inputs",
         "_tritonamp_fp32",
     )
-    # in pickles of earlier versions there are none
-    _tritonamp_saved = SavedDtypes()
-    _tritonamp_inputs = Signature()
-    _tritonamp_fp32 = False  # healed as a whole
+    _tritonamp_saved: SavedDtypes
+    _tritonamp_inputs: Signature
+    _tritonamp_fp32: bool  # healed as a whole
     _run = staticmethod(enabled_forward)
 
     @classmethod
