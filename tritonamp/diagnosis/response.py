@@ -26,9 +26,9 @@ from tritonamp.diagnosis.replay import (
     result_of,
     write_bundle,
 )
-from tritonamp.diagnosis.replay.calls import amax, is_finite
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
+from tritonamp.watched.ops import amax, is_finite
 
 logger = logging.getLogger("tritonamp")
 

@@ -75,7 +75,7 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
         subnormal=values.subnormal(dtype),
         grad_vanishing=slopes.vanishing(dtype),
         max_scale=max_scale,
-        limited_by="" if top is None else top.parameter or top.place.module or LOSS,
+        limited_by="" if top is None else top.parameter or top.module or LOSS,
         scale=scale,
         scaled_vanishing=slopes.vanishing(dtype, scale),
         lost=_lost(records, dtype, max_scale),
@@ -155,9 +155,7 @@ def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Find
             why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
         cures = tuple(
-            sorted(
-                {r.place.module for r in records if r.half and r.scaled and r.sizes.amax >= limit}
-            )
+            sorted({r.module for r in records if r.half and r.scaled and r.sizes.amax >= limit})
         )
         advice = f"keep {seen.limited_by!r} in FP32, or use bfloat16"
         yield Finding("loss scale", seen.limited_by, why, advice, True, 1.2, cures)

@@ -1,13 +1,26 @@
 """Measures every result of a run on FP32 values, with the place it comes from."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.forecast.places import MOVES, Location, PlacedOps, is_view
+from tritonamp.casts.inputs import InputTensor, signature_of
+from tritonamp.casts.rounded_inputs import (
+    Readers,
+    RoundedInput,
+    inputs_to_cast,
+    roundings,
+    worst_rounding,
+)
+from tritonamp.casts.tree import cast_tree, from_half
+from tritonamp.casts.user_functions import disable_casts
+from tritonamp.forecast.running import Batch, WatchedCopy
+from tritonamp.forecast.twin import named_tensors, widen
 from tritonamp.forecast.unrounded import (
     Magnitudes,
     Unrounded,
@@ -17,21 +30,21 @@ from tritonamp.forecast.unrounded import (
     unrounded,
     values_of,
 )
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
+from tritonamp.watched.places import Place, Way
 
 FILLS = """
-    masked_fill masked_fill_ fill fill_ full full_like new_full clamp clamp_ clamp_min clamp_min_
-    clamp_max clamp_max_ hardtanh hardtanh_ threshold threshold_ constant_pad_nd index_fill
-    index_fill_
+    masked_fill fill full full_like new_full clamp clamp_min clamp_max hardtanh threshold
+    constant_pad_nd index_fill
 """.split()
 """torch refuses their scalar where the dtype does not hold it, whatever the tensor's values are."""
-ADDS = "add add_ sub sub_ rsub clamp clamp_ clamp_min clamp_min_".split()
-"""What an eps is given to."""
-AT_ZERO = "div div_ reciprocal rsqrt log log2 log10 sqrt".split()
+AT_ZERO = "div reciprocal rsqrt log log2 log10 sqrt".split()
 """The value or the slope is infinite where the last argument is zero."""
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
+_BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 NORMS = (
     "native_layer_norm",
     "native_group_norm",
@@ -58,7 +71,7 @@ class TensorRecord:
         excused: its overflow does no harm: a mask that a softmax takes as -inf.
     """
 
-    place: Location
+    place: Place
     op: str
     shape: tuple[int, ...]
     sizes: Magnitudes
@@ -69,8 +82,13 @@ class TensorRecord:
     excused: bool = False
     sources: list["TensorRecord"] = field(default_factory=list, repr=False)
 
+    @property
+    def module(self) -> str:
+        """The path of its module; "" is the model's own forward, and the loss."""
+        return self.place.module or ""
 
-class Note(NamedTuple):
+
+class Hazard(NamedTuple):
     """Something that is wrong whatever the sizes.
 
     Attributes:
@@ -80,33 +98,86 @@ class Note(NamedTuple):
     """
 
     kind: str
-    place: Location
+    place: Place
     detail: str
 
 
-class Recorder(PlacedOps):
+class Recorder(WatchedCopy):
     """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
+
+    Args:
+        model: whose copy runs.
+        policy: of the copy.
 
     Attributes:
         records: what was measured, in order.
-        notes: each once.
+        hazards: each once.
+        inputs: those that the policy casts.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        super().__init__("the dry run, in FP32")
         self.records: list[TensorRecord] = []
-        self.notes: dict[Note, None] = {}
-        self._dtype = dtype
+        self.hazards: dict[Hazard, None] = {}
+        self.inputs: list[InputTensor] = []
+        self._model, self._policy, self._dtype = model, policy, policy.dtype
+        self._worst: list[float] = []
 
-    def note(self, kind: str, detail: str, place: Location | None = None) -> None:
-        """Note that something is wrong; ``place`` None: at the op that is running."""
-        self.notes[Note(kind, place or self.place(), detail)] = None
+    def begin(self, twin: nn.Module) -> None:
+        super().begin(twin)
+        widen(twin, {name: values_of(t.detach()) for name, t in named_tensors(self._model)})
+
+    def given(self, batch: Batch) -> Batch:
+        batch = super().given(batch)
+        self.inputs = inputs_to_cast(*batch, signature_of(self._model.forward), self._policy)
+        rows = [worst_rounding(one.tensor, self._dtype).tolist() for one in self.inputs]
+        self._worst = [number for row in rows for number in row]
+        self._readers = Readers(self.inputs)
+        return batch
+
+    def given_tensor(self, tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        half = tensor.dtype in HALF_DTYPES
+        result: Tensor = Unrounded(copied.float(), tensor.dtype) if half else copied
+        self.marked("input", result)
+        return result.requires_grad_(tensor.requires_grad)
+
+    def rounded(self) -> list[RoundedInput]:
+        """Return the inputs that lose by their cast, and that no matmul or convolution reads."""
+        found = roundings(self.inputs, self._worst)
+        return [one for one in found if one.path in self._readers.only_others]
+
+    def __enter__(self) -> "Recorder":
+        super().__enter__()
+        self._hooks.enter_context(self._readers)
+        self._hooks.enter_context(_BceInFp32(self))
+        return self
+
+    def note(self, kind: str, detail: str, place: Place) -> None:
+        """Note that something is wrong."""
+        self.hazards[Hazard(kind, place, detail)] = None
+
+    def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
+        half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
+        made_by, scaled = record_of(tensor), "gradient" in op
+        self._record(
+            tensor,
+            Place(parameter.rpartition(".")[0]),
+            op,
+            half=half,
+            parameter=parameter,
+            backward=scaled,
+            scaled=scaled,
+            sources=[made_by] if made_by else [],
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, place = kwargs or {}, self.place()
-        self.remember(place)
-        result = unrounded(func, args, kwargs, lambda message: self.note("refused", message, place))
-        name = func._schema.name.removeprefix("aten::")
+        call = OpCall(func, args, kwargs or {})
+        name = call.schema.aten
+        place = self.place(name)
+        result = unrounded(
+            func, args, call.kwargs, lambda message: self.note("refused", message, place)
+        )
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(
@@ -115,31 +186,32 @@ class Recorder(PlacedOps):
         ):
             self.note("infinite", "a tensor made in half holds inf", place)
         sources = [record for record in map(record_of, inputs) if record is not None]
-        if is_view(func) or (name in MOVES and sources):
+        if call.schema.is_view or (call.moves and sources):
             for output in outputs:
                 self._pass_on(output, sources, place)
-        elif not name.startswith(("empty", "new_empty")):
+        elif not call.allocates:
             self._watch_divisors(name, inputs, place)
-            self._excuse_mask(name, args, kwargs)
+            self._excuse_mask(name, args, call.kwargs)
             for output in outputs[:1] if name in NORMS else outputs:
                 self._measure(name, output, sources, place)
-            self._watch_scalars(name, args, outputs, place)
+            self._watch_scalars(call, outputs, place)
         return result
 
-    def _measure(
-        self, op: str, output: Tensor, sources: list[TensorRecord], place: Location
-    ) -> None:
-        values, half = values_of(output), isinstance(output, Unrounded)
+    def _measure(self, op: str, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
+        half, backward = isinstance(output, Unrounded), self.in_backward()
+        scaled = any(source.scaled for source in sources)
+        self._record(
+            output, place, op, half=half, backward=backward, scaled=scaled, sources=sources
+        )
+
+    def _record(self, tensor: Tensor, place: Place, op: str, **fields: Any) -> None:
+        values = values_of(tensor.detach())
         if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
-            scaled = any(source.scaled for source in sources)
-            shape, sizes = tuple(values.shape), magnitudes(values)
-            record = TensorRecord(
-                place, op, shape, sizes, half, "", self.in_backward(), scaled, sources=sources
-            )
-            output._record = record  # type: ignore[attr-defined]
+            record = TensorRecord(place, op, tuple(values.shape), magnitudes(values), **fields)
+            tensor._record = record  # type: ignore[attr-defined]
             self.records.append(record)
 
-    def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Location) -> None:
+    def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
         """Give an output that holds the values of an input, perhaps rounded, its record."""
         if not sources or record_of(output) is not None:
             return
@@ -153,20 +225,21 @@ class Recorder(PlacedOps):
             if source.op not in MARKED and source in self.records[-16:]:
                 self.records.remove(source)
 
-    def _watch_scalars(self, name: str, args: Any, outputs: list[Tensor], place: Location) -> None:
+    def _watch_scalars(self, call: OpCall, outputs: list[Tensor], place: Place) -> None:
         if not any(isinstance(output, Unrounded) for output in outputs):
             return
         record = record_of(outputs[0])
+        name = call.schema.name
         overflows = name in FILLS or (record is not None and record.sizes.overflows(self._dtype))
-        for value in args:
+        for value in call.args:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 if overflows and rounds_to_inf(self._dtype) <= abs(value) < float("inf"):
-                    self.note("constant", f"{name.strip('_')} with {value:g}", place)
-                elif name in ADDS and 0 < abs(value) <= rounds_to_zero(self._dtype):
-                    self.note("eps", f"{name.strip('_')} of {value:g}", place)
+                    self.note("constant", f"{name} with {value:g}", place)
+                elif name in ADDS_A_NUMBER and 0 < abs(value) <= rounds_to_zero(self._dtype):
+                    self.note("eps", f"{name} of {value:g}", place)
 
-    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Location) -> None:
-        record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
+    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Place) -> None:
+        record = record_of(inputs[-1]) if name.strip("_") in AT_ZERO and inputs else None
         if (
             record is not None
             and record.half
@@ -193,3 +266,20 @@ class Recorder(PlacedOps):
 def record_of(tensor: Tensor | None) -> TensorRecord | None:
     """Return what was measured of a tensor of the run."""
     return getattr(tensor, "_record", None)
+
+
+class _BceInFp32(TorchFunctionMode):
+    """Lets binary_cross_entropy run, which autocast refuses, and notes it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _BCE:
+            return func(*args, **(kwargs or {}))
+        place = self._recorder.here("binary_cross_entropy", Way.out_of(sys._getframe(1)))
+        self._recorder.note("bce", "binary_cross_entropy", place)
+        args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
+        with disable_casts():
+            return func(*args, **kwargs)

@@ -17,7 +17,7 @@ from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import look
-from tritonamp.forecast.comparing import Side, compared
+from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun, dry_run
@@ -25,6 +25,7 @@ from tritonamp.forecast.findings import Finding, short
 from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
+from tritonamp.forecast.results import Side
 from tritonamp.forecast.running import Batch
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.runtime import scaler_for
@@ -204,7 +205,7 @@ def _plain(record: TensorRecord) -> dict[str, Any]:
     kept = ("op", "shape", "half", "parameter", "backward", "scaled")
     sizes = {name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")}
     return {
-        "module": record.place.module,
+        "module": record.module,
         "line": record.place.line,
         **{n: getattr(record, n) for n in kept},
         **sizes,

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tritonamp.diagnosis.replay.calls import Call, floats, is_finite
-from tritonamp.diagnosis.replay.places import storage
+from tritonamp.watched.ops import OpCall, floats, is_finite, storage
 
 
 class ExactValues:
@@ -32,12 +31,12 @@ class ExactValues:
         """Forget all views of the memory of ``tensor``: it was written to, or is new."""
         self._known.pop(storage(tensor), None)
 
-    def results(self, call: Call) -> list[Tensor]:
+    def results(self, call: OpCall) -> list[Tensor]:
         """Return what the op would give for exact values; none where it cannot be run again.
 
         An inf that nothing is known of counts as the largest number of its format.
         """
-        if call.signature.name == "as_strided":  # reads memory by another layout than a copy's
+        if call.schema.name == "as_strided":  # reads memory by another layout than a copy's
             return []
         return floats(call.again(self._of, torch.float64))
 

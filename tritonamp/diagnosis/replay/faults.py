@@ -165,7 +165,7 @@ class FaultReport:
         lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
         code = ""
         if event.place.file:
-            code = linecache.getline(event.place.file, event.place.line).strip()
+            code = linecache.getline(event.place.file, event.place.number).strip()
         if code:
             lines.append(f"  code:    {code}")
         lines.append(f"  why:     {self.why}")
@@ -214,7 +214,7 @@ class FaultReport:
             "class": event.place.kind,
             "op": self.op,
             "file": event.place.file,
-            "line": event.place.line,
+            "line": event.place.number,
             "aten": event.aten,
             "inputs": [
                 {
