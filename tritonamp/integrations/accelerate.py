@@ -12,10 +12,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.integrations.graph import fed_by, params_of
 
 ENGINES = (
     DistributedType.NO,
@@ -84,7 +82,6 @@ class _EnabledAccelerator(accelerate.Accelerator):
     amp: tritonamp.Amp | None
     scaler: Any
     _settings: dict[str, Any]
-    _params: dict[Optimizer, list[Tensor]]  # the model's, by enabled optimizer
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
@@ -102,8 +99,7 @@ class _EnabledAccelerator(accelerate.Accelerator):
                 "call, and call accelerator.free_memory() before the next ones (a Trainer on "
                 "several GPUs in one process is of this kind: use torchrun, or show it one GPU)"
             )
-        self._params = {o.optimizer: params_of(o.optimizer) for o in optimizers}
-        self.amp = tritonamp.enable(models, list(self._params), **self._settings)
+        self.amp = tritonamp.enable(models, [o.optimizer for o in optimizers], **self._settings)
         self.scaler = _SavedWithScaler(self.amp)
         for optimizer in optimizers:
             optimizer.__class__ = _EnabledOptimizer
@@ -114,14 +110,13 @@ class _EnabledAccelerator(accelerate.Accelerator):
         if self.amp is not None:
             self.amp.disable()
             self.amp = self.scaler = None
-            self._params = {}
         return super().free_memory(*objects)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         if self.amp is None:
             return super().backward(loss, **kwargs)
         with self.amp.scale_loss(
-            loss / self.gradient_accumulation_steps, fed_by(loss, self._params)
+            loss / self.gradient_accumulation_steps, self.amp.fed_by(loss)
         ) as scaled:
             scaled.backward(**kwargs)
 

@@ -1,10 +1,9 @@
 """The graph that autograd has recorded behind a tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 
 def nodes(tensor: Tensor) -> Iterator[Any]:
@@ -18,11 +17,6 @@ def nodes(tensor: Tensor) -> Iterator[Any]:
             yield node
 
 
-def is_custom(node: Any) -> bool:
-    """Return whether a node belongs to a ``torch.autograd.Function``, which may hide a graph."""
-    return isinstance(node, BackwardCFunction)
-
-
-def leaves(tensor: Tensor) -> set[Tensor]:
-    """Return the tensors that a backward from ``tensor`` gives gradients to."""
-    return {node.variable for node in nodes(tensor) if hasattr(node, "variable")}
+def leaves(found: Iterable[Any]) -> set[Tensor]:
+    """Return the tensors among ``nodes`` that a backward gives gradients to."""
+    return {node.variable for node in found if hasattr(node, "variable")}
