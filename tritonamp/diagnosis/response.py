@@ -240,9 +240,9 @@ class Response:
                 if fault.silent:
                     fault = self._compared(fault, function)
                 return str(fault), fault
-        if vanished and self._log.last is None:
+        if self._log.last is None and vanished:
             return vanished, None
-        return self._nothing_found(runs), None
+        return "\n".join(filter(None, [self._nothing_found(runs), vanished])), None
 
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with what FP32 gives beside it, where that can run."""

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}  # tensors of a subclass may be no memory
+READ_NO_VALUES = frozenset(
+    """zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
+    new_empty empty_like""".split()
+)
+"""Ops that only want to know of what shape and dtype their input is."""
 OVERWRITES = frozenset(
     "copy fill zero normal uniform bernoulli random exponential log_normal".split()
 )

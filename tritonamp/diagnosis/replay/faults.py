@@ -189,8 +189,9 @@ class FaultReport:
             parts.append(f"first NaN in {event.first_nan}")
         if self.silent and event.absorbed:
             parts.append(f"inf became a wrong finite number in {event.absorbed}")
-        if self.harmless and event.vanished:
-            parts.append(f"inf became a finite number in {event.vanished}")
+        if self.harmless:
+            became = f"became a finite number in {event.vanished}"
+            parts.append(f"inf {became if event.vanished else 'reached no result'}")
         if self.outcome:
             parts.append(self.outcome)
         if self.difference is not None:

@@ -183,7 +183,7 @@ class _Replay:
 
     def vanished(self) -> FaultReport | None:
         """Report an overflow that vanished, and left the right numbers as far as is known."""
-        found = next((e for e in self.watch.events if e.vanished), None)
+        found = next((e for e in self.watch.events if e.overflowed), None)
         return None if found is None else self._fault(found, harmless=True)
 
     def _first(self, events: list[Event]) -> Event:

@@ -22,6 +22,7 @@ from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.verdicts import Event, OpInput
 from tritonamp.watched.ops import (
     ADDS_A_NUMBER,
+    READ_NO_VALUES,
     OpCall,
     amax,
     floats,
@@ -272,6 +273,8 @@ class Watch(PlacedOps):
 
     def _follow(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
         """Note where inf of an overflow became finite, and wrong; follow what it should be."""
+        if call.schema.name in READ_NO_VALUES:
+            return
         found = [self._origins.get(storage(t)) for t in call.inputs() if not is_finite(t)]
         met = [event for event in found if event is not None and event.overflowed]
         made = [self._origins.get(storage(t)) for t in results if not is_finite(t)]
@@ -292,7 +295,7 @@ class Watch(PlacedOps):
                 met[0].absorbed = place
             if not bool(finite.all()):
                 self._exact.put(result, values)
-        if met and not made and met[0].vanished is None:
+        if met and results and not made and met[0].vanished is None:
             met[0].vanished = place
 
     # numbers that round to zero
