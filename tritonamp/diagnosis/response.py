@@ -15,7 +15,7 @@ from torch import nn
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
-from tritonamp.diagnosis.remedies import CURED_BY_FP32, Trials, find_remedy
+from tritonamp.diagnosis.remedies import CURED_BY_FP32, TrialBlocks, remedy_of
 from tritonamp.diagnosis.replay import (
     NOT_REPRODUCED,
     BatchGoneError,
@@ -36,7 +36,7 @@ HEAL_AFTER = 2  # faults in one module
 FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
 
 
-Run = tuple[Callable[[], Any], dict[str, Any]]
+Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function, and what ``find_fault`` can know of its run."""
 
 
@@ -59,7 +59,7 @@ class Response:
         log: StepLog,
         heal: Callable[[str], None],
         forwards: Forwards,
-        trials: Trials,
+        trials: TrialBlocks,
     ) -> None:
         self._forwards = forwards
         self._trials = trials
@@ -210,7 +210,7 @@ class Response:
             return self._search([(b.run, {"backward": False}) for b in self._forwards.recent])
         return self._search([(b.run, _known(b)) for b in self._log.batches])
 
-    def _search(self, runs: Sequence[Run]) -> tuple[str, FaultReport | None]:
+    def _search(self, runs: Sequence[Rerun]) -> tuple[str, FaultReport | None]:
         if not runs:
             return (
                 "Not replayed: no forward led to it that could be run again (a compiled one "
@@ -260,14 +260,14 @@ class Response:
         key = fault.kind, fault.module
         if key not in self._remedies:
             try:
-                self._remedies[key] = find_remedy(
+                self._remedies[key] = remedy_of(
                     fault, lambda around: again(around=around), self._trials
                 )
             except Exception:  # the user's code raised, or there is no memory: nothing is promised
                 return None
         return self._remedies[key]
 
-    def _nothing_found(self, runs: Sequence[Run]) -> str:
+    def _nothing_found(self, runs: Sequence[Rerun]) -> str:
         last = self._log.last
         if last is None:
             nothing = "Run again, nothing overflows, nor does any overflow vanish on the way"

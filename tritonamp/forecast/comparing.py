@@ -5,6 +5,7 @@ import dataclasses
 from torch import nn
 
 from tritonamp.casts.fused_norms import recipe_of
+from tritonamp.forecast.cure import with_fp32
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.results import Compared, Reference, Side
 from tritonamp.forecast.running import Batch, LossFn, run_copy
@@ -32,8 +33,8 @@ def compared(
     module = found.parted.place.module if found.parted else ""
     if not module or not asked.is_half:
         return found
-    tried = dataclasses.replace(asked.policy, fp32_modules=(*asked.policy.fp32_modules, module))
-    cured = _compared(model, batch, loss_fn, asked._replace(policy=tried), reference)
+    tried = asked._replace(policy=with_fp32(asked.policy, [module]))
+    cured = _compared(model, batch, loss_fn, tried, reference)
     return dataclasses.replace(found, tried=cured)
 
 
