@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tritonamp.forecast.findings import short
 from tritonamp.forecast.ulps import PARTS, Difference, Drift, drifts
+from tritonamp.names import short
 
 GROWN = 1.5  # times what its inputs were off: what the text shows
 UNMATCHED = 0.1  # share of results: some are only how a level computes the same

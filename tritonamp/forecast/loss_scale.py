@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonamp.forecast.findings import Finding, short
+from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.unrounded import pooled, rounds_to_inf
+from tritonamp.names import short
 from tritonamp.policy import Policy
 
 MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-24  # of GradScaler

@@ -7,9 +7,10 @@ import torch
 
 from tritonamp.casts.rounded_inputs import RoundedInput, describe
 from tritonamp.forecast.dry_run import DryRun
-from tritonamp.forecast.findings import Finding, bce, keep, short
+from tritonamp.forecast.findings import Finding, bce, keep
 from tritonamp.forecast.loss_scale import GONE, loss_scale
 from tritonamp.forecast.recording import Hazard, TensorRecord
+from tritonamp.names import short
 from tritonamp.policy import Policy
 
 GATES = "sigmoid softmax exp softplus silu gelu elu erfc dropout threshold relu".split()

@@ -21,12 +21,13 @@ from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun, dry_run
-from tritonamp.forecast.findings import Finding, short
+from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.results import Side
 from tritonamp.forecast.running import Batch
+from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.runtime import scaler_for
 from tritonamp.scaler import GradScaler

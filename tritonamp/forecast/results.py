@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from tritonamp.forecast.findings import short
 from tritonamp.forecast.recording import NORMS
 from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.ulps import Difference, ulps_between
+from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.watched.ops import OpCall
 from tritonamp.watched.places import Place

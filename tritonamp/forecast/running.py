@@ -131,11 +131,8 @@ def run_copy(
         except Misuse:
             raise
         except Exception as error:
-            of = (
-                f"module {watch.failed!r}"
-                if watch.failed
-                else "the model, the loss or the backward"
-            )
+            module = "" if watch.failed is None else watch.names[watch.failed]
+            of = f"module {module!r}" if module else "the model, the loss or the backward"
             raise RuntimeError(
                 f"tritonamp.check: {of} failed in {watch.title}: {type(error).__name__}: {error}"
             ) from error

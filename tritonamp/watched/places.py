@@ -5,9 +5,10 @@ import dataclasses
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -99,14 +100,14 @@ class PlacedOps(TorchDispatchMode):
     Attributes:
         names: of the modules that are followed.
         modules: those that the forward is in, innermost last.
-        failed: the name of the innermost module that raised, or "".
+        failed: the innermost that raised.
         threads: names of modules that ran in another thread, which the mode does not see.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.modules: list[nn.Module] = []
-        self.failed = ""
+        self.failed: nn.Module | None = None
         self.threads: dict[str, None] = {}
         self.names = names
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
@@ -143,7 +144,7 @@ class PlacedOps(TorchDispatchMode):
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_seen() and self.modules and self.modules[-1] is module:
             if sys.exc_info()[0] is not None:
-                self.failed = self.failed or self.names[module]
+                self.failed = self.failed or module
             self.modules.pop()
 
     def _is_seen(self) -> bool:
@@ -195,22 +196,13 @@ class PlacedOps(TorchDispatchMode):
             (self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None
         )
 
-    def place_of_traceback(self, traceback: TracebackType | None) -> Place:
+    def place_of_failure(self, error: BaseException) -> Place:
         """Return where an exception was raised: innermost line of the user's, innermost module."""
-        way = Way(None, False, None, 0)
-        while traceback is not None:
-            frame = traceback.tb_frame
-            module = frame.f_locals.get("self")
-            if (
-                isinstance(module, nn.Module)
-                and module in self.names
-                and module not in self.modules[-1:]
-            ):
-                self.modules.append(module)
-            if role_of(frame.f_code) is Role.USER:
-                way = way._replace(file=frame.f_code.co_filename, number=traceback.tb_lineno)
-            traceback = traceback.tb_next
-        return self.here("", way)
+        if self.failed is not None:
+            self.modules.append(self.failed)
+        lines = traceback.walk_tb(error.__traceback__)
+        users = [(f.f_code.co_filename, n) for f, n in lines if role_of(f.f_code) is Role.USER]
+        return self.here("", Way(None, False, *(users or [(None, 0)])[-1]))
 
 
 def _node() -> Any:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event, short
+from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event
+from tritonamp.names import short
 
 
 class Remedy(NamedTuple):

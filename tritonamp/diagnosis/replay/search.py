@@ -157,7 +157,7 @@ class _Replay:
         if seen:
             event = seen[-1]
         else:
-            place = self.watch.place_of_traceback(error.__traceback__)
+            place = self.watch.place_of_failure(error)
             event = Event(place, "forward", self.dtype)
         return FaultReport(
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed

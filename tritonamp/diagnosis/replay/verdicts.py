@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tritonamp.diagnosis.replay.known_ops import family
+from tritonamp.names import short
 from tritonamp.watched.places import Place
 
 
@@ -277,8 +278,3 @@ def judge(event: Event, fits: float | None = None) -> str:
             return "backward_nan"
         return "scale_too_high" if fits is not None and fits >= 1 else "gradient_overflow"
     return next((kind for kind, holds in FORWARD if holds(event)), "unknown")
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,9 @@
 """A dispatch mode that notes at which ops of a run inf and NaN begin and end."""
 
+import dataclasses
 import math
 import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -33,6 +35,23 @@ from tritonamp.watched.ops import (
 from tritonamp.watched.places import Place, PlacedOps, Way
 
 
+@dataclasses.dataclass
+class Memory:
+    """What is known of the values in some memory, which several tensors may share.
+
+    Attributes:
+        origin: the event behind those that are not finite.
+        eps: a number that was added, and the format in which it rounds to zero.
+        maker: where they were computed.
+        unwritten: it was allocated, and nobody has written to it.
+    """
+
+    origin: Event | None = None
+    eps: tuple[float, torch.dtype] | None = None
+    maker: Place | None = None
+    unwritten: bool = False
+
+
 class Watch(PlacedOps):
     """Looks at every op while it is active. Waits for the device at each.
 
@@ -59,12 +78,11 @@ class Watch(PlacedOps):
         self.events: list[Event] = []
         self.zeroed: Event | None = None
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._makers: dict[int, Place] = {}  # by storage
-        self._origins: dict[int, Event] = {}  # of what is not finite, by storage
-        # what was added and is zero in that format, by storage
-        self._eps: dict[int, tuple[float, torch.dtype]] = {}
+        self._memories: dict[int, Memory] = defaultdict(Memory)  # by storage
         self._exact = ExactValues()
-        self._unwritten: set[int] = set()  # storages that an op allocated and none has written to
+
+    def _memory(self, tensor: Tensor) -> Memory:
+        return self._memories[storage(tensor)]
 
     def entered(self, module: nn.Module, args: Any) -> None:
         super().entered(module, args)
@@ -83,7 +101,7 @@ class Watch(PlacedOps):
         is_cast = way.at_edge and asked is call and call.schema.name == "to_copy"
         if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
             # an output that is cast belongs to its maker
-            here = next((self._makers.get(storage(t), here) for t in call.inputs()), here)
+            here = next((self._memory(t).maker or here for t in call.inputs()), here)
         return asked, self.settled(here)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,10 +142,7 @@ class Watch(PlacedOps):
         if not is_watched(value):
             return value
         copy = value.detach().clone()
-        for known in (self._origins, self._eps):
-            known.pop(storage(copy), None)
-            if storage(value) in known:
-                known[storage(copy)] = known[storage(value)]  # type: ignore[assignment]
+        self._memories[storage(copy)] = dataclasses.replace(self._memory(value))
         values = self._exact.get(value)
         if values is not None:
             self._exact.put(copy, values)
@@ -144,21 +159,20 @@ class Watch(PlacedOps):
         held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
             if storage(t) not in held:  # new memory, perhaps where older one has been
-                self._origins.pop(storage(t), None)
-                self._eps.pop(storage(t), None)
+                self._memories[storage(t)] = Memory(unwritten=call.allocates)
                 self._exact.forget(t)
-                self._unwritten.discard(storage(t))
         if call.allocates:
-            self._unwritten.update(storage(t) for t in results)
             return
         if not call.schema.written:  # a view of memory that is still to be written to
-            results = [t for t in results if storage(t) not in self._unwritten]
+            results = [t for t in results if not self._memory(t).unwritten]
         bad = [t for t in results if not is_finite(t)]
         if bad:
             event = self._cause(call, place, asked, bad)
-            self._origins.update((storage(t), event) for t in bad)
+            for t in bad:
+                self._memory(t).origin = event
         self._follow(call, place, results)
-        self._makers.update((storage(t), place) for t in results)
+        for t in results:
+            self._memory(t).maker = place
         self._note_eps(call, results)
         if self.looks_for_zeros and results and self.zeroed is None:
             self._note_zeros(call, place, results[0])
@@ -223,7 +237,7 @@ class Watch(PlacedOps):
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=self._eps.get(storage(divisor)) if isinstance(divisor, Tensor) else None,
+            eps=self._memory(divisor).eps if isinstance(divisor, Tensor) else None,
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
@@ -235,9 +249,9 @@ class Watch(PlacedOps):
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
-        known = self._origins.get(storage(tensor))
-        if known is not None:
-            return known
+        memory = self._memory(tensor)
+        if memory.origin is not None:
+            return memory.origin
         weight = self.model_names.weight(tensor)
         label = self.inputs.get(storage(tensor))
         nan = bool(tensor.isnan().any())
@@ -248,7 +262,7 @@ class Watch(PlacedOps):
             source = "parameters"
             name = weight[0]
             quiet = quiet and not isinstance(weight[1], nn.Parameter)
-        elif storage(tensor) in self._unwritten or self.phase == "backward":
+        elif memory.unwritten or self.phase == "backward":
             source = "propagated"
             name = label or "a tensor that no op of torch wrote"
         else:
@@ -257,30 +271,18 @@ class Watch(PlacedOps):
             if tensor.dim() > 1:
                 bad = ~torch.isfinite(tensor)
                 samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
-        event = Event(
-            place,
-            self.phase,
-            tensor.dtype,
-            nan=nan,
-            quiet=quiet,
-            source=source,
-            names=(name,),
-            samples=samples,
-        )
-        self._origins[storage(tensor)] = event
+        seen = {"nan": nan, "quiet": quiet, "source": source}
+        event = Event(place, self.phase, tensor.dtype, names=(name,), samples=samples, **seen)
+        memory.origin = event
         self.events.append(event)
         return event
 
     def _follow(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
         """Note where inf of an overflow became finite, and wrong; follow what it should be."""
-        if call.schema.name in READ_NO_VALUES:
+        if call.schema.name in READ_NO_VALUES or self.phase == "backward":
             return
-        found = [self._origins.get(storage(t)) for t in call.inputs() if not is_finite(t)]
-        met = [event for event in found if event is not None and event.overflowed]
-        made = [self._origins.get(storage(t)) for t in results if not is_finite(t)]
-        if self.phase == "backward" or not (
-            met or any(e is not None and e.overflowed for e in made)
-        ):
+        met, made = self._overflows(call.inputs()), self._overflows(results)
+        if not met and not made:
             return
         exact = self._exact.results(call)
         if call.schema.written:
@@ -295,22 +297,25 @@ class Watch(PlacedOps):
                 met[0].absorbed = place
             if not bool(finite.all()):
                 self._exact.put(result, values)
-        if met and results and not made and met[0].vanished is None:
+        finite = results and all(map(is_finite, results))
+        if met and finite and met[0].vanished is None:
             met[0].vanished = place
+
+    def _overflows(self, tensors: list[Tensor]) -> list[Event]:
+        origins = [self._memory(t).origin for t in tensors if not is_finite(t)]
+        return [event for event in origins if event is not None and event.overflowed]
 
     # numbers that round to zero
 
     def _note_eps(self, call: OpCall, results: list[Tensor]) -> None:
-        found = next(
-            (self._eps[storage(t)] for t in call.inputs() if storage(t) in self._eps), None
-        )
+        found = next(filter(None, (self._memory(t).eps for t in call.inputs())), None)
         for t in results:
             eps = found
             if call.schema.name in ADDS_A_NUMBER:
                 small = torch.finfo(t.dtype).smallest_normal * torch.finfo(t.dtype).eps / 2
                 eps = next(((s, t.dtype) for s in call.scalars() if 0 < abs(s) <= small), found)
             if eps is not None and bool((t == 0).any()):
-                self._eps[storage(t)] = eps
+                self._memory(t).eps = eps
 
     def _note_zeros(self, call: OpCall, place: Place, result: Tensor) -> None:
         if result.dtype.itemsize > 2 or bool(result.any()):
