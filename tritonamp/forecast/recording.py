@@ -41,7 +41,7 @@ FILLS = """
 """torch refuses their scalar where the dtype does not hold it, whatever the tensor's values are."""
 AT_ZERO = "div reciprocal rsqrt log log2 log10 sqrt".split()
 """The value or the slope is infinite where the last argument is zero."""
-SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
+SOFTMAX = ("softmax", "log_softmax", "safe_softmax")
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
 _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
@@ -190,8 +190,8 @@ class Recorder(WatchedCopy):
             for output in outputs:
                 self._pass_on(output, sources, place)
         elif not call.allocates:
-            self._watch_divisors(name, inputs, place)
-            self._excuse_mask(name, args, call.kwargs)
+            self._watch_divisors(call, inputs, place)
+            self._excuse_mask(call)
             for output in outputs[:1] if name in NORMS else outputs:
                 self._measure(name, output, sources, place)
             self._watch_scalars(call, outputs, place)
@@ -238,27 +238,24 @@ class Recorder(WatchedCopy):
                 elif name in ADDS_A_NUMBER and 0 < abs(value) <= rounds_to_zero(self._dtype):
                     self.note("eps", f"{name} of {value:g}", place)
 
-    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Place) -> None:
-        record = record_of(inputs[-1]) if name.strip("_") in AT_ZERO and inputs else None
-        if (
-            record is not None
-            and record.half
-            and not record.backward
-            and record.sizes.vanishing(self._dtype)
-        ):
-            self.note("divisor", f"{name.strip('_')} of {record.sizes.amin:.2g}", place)
+    def _watch_divisors(self, call: OpCall, inputs: list[Tensor], place: Place) -> None:
+        name = call.schema.name
+        record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
+        if record is None or not record.half or record.backward:
+            return
+        if record.sizes.vanishing(self._dtype):
+            self.note("divisor", f"{name} of {record.sizes.amin:.2g}", place)
 
-    def _excuse_mask(self, name: str, args: Any, kwargs: Any) -> None:
+    def _excuse_mask(self, call: OpCall) -> None:
         """Excuse scores of a softmax that become -inf, if each row keeps a finite one."""
-        scores = args[0] if name in SOFTMAX else None
-        if "scaled_dot_product" in name:
-            scores = kwargs.get("attn_mask")
+        scores, dim = call.kwargs.get("attn_mask"), -1
+        if call.schema.name in SOFTMAX:
+            scores, dim = call.args[:2]
         record, top = record_of(scores), rounds_to_inf(self._dtype)
-        if scores is None or record is None:
+        if scores is None or record is None or record.sizes.largest >= top:
             return
-        if not record.sizes.overflows(self._dtype) or record.sizes.largest >= top:
-            return
-        if bool((values_of(scores) > -top).any(args[1] if name in SOFTMAX else -1).all()):
+        masks = record.sizes.overflows(self._dtype)
+        if masks and bool((values_of(scores) > -top).any(dim).all()):
             for masked in (record, *record.sources):
                 masked.excused |= masked.sizes.largest < top
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tritonamp.forecast.recording import NORMS
 from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.ulps import Difference, ulps_between
+from tritonamp.forecast.unrounded import widened
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.watched.ops import OpCall
@@ -148,8 +149,7 @@ class Results(WatchedCopy):
         call = OpCall(func, args, kwargs or {})
         name = call.schema.aten
         place = self.place(name)
-        compute = functools.partial(_drawn, func) if call.schema.random else func
-        result = compute(*args, **call.kwargs)
+        result = _drawn(call) if call.schema.random else call.run()
         if call.allocates:
             return result
         inputs, outputs = floating((args, kwargs)), floating(result)
@@ -271,24 +271,15 @@ def floating(values: Any) -> list[Tensor]:
     ]
 
 
-def _drawn(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _drawn(call: OpCall) -> Any:
     """Draw in FP32, and round: a generator gives other numbers for other dtypes."""
-    halves = {leaf.dtype for leaf in floating((args, kwargs))} & set(HALF_DTYPES)
-    asked = kwargs.get("dtype") or next(iter(halves), None)
+    halves = {leaf.dtype for leaf in floating((call.args, call.kwargs))} & set(HALF_DTYPES)
+    asked = call.kwargs.get("dtype") or next(iter(halves), None)
     if asked not in HALF_DTYPES:
-        return func(*args, **kwargs)
-    wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
+        return call.run()
     drawn = tree_map_only(
         Tensor,
         lambda t: t.to(asked) if t.dtype is torch.float32 else t,
-        func(*wide_args, **wide_kwargs),
+        call.map(widened).run(),
     )
-    return args[0].copy_(drawn) if func._schema.is_mutable else drawn
-
-
-def _widened(leaf: Any) -> Any:
-    if isinstance(leaf, torch.dtype):
-        return torch.float32 if leaf in HALF_DTYPES else leaf
-    if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES:
-        return leaf.float()
-    return leaf
+    return call.args[0].copy_(drawn) if call.schema.written else drawn

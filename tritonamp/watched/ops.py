@@ -141,6 +141,10 @@ class OpCall(NamedTuple):
         named.update(self.kwargs)
         return [value for key, value in named.items() if (key in keys) is among]
 
+    def run(self) -> Any:
+        """Return what the op gives."""
+        return self.func(*self.args, **self.kwargs)
+
     def inputs(self) -> list[Tensor]:
         """Return the floating tensors that the op reads."""
         return floats(self.pick(self.schema.overwritten, among=False))
@@ -182,10 +186,9 @@ class OpCall(NamedTuple):
             return dtype if dtype is not None and floating else value
 
         try:
-            call = self.map(changed)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return call.func(*call.args, **call.kwargs)
+                return self.map(changed).run()
         except (RuntimeError, NotImplementedError):  # no kernel for this dtype, or no memory
             return None
 

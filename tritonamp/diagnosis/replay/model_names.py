@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from tritonamp.names import prefixes
+from tritonamp.names import prefixes, tensor_names
 from tritonamp.watched.ops import storage
 
 
@@ -26,8 +26,8 @@ class ModelNames:
         for front, model in zip(prefixes(models), models, strict=True):
             for name, module in model.named_modules():
                 self.modules.setdefault(module, (front + name).rstrip("."))
-            for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
-                self._weights.setdefault(storage(tensor), {})[front + name] = tensor
+        for tensor, name in tensor_names(models).items():
+            self._weights.setdefault(storage(tensor), {})[name] = tensor
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of all parameters and buffers."""

@@ -110,7 +110,7 @@ class Watch(PlacedOps):
         before = self._before(call)
         asked = before if asked is call else asked
         try:
-            result = func(*args, **call.kwargs)
+            result = call.run()
         except RuntimeError as error:
             if DOES_NOT_FIT in str(error):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
