@@ -200,9 +200,11 @@ class PlacedOps(TorchDispatchMode):
         """Return where an exception was raised: innermost line of the user's, innermost module."""
         if self.failed is not None:
             self.modules.append(self.failed)
-        lines = traceback.walk_tb(error.__traceback__)
-        users = [(f.f_code.co_filename, n) for f, n in lines if role_of(f.f_code) is Role.USER]
-        return self.here("", Way(None, False, *(users or [(None, 0)])[-1]))
+        way = Way(None, False, None, 0)
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if role_of(frame.f_code) is Role.USER:
+                way = way._replace(file=frame.f_code.co_filename, number=number)
+        return self.here("", way)
 
 
 def _node() -> Any:

@@ -1,16 +1,13 @@
 """A dispatch mode that notes at which ops of a run inf and NaN begin and end."""
 
-import dataclasses
 import math
 import sys
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.diagnosis.replay.exact_values import ExactValues
 from tritonamp.diagnosis.replay.known_ops import (
     DIVISORS,
     DOES_NOT_FIT,
@@ -20,6 +17,7 @@ from tritonamp.diagnosis.replay.known_ops import (
     family,
     is_masked,
 )
+from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.verdicts import Event, OpInput
 from tritonamp.watched.ops import (
@@ -33,23 +31,6 @@ from tritonamp.watched.ops import (
     storage,
 )
 from tritonamp.watched.places import Place, PlacedOps, Way
-
-
-@dataclasses.dataclass
-class Memory:
-    """What is known of the values in some memory, which several tensors may share.
-
-    Attributes:
-        origin: the event behind those that are not finite.
-        eps: a number that was added, and the format in which it rounds to zero.
-        maker: where they were computed.
-        unwritten: it was allocated, and nobody has written to it.
-    """
-
-    origin: Event | None = None
-    eps: tuple[float, torch.dtype] | None = None
-    maker: Place | None = None
-    unwritten: bool = False
 
 
 class Watch(PlacedOps):
@@ -78,11 +59,7 @@ class Watch(PlacedOps):
         self.events: list[Event] = []
         self.zeroed: Event | None = None
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._memories: dict[int, Memory] = defaultdict(Memory)  # by storage
-        self._exact = ExactValues()
-
-    def _memory(self, tensor: Tensor) -> Memory:
-        return self._memories[storage(tensor)]
+        self._memories = Memories()
 
     def entered(self, module: nn.Module, args: Any) -> None:
         super().entered(module, args)
@@ -101,7 +78,7 @@ class Watch(PlacedOps):
         is_cast = way.at_edge and asked is call and call.schema.name == "to_copy"
         if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
             # an output that is cast belongs to its maker
-            here = next((self._memory(t).maker or here for t in call.inputs()), here)
+            here = next((self._memories.of(t).maker or here for t in call.inputs()), here)
         return asked, self.settled(here)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,17 +113,8 @@ class Watch(PlacedOps):
             if weight is not None:
                 self.writes.setdefault(weight[0], (weight[1], weight[1].detach().clone()))
         with torch.no_grad():
-            return call.map(self._copy, written)
-
-    def _copy(self, value: Any) -> Any:
-        if not is_watched(value):
-            return value
-        copy = value.detach().clone()
-        self._memories[storage(copy)] = dataclasses.replace(self._memory(value))
-        values = self._exact.get(value)
-        if values is not None:
-            self._exact.put(copy, values)
-        return copy
+            copy = self._memories.copied
+            return call.map(lambda value: copy(value) if is_watched(value) else value, written)
 
     def _look(
         self,
@@ -159,20 +127,19 @@ class Watch(PlacedOps):
         held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
             if storage(t) not in held:  # new memory, perhaps where older one has been
-                self._memories[storage(t)] = Memory(unwritten=call.allocates)
-                self._exact.forget(t)
+                self._memories.renew(t, call.allocates)
         if call.allocates:
             return
         if not call.schema.written:  # a view of memory that is still to be written to
-            results = [t for t in results if not self._memory(t).unwritten]
+            results = [t for t in results if not self._memories.of(t).unwritten]
         bad = [t for t in results if not is_finite(t)]
         if bad:
             event = self._cause(call, place, asked, bad)
             for t in bad:
-                self._memory(t).origin = event
+                self._memories.of(t).origin = event
         self._follow(call, place, results)
         for t in results:
-            self._memory(t).maker = place
+            self._memories.of(t).maker = place
         self._note_eps(call, results)
         if self.looks_for_zeros and results and self.zeroed is None:
             self._note_zeros(call, place, results[0])
@@ -237,7 +204,7 @@ class Watch(PlacedOps):
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=self._memory(divisor).eps if isinstance(divisor, Tensor) else None,
+            eps=self._memories.of(divisor).eps if isinstance(divisor, Tensor) else None,
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
@@ -249,7 +216,7 @@ class Watch(PlacedOps):
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
-        memory = self._memory(tensor)
+        memory = self._memories.of(tensor)
         if memory.origin is not None:
             return memory.origin
         weight = self.model_names.weight(tensor)
@@ -271,8 +238,8 @@ class Watch(PlacedOps):
             if tensor.dim() > 1:
                 bad = ~torch.isfinite(tensor)
                 samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
-        seen = {"nan": nan, "quiet": quiet, "source": source}
-        event = Event(place, self.phase, tensor.dtype, names=(name,), samples=samples, **seen)
+        event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
+        event.names, event.samples = (name,), samples
         memory.origin = event
         self.events.append(event)
         return event
@@ -284,10 +251,10 @@ class Watch(PlacedOps):
         met, made = self._overflows(call.inputs()), self._overflows(results)
         if not met and not made:
             return
-        exact = self._exact.results(call)
+        exact = self._memories.results(call)
         if call.schema.written:
             for t in results:
-                self._exact.forget(t)
+                self._memories.forget(t)
         for result, values in zip(results, exact, strict=False):
             if result.shape != values.shape:
                 continue
@@ -296,26 +263,26 @@ class Watch(PlacedOps):
             if met and met[0].absorbed is None and wrong and call.schema.name not in ON_PURPOSE:
                 met[0].absorbed = place
             if not bool(finite.all()):
-                self._exact.put(result, values)
-        finite = results and all(map(is_finite, results))
-        if met and finite and met[0].vanished is None:
+                self._memories.put(result, values)
+        ends = bool(results) and all(map(is_finite, results))
+        if met and ends and met[0].vanished is None:
             met[0].vanished = place
 
     def _overflows(self, tensors: list[Tensor]) -> list[Event]:
-        origins = [self._memory(t).origin for t in tensors if not is_finite(t)]
+        origins = [self._memories.of(t).origin for t in tensors if not is_finite(t)]
         return [event for event in origins if event is not None and event.overflowed]
 
     # numbers that round to zero
 
     def _note_eps(self, call: OpCall, results: list[Tensor]) -> None:
-        found = next(filter(None, (self._memory(t).eps for t in call.inputs())), None)
+        found = next(filter(None, (self._memories.of(t).eps for t in call.inputs())), None)
         for t in results:
             eps = found
             if call.schema.name in ADDS_A_NUMBER:
                 small = torch.finfo(t.dtype).smallest_normal * torch.finfo(t.dtype).eps / 2
                 eps = next(((s, t.dtype) for s in call.scalars() if 0 < abs(s) <= small), found)
             if eps is not None and bool((t == 0).any()):
-                self._memory(t).eps = eps
+                self._memories.of(t).eps = eps
 
     def _note_zeros(self, call: OpCall, place: Place, result: Tensor) -> None:
         if result.dtype.itemsize > 2 or bool(result.any()):
