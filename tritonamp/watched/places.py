@@ -154,10 +154,12 @@ class PlacedOps(TorchDispatchMode):
     def place(self, op: str) -> Place:
         """Return where the op that is running belongs: in a backward, where its forward's op ran.
 
+        For ``__torch_dispatch__``, whose own frame does not count.
+
         Args:
             op: its name.
         """
-        return self.settled(self.here(op, Way.out_of(sys._getframe(1))))
+        return self.settled(self.here(op, Way.out_of(sys._getframe(2))))
 
     def here(self, op: str, way: Way) -> Place:
         """Return where the run is now."""
