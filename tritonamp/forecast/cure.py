@@ -8,7 +8,7 @@ from torch import nn
 
 from tritonamp.diagnosis.remedies import find_remedy
 from tritonamp.diagnosis.replay import Remedy
-from tritonamp.forecast.dry_run import DryRun, dry_run
+from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import fitting_scale
 from tritonamp.forecast.predictions import BATCH, predictions
@@ -37,7 +37,7 @@ def cure(
 
     def tried(new: Policy) -> set[str | None]:
         nonlocal policy, run
-        policy, run = new, dry_run(model, batch, loss_fn, new)
+        policy, run = new, DryRun(model, batch, loss_fn, new)
         return _wrong([*predictions(run, new), *parameters(model, new)], new)
 
     def again(remedy: Remedy) -> set[str | None]:

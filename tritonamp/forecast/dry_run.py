@@ -1,60 +1,113 @@
 """One forward and backward of a copy of a model, as a policy would have it but in FP32 values."""
 
-from typing import Any, NamedTuple
+import sys
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from tritonamp.casts.rounded_inputs import RoundedInput, remedy
-from tritonamp.forecast.recording import Hazard, Recorder, TensorRecord
+from tritonamp.casts.inputs import signature_of
+from tritonamp.casts.rounded_inputs import (
+    Readers,
+    RoundedInput,
+    inputs_to_cast,
+    remedy,
+    roundings,
+    worst_rounding,
+)
+from tritonamp.casts.tree import cast_tree, from_half
+from tritonamp.casts.user_functions import disable_casts
+from tritonamp.forecast.recording import Recorder
 from tritonamp.forecast.running import Batch, LossFn, run_copy
+from tritonamp.forecast.twin import named_tensors, widen
 from tritonamp.forecast.unrounded import values_of
 from tritonamp.policy import Policy
 from tritonamp.watched.graph import nodes
-from tritonamp.watched.places import Place
+from tritonamp.watched.places import Place, Way
+
+_BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 
 
-class DryRun(NamedTuple):
-    """What one dry run saw.
+class DryRun(Recorder):
+    """What a dry run sees.
+
+    Args:
+        model: whose copy runs; its half parameters, if any, are taken as FP32.
+        batch: of the model.
+        loss_fn: as for ``run_copy``, which says what is raised, too.
+        policy: that the copy is enabled with.
 
     Attributes:
-        records: inputs, parameters, every op's result, and the gradients of parameters and loss.
-        hazards: what is wrong whatever the sizes.
         loss: its value.
         rounded: inputs that lose by their cast to half, and that no matmul or convolution reads
             first.
         cast_inputs: the policy's, without the arguments that these are in.
     """
 
-    records: list[TensorRecord]
-    hazards: list[Hazard]
-    loss: float
-    rounded: list[RoundedInput]
-    cast_inputs: bool | tuple[str | int, ...]
+    def __init__(
+        self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy
+    ) -> None:
+        super().__init__(policy.dtype)
+        self._model, self._policy = model, policy
+        self.rounded: list[RoundedInput] = []
+        self.cast_inputs = policy.cast_inputs
+        loss = run_copy(model, batch, loss_fn, policy, self)
+        self.loss = float(values_of(loss.detach()))
+        for path in self.threads:
+            self.note("thread", "", Place(path))
+        self._note_functions(loss)
+        self.names = {}  # the copy goes
+
+    def begin(self, twin: nn.Module) -> None:
+        super().begin(twin)
+        widen(twin, {name: values_of(t.detach()) for name, t in named_tensors(self._model)})
+
+    def given(self, batch: Batch) -> Batch:
+        batch = super().given(batch)
+        self._inputs = inputs_to_cast(*batch, signature_of(self._model.forward), self._policy)
+        rows = [worst_rounding(one.tensor, self._dtype).tolist() for one in self._inputs]
+        self._worst = [number for row in rows for number in row]
+        return batch
+
+    def __enter__(self) -> "DryRun":
+        super().__enter__()
+        self._readers = self._hooks.enter_context(Readers(self._inputs))
+        self._hooks.enter_context(_BceInFp32(self))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        lost = roundings(self._inputs, self._worst)
+        self.rounded = [one for one in lost if one.path in self._readers.only_others]
+        if self.rounded:
+            self.cast_inputs = remedy(self._inputs, self.rounded)
+
+    def _note_functions(self, loss: Tensor) -> None:
+        """Note the user's autograd Functions that autocast does not know of."""
+        for node in nodes(loss):
+            # private (torch 2.11 to 2.15): the Function that a node of autograd belongs to
+            function: Any = getattr(type(node), "_forward_cls", None)
+            theirs = ("torch.", "tritonamp.")
+            if function is None or function.__module__.startswith(theirs):
+                continue
+            # the name of what torch.amp.custom_fwd puts in its place
+            if function.forward.__code__.co_name != "decorate_fwd":
+                self.note("function", function.__qualname__, self.place_of(node) or Place())
 
 
-def dry_run(model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy) -> DryRun:
-    """Run a copy on FP32 values; see ``run_copy``."""
-    recorder = Recorder(model, policy)
-    loss = run_copy(model, batch, loss_fn, policy, recorder)
-    for path in recorder.threads:
-        recorder.note("thread", "", Place(path))
-    _find_functions(loss, recorder)
-    rounded = recorder.rounded()
-    return DryRun(
-        recorder.records,
-        list(recorder.hazards),
-        float(values_of(loss.detach())),
-        rounded,
-        remedy(recorder.inputs, rounded) if rounded else policy.cast_inputs,
-    )
+class _BceInFp32(TorchFunctionMode):
+    """Lets binary_cross_entropy run, which autocast refuses, and notes it."""
 
+    def __init__(self, run: Recorder) -> None:
+        super().__init__()
+        self._run = run
 
-def _find_functions(loss: Tensor, recorder: Recorder) -> None:
-    """Note the user's autograd Functions that autocast does not know of."""
-    for node in nodes(loss):
-        # private (torch 2.11 to 2.15): the Function that a node of autograd belongs to
-        function: Any = getattr(type(node), "_forward_cls", None)
-        own = function is not None and not function.__module__.startswith(("torch.", "tritonamp."))
-        # the name of what torch.amp.custom_fwd puts in its place
-        if own and function.forward.__code__.co_name != "decorate_fwd":
-            recorder.note("function", function.__qualname__, recorder.place_of(node) or Place())
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _BCE:
+            return func(*args, **(kwargs or {}))
+        place = self._run.here("binary_cross_entropy", Way.out_of(sys._getframe(1)))
+        self._run.note("bce", "binary_cross_entropy", place)
+        args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
+        with disable_casts():
+            return func(*args, **kwargs)

@@ -1,26 +1,13 @@
 """Measures every result of a run on FP32 values, with the place it comes from."""
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.casts.inputs import InputTensor, signature_of
-from tritonamp.casts.rounded_inputs import (
-    Readers,
-    RoundedInput,
-    inputs_to_cast,
-    roundings,
-    worst_rounding,
-)
-from tritonamp.casts.tree import cast_tree, from_half
-from tritonamp.casts.user_functions import disable_casts
-from tritonamp.forecast.running import Batch, WatchedCopy
-from tritonamp.forecast.twin import named_tensors, widen
+from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.unrounded import (
     Magnitudes,
     Unrounded,
@@ -30,9 +17,9 @@ from tritonamp.forecast.unrounded import (
     unrounded,
     values_of,
 )
-from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
-from tritonamp.watched.places import Place, Way
+from tritonamp.watched.places import Place
 
 FILLS = """
     masked_fill fill full full_like new_full clamp clamp_min clamp_max hardtanh threshold
@@ -44,7 +31,6 @@ AT_ZERO = "div reciprocal rsqrt log log2 log10 sqrt".split()
 SOFTMAX = ("softmax", "log_softmax", "safe_softmax")
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
-_BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 NORMS = (
     "native_layer_norm",
     "native_group_norm",
@@ -106,34 +92,18 @@ class Recorder(WatchedCopy):
     """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
 
     Args:
-        model: whose copy runs.
-        policy: of the copy.
+        dtype: the half format.
 
     Attributes:
-        records: what was measured, in order.
-        hazards: each once.
-        inputs: those that the policy casts.
+        records: inputs, parameters, every op's result, and the gradients of parameters and loss.
+        hazards: what is wrong whatever the sizes, each once.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__("the dry run, in FP32")
         self.records: list[TensorRecord] = []
         self.hazards: dict[Hazard, None] = {}
-        self.inputs: list[InputTensor] = []
-        self._model, self._policy, self._dtype = model, policy, policy.dtype
-        self._worst: list[float] = []
-
-    def begin(self, twin: nn.Module) -> None:
-        super().begin(twin)
-        widen(twin, {name: values_of(t.detach()) for name, t in named_tensors(self._model)})
-
-    def given(self, batch: Batch) -> Batch:
-        batch = super().given(batch)
-        self.inputs = inputs_to_cast(*batch, signature_of(self._model.forward), self._policy)
-        rows = [worst_rounding(one.tensor, self._dtype).tolist() for one in self.inputs]
-        self._worst = [number for row in rows for number in row]
-        self._readers = Readers(self.inputs)
-        return batch
+        self._dtype = dtype
 
     def given_tensor(self, tensor: Tensor) -> Tensor:
         copied = tensor.detach().clone()
@@ -141,17 +111,6 @@ class Recorder(WatchedCopy):
         result: Tensor = Unrounded(copied.float(), tensor.dtype) if half else copied
         self.marked("input", result)
         return result.requires_grad_(tensor.requires_grad)
-
-    def rounded(self) -> list[RoundedInput]:
-        """Return the inputs that lose by their cast, and that no matmul or convolution reads."""
-        found = roundings(self.inputs, self._worst)
-        return [one for one in found if one.path in self._readers.only_others]
-
-    def __enter__(self) -> "Recorder":
-        super().__enter__()
-        self._hooks.enter_context(self._readers)
-        self._hooks.enter_context(_BceInFp32(self))
-        return self
 
     def note(self, kind: str, detail: str, place: Place) -> None:
         """Note that something is wrong."""
@@ -263,20 +222,3 @@ class Recorder(WatchedCopy):
 def record_of(tensor: Tensor | None) -> TensorRecord | None:
     """Return what was measured of a tensor of the run."""
     return getattr(tensor, "_record", None)
-
-
-class _BceInFp32(TorchFunctionMode):
-    """Lets binary_cross_entropy run, which autocast refuses, and notes it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _BCE:
-            return func(*args, **(kwargs or {}))
-        place = self._recorder.here("binary_cross_entropy", Way.out_of(sys._getframe(1)))
-        self._recorder.note("bce", "binary_cross_entropy", place)
-        args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
-        with disable_casts():
-            return func(*args, **kwargs)

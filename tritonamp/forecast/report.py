@@ -20,7 +20,7 @@ from tritonamp.forecast.advice import look
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
-from tritonamp.forecast.dry_run import DryRun, dry_run
+from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
 from tritonamp.forecast.predictions import predictions
@@ -149,7 +149,7 @@ def check(
             )
     check_cast_inputs([model], policy)
     inputs = _inputs(model, batch)
-    run = dry_run(model, inputs, loss_fn, policy)
+    run = DryRun(model, inputs, loss_fn, policy)
     comparison = None
     if compare is not None and beside is not None:
         asked, reference = _side(level, policy, run), _side(compare, beside, run)
