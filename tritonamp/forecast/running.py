@@ -94,6 +94,21 @@ class WatchedCopy(PlacedOps):
         raise NotImplementedError
 
 
+@contextlib.contextmanager
+def _named_failures(watch: WatchedCopy) -> Iterator[None]:
+    """Say which module failed, and in which run, in the place of every exception but ``Misuse``."""
+    try:
+        yield
+    except Misuse:
+        raise
+    except Exception as error:
+        module = "" if watch.failed is None else watch.names[watch.failed]
+        of = f"module {module!r}" if module else "the model, the loss or the backward"
+        raise RuntimeError(
+            f"tritonamp.check: {of} failed in {watch.title}: {type(error).__name__}: {error}"
+        ) from error
+
+
 @plays(Role.RUN)
 def run_copy(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy, watch: WatchedCopy
@@ -116,26 +131,18 @@ def run_copy(
     with _isolated(model), contextlib.ExitStack() as stack:
         twin = fp32_copy(model)
         stack.callback(enable(twin, policy=policy, backend="eager").disable)
-        try:
-            watch.begin(twin)
-            args, kwargs = watch.given(batch)
-            for name, parameter in twin.named_parameters():
-                watch.marked("parameter", parameter, name)
-            params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
-            with watch:
-                loss = loss_of(twin(*args, **kwargs), loss_fn)
-                grads = _gradients(loss, list(params.values()), watch)
-            for name, grad in zip(params, grads, strict=True):
-                if grad is not None:
-                    watch.marked("gradient", grad, name)
-        except Misuse:
-            raise
-        except Exception as error:
-            module = "" if watch.failed is None else watch.names[watch.failed]
-            of = f"module {module!r}" if module else "the model, the loss or the backward"
-            raise RuntimeError(
-                f"tritonamp.check: {of} failed in {watch.title}: {type(error).__name__}: {error}"
-            ) from error
+        stack.enter_context(_named_failures(watch))
+        watch.begin(twin)
+        args, kwargs = watch.given(batch)
+        for name, parameter in twin.named_parameters():
+            watch.marked("parameter", parameter, name)
+        params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+        with watch:
+            loss = loss_of(twin(*args, **kwargs), loss_fn)
+            grads = _gradients(loss, list(params.values()), watch)
+        for name, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                watch.marked("gradient", grad, name)
     return loss
 
 
