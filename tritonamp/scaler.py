@@ -15,7 +15,7 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide, update_scale
-from tritonamp.kernels.device import is_capturing, refuse_capture
+from tritonamp.kernels.device import is_capturing, refuse_capture, world_size
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
 
@@ -298,7 +298,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = self._loss_nonfinite
         if groups:
             amax, flag = _of_all_ranks(amax, flag, groups)
-        elif _several_processes():  # no rank may act on what the others do not know
+        elif world_size() > 1:  # no rank may act on what the others do not know
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
         verdict = self._scale.new_zeros(3)
@@ -446,7 +446,7 @@ class GradScaler(torch.amp.GradScaler):
             self.scale_state, found_inf, torch.zeros_like(loss_nonfinite), largest, self.rule
         )
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
-        if not _several_processes():
+        if world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))
 
     def state_dict(self) -> dict[str, Any]:
@@ -562,11 +562,6 @@ def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Te
     for group in groups:
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
     return torch.cat([amax, both[:1]]), both[1]
-
-
-def _several_processes() -> bool:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() > 1
 
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:

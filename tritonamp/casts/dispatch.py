@@ -102,9 +102,9 @@ class _Op:
             self.kernel = torch.library.get_kernel(self.target, key_name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.target, *args, **kwargs)
+        return self.run_without_rules(self.target, *args, **kwargs)
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
         before, thread.in_rule = thread.in_rule, True
         try:

@@ -150,7 +150,7 @@ class Skip(NamedTuple):
     Attributes:
         outcome: FAULT or OVERFLOW.
         step: its number, from 1.
-        exact: False: it was that step or one before, whose numbers nobody has read.
+        exact: False: it was that step or one before it, whose numbers were not read.
         skipped: how many steps were skipped so far, this one included.
         since: where bad parameters skipped the steps before, the number of the first of those;
             else ``step``.
@@ -202,7 +202,7 @@ class Explanation(NamedTuple):
         skip: the skip it explains.
         cause: why the step was skipped.
         reason: why in words, and what to do.
-        parameters: the names of those that were not finite.
+        parameters: names of the parameters whose gradients, or values, were not finite.
     """
 
     skip: Skip

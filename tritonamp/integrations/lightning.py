@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tritonamp
-
-HALF = (torch.float16, torch.bfloat16)
+from tritonamp.policy import HALF_DTYPES
 
 
 class MixedPrecision(Precision):
@@ -55,7 +54,7 @@ class MixedPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Enable what the strategy has placed and wrapped."""
         self._optimizers = optimizers
-        self._came_in_half = any(p.dtype in HALF for p in model.parameters())
+        self._came_in_half = any(p.dtype in HALF_DTYPES for p in model.parameters())
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
         self._module, self._logged = model, -1
         self.precision = "bf16-mixed" if self.amp.policy.dtype is torch.bfloat16 else "16-mixed"

@@ -1,10 +1,10 @@
-"""``enable`` and ``Amp``: the only place that knows all the parts."""
+"""``enable``, and ``Amp``, the handle that it returns."""
 
 import contextlib
-import functools
+import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
-from tritonamp.casts.context import EnabledContext
-from tritonamp.casts.enabled_models import EnabledModels
-from tritonamp.casts.healing import Healing
 from tritonamp.casts.loaded import (
     bfloat16_in_float16,
     check_half_dtypes,
@@ -27,9 +24,6 @@ from tritonamp.casts.loaded import (
     loaded_dtype,
 )
 from tritonamp.casts.model import fp32_modules
-from tritonamp.casts.past_forward import FirstLoss
-from tritonamp.casts.rounded_inputs import InputLook
-from tritonamp.casts.trials import Trials
 from tritonamp.checks import (
     check_cast_inputs,
     check_max_norm,
@@ -39,39 +33,25 @@ from tritonamp.checks import (
     check_sharding,
     warn_of_zero_eps,
 )
-from tritonamp.class_swap import install, uninstall
-from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.log import StepLog
+from tritonamp.class_swap import uninstall
+from tritonamp.diagnosis import scaled_clipping
+from tritonamp.diagnosis.fault_counts import FaultCounts
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.response import Response
-from tritonamp.diagnosis.skips import Writer
-from tritonamp.distributed.fsdp import to_local
-from tritonamp.distributed.ranks import Ranks
-from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels.device import Backend, check_dtype, choose_backend, warn_of_known_fault
-from tritonamp.names import parameter_names, tensor_names
-from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
+from tritonamp.kernels.device import check_dtype, choose_backend, warn_of_known_fault
+from tritonamp.names import parameter_names
+from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
+from tritonamp.runtime.parts import Request, build_parts
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
-from tritonamp.step.enabled_optimizer import EnabledOptimizer
-from tritonamp.step.masters import MasterWeights
-from tritonamp.step.pending import PendingDecisions
-from tritonamp.step.schedulers import SchedulerSteps
-from tritonamp.step.state_loading import settle_state, widen_state
-from tritonamp.step.stepper import Stepper
-from tritonamp.step.writers import writers
+from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import leaves, nodes
 
 logger = logging.getLogger("tritonamp")
 
-_ROUNDED_STATE = (
-    "the state of this %s was half, and is FP32 from now on. If it was loaded from a file, torch "
-    "has rounded it, small squares to 0: load it again after tritonamp.enable"
-)
 T = TypeVar("T")
 
 
@@ -113,6 +93,7 @@ def enable(
             changed then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
+    check_field_names(policy_fields, inspect.signature(enable).parameters)
     if policy is not None and level is not None:
         raise ValueError(
             f"expected a level or a policy, got both level={level!r} and policy: a policy takes "
@@ -146,7 +127,9 @@ def enable(
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or scaler_for(resolved, device)
     with torch.inference_mode(False):  # what is made here will have to train
-        return Amp(models, optimizers, resolved, chosen, scaler, device, around_step, given)
+        return Amp(
+            Request(models, given, optimizers, resolved, chosen, scaler, device, around_step)
+        )
 
 
 def _as_list(value: T | Iterable[T]) -> list[T]:
@@ -178,84 +161,16 @@ class Amp:
         scaler: the GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
     """
 
-    def __init__(
-        self,
-        models: list[nn.Module],
-        optimizers: list[Optimizer],
-        policy: Policy,
-        backend: Backend,
-        scaler: GradScaler,
-        device: torch.device,
-        around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
-        given: Sequence[nn.Module] = (),
-    ) -> None:
-        self.scaler = scaler
-        self._models = models
-        self._optimizers = optimizers
-        self._backend = backend
-        self._scalers = {0: scaler}
-        self._fp32_values = Fp32Values()
-        self._context = EnabledContext(policy, backend.requested, device.type, self._fp32_values)
-        with_wrappers = list(dict.fromkeys([*models, *given]))
-        self._ranks = Ranks(with_wrappers, self._fp32_values, _MovedBySteps(self))
-        self._context.ranks = self._ranks
-        self._context.look = InputLook(policy) if policy.op_policy and policy.cast_inputs else None
-        stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
-        self._enabled_models = EnabledModels(
-            models, self._context, set(stepped), keeps_dtypes=self._ranks.sharded
-        )
-        if self._enabled_models.dtypes.has_changed:
-            self._ranks.rebuild()
-        self._weights = {
-            optimizer: _master_weights(optimizer, policy, self._fp32_values, came_half)
-            for optimizer in optimizers
-        }
-        self._healing = Healing(models, policy, self._context, self._enabled_models.dtypes)
-        self._forwards = Forwards(gradients=policy.on_nonfinite != "skip")
-        self._log = StepLog(
-            functools.partial(parameter_names, models),
-            functools.partial(_local_tensor_names, models),
-            policy.dtype,
-            log_skips=policy.on_nonfinite == "skip",
-            writers=functools.partial(_writers, models, self._weights),
-        )
-        if optimizers:  # else no decision would ever let go of the batches
-            self._context.observer = self._forwards
-        self._response = Response(
-            models,
-            policy,
-            self._log,
-            self._healing.heal,
-            self._forwards,
-            Trials(models, self._context, self._enabled_models.dtypes, self._healing.find),
-        )
-        if policy.on_nonfinite != "skip":  # else nothing runs again unless it is asked for
-            self._log.in_fp32 = self._response.in_fp32
-        self._pending = PendingDecisions(
-            policy, backend.requested, scaler, self._weights, self._ranks
-        )
-        self._stepper = Stepper(
-            policy,
-            backend.requested,
-            scaler,
-            self._weights,
-            self._pending,
-            self._log,
-            self._forwards,
-            self._ranks,
-            functools.partial(_respond, self._response, self._healing, self._ranks),
-            around_step,
-        )
-        self._schedulers = SchedulerSteps(self._stepper.outcomes, self._log, self._ranks)
-        for optimizer in optimizers:
-            install(optimizer, EnabledOptimizer, self._stepper)
+    def __init__(self, request: Request) -> None:
+        self.scaler = request.scaler
+        self._scalers = {0: request.scaler}
+        self._parts = build_parts(request, _MovedBySteps(self))
         dispatch.acquire()
         user_functions.acquire()
+        scaled_clipping.acquire(self._parts.scaled_gradients)
         # at disable(), or when the last enabled model is gone without it
-        self._release = weakref.finalize(self._context, _release)
+        self._release = weakref.finalize(self._parts.context, _release)
         self._release.atexit = False
-        self._first_loss = FirstLoss(models, watches=self._context.autocast)
         self._enabled = True
 
     def __enter__(self) -> "Amp":
@@ -310,23 +225,23 @@ class Amp:
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
         feeds = self._check_fed(optimizer)
-        self._first_loss.look(loss)
+        self._parts.first_loss.look(loss)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
-        return self._pending.open(scaler, loss, feeds)
+        return self._parts.pending.open(scaler, loss, feeds)
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here."""
-        feeds = self._optimizers if optimizer is None else _as_list(optimizer)
+        feeds = self._parts.optimizers if optimizer is None else _as_list(optimizer)
         if not feeds:
             raise RuntimeError(
                 "this model was enabled without an optimizer: call tritonamp.enable(model, "
                 "optimizer, ...)"
             )
         for i, o in enumerate(feeds):
-            if o not in self._weights:
+            if o not in self._parts.weights:
                 raise ValueError(
                     f"optimizer {i}: expected one given to tritonamp.enable, got an "
                     f"{type(o).__name__} that was not: enable it with the model"
@@ -340,21 +255,21 @@ class Amp:
         nothing, several a walk over the graph on the host.
         """
         self._check_enabled("fed_by")
-        if len(self._optimizers) < 2:
-            return list(self._optimizers)
+        if len(self._parts.optimizers) < 2:
+            return list(self._parts.optimizers)
         found = list(nodes(loss))
         # reentrant: hides its part
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in found):
-            return list(self._optimizers)
-        used, params = leaves(found), parameter_names(self._models)
+            return list(self._parts.optimizers)
+        used, params = leaves(found), parameter_names(self._parts.models)
         pairs = zip(params, self.named_master_params(), strict=True)
         stepped = {master for param, (_, master) in pairs if param in used}
         fed = [
             optimizer
-            for optimizer in self._optimizers
+            for optimizer in self._parts.optimizers
             if any(p in stepped for group in optimizer.param_groups for p in group["params"])
         ]
-        return fed or list(self._optimizers)
+        return fed or list(self._parts.optimizers)
 
     @between_graphs
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
@@ -376,11 +291,11 @@ class Amp:
         self._check_enabled("unscale_")
         if optimizer is None:
             pending = self._fed_optimizers("unscale_")
-            scaled = [o for o in pending if not self._weights[o].has_true_gradients]
+            scaled = [o for o in pending if not self._parts.weights[o].has_true_gradients]
         else:
             scaled = pending = self._check_fed(optimizer)
         # where all are unscaled already, the stepper refuses
-        found = [self._stepper.unscale_(o) for o in scaled or pending]
+        found = [self._parts.stepper.unscale_(o) for o in scaled or pending]
         return [found_inf for found_inf in found if found_inf is not None]
 
     @between_graphs
@@ -401,13 +316,15 @@ class Amp:
         """
         self._check_enabled("clip_grad_norm_")
         check_max_norm(max_norm)
-        return self._stepper.clip_grad_norm_(self._fed_optimizers("clip_grad_norm_"), max_norm)
+        return self._parts.stepper.clip_grad_norm_(
+            self._fed_optimizers("clip_grad_norm_"), max_norm
+        )
 
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
-        pending = self._pending.fed_optimizers()
+        pending = self._parts.pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
             raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
-        return pending or self._optimizers
+        return pending or self._parts.optimizers
 
     @between_graphs
     def step_schedulers(self, *schedulers: Any) -> None:
@@ -429,7 +346,7 @@ class Amp:
         """
         self._check_enabled("step_schedulers")
         self._check_fed(None)
-        self._schedulers.step(schedulers)
+        self._parts.schedulers.step(schedulers)
 
     def ema(self, decay: float) -> EMA:
         """Return an exponential moving average of the FP32 values that the optimizers step on.
@@ -443,11 +360,11 @@ class Amp:
         self._check_enabled("ema")
         return EMA(
             decay,
-            self._models,
-            self._weights,
-            self._stepper.outcomes,
-            self._fp32_values,
-            self._backend.requested,
+            self._parts.models,
+            self._parts.weights,
+            self._parts.stepper.outcomes,
+            self._parts.fp32_values,
+            self._parts.backend.requested,
             self._check_trains,
         )
 
@@ -459,7 +376,7 @@ class Amp:
     def autocast(self) -> Iterator[None]:
         """Put the op policy around code of your own: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
-        with self._context.context():
+        with self._parts.context.entered():
             yield
 
     def master_params(self) -> Iterator[Tensor]:
@@ -468,7 +385,7 @@ class Amp:
         They are FP32 where the policy has masters.
         """
         self._check_enabled("master_params")
-        for optimizer in self._optimizers:
+        for optimizer in self._parts.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
@@ -482,10 +399,10 @@ class Amp:
         """
         self._check_enabled("named_master_params")
         masters: dict[Tensor, Tensor] = {}
-        for weights in self._weights.values():
+        for weights in self._parts.weights.values():
             weights.refresh()
             masters |= {param: master for master, param in weights.copies().items()}
-        for param, name in parameter_names(self._models).items():
+        for param, name in parameter_names(self._parts.models).items():
             yield name, masters.get(param, param)
 
     def stats(self) -> dict[str, Any]:
@@ -516,20 +433,22 @@ class Amp:
             - overflowed_parameters: names of half parameters that became inf though their FP32
               master is finite: beyond 65504 in float16.
         """
-        names = parameter_names(self._models)
+        names = parameter_names(self._parts.models)
         return {
             "scale": self.scaler.get_scale(),
-            **self._log.stats(),
-            "healed": list(self._healing.names),
-            "fused": list(self._enabled_models.fused),
+            **self._parts.log.stats(),
+            "healed": list(self._parts.healing.names),
+            "fused": list(self._parts.enabled_models.fused),
             "growth_tracker": self.scaler._get_growth_tracker(),
-            "backend": self._backend.name,
-            "backend_reason": self._backend.reason,
+            "backend": self._parts.backend.name,
+            "backend_reason": self._parts.backend.reason,
             "kernel_failures": dict(_implementations.failures),
             "overflowed_parameters": [
-                names[p] for w in self._weights.values() for p in w.overflowed()
+                names[p] for w in self._parts.weights.values() for p in w.overflowed()
             ],
-            "lost_updates": [share for w in self._weights.values() for share in w.lost_updates()],
+            "lost_updates": [
+                share for w in self._parts.weights.values() for share in w.lost_updates()
+            ],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
 
@@ -540,8 +459,8 @@ class Amp:
         Each has step, cause (None for a step that was taken), scale, grad_norm, parameters, detail
         and loss.
         """
-        self._log.collect(wait=True)
-        return list(self._log.history)
+        self._parts.log.collect(wait=True)
+        return list(self._parts.log.history.records)
 
     def metrics(self) -> dict[str, float]:
         """Return the latest numbers that have arrived, for a logger. Never waits for the device.
@@ -557,7 +476,7 @@ class Amp:
             - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause, where there were any
               since ``enable``.
         """
-        return metrics(self._log)
+        return metrics(self._parts.log)
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
@@ -590,7 +509,7 @@ class Amp:
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
-        return self._response.explain(replay)
+        return self._parts.response.explain(replay)
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write all that replays the last skip elsewhere into a folder, and return the folder.
@@ -603,7 +522,7 @@ class Amp:
         """
         self._check_enabled("write_bundle")
         self._check_replay("write_bundle")
-        return self._response.write_bundle(folder)
+        return self._parts.replays.write_bundle(folder)
 
     def heal(self, module: str) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
@@ -615,8 +534,8 @@ class Amp:
             ValueError: there is no such module.
         """
         self._check_enabled("heal")
-        self._healing.heal(module)
-        self._ranks.rebuild()
+        self._parts.healing.heal(module)
+        self._parts.ranks.rebuild()
 
     def unheal(self, module: str) -> None:
         """Undo ``heal``: have a module follow the policy again.
@@ -628,13 +547,13 @@ class Amp:
             ValueError: the module was not healed.
         """
         self._check_enabled("unheal")
-        self._healing.unheal(module)
-        self._ranks.rebuild()
+        self._parts.healing.unheal(module)
+        self._parts.ranks.rebuild()
 
     @property
     def policy(self) -> Policy:
         """What runs in which precision, healed modules included."""
-        return self._healing.policy
+        return self._parts.healing.policy
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scales, counts and outstanding scheduler steps, as plain values.
@@ -642,14 +561,17 @@ class Amp:
         With the states of model and optimizer it is all that a resume needs.
         """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
-        faults = {**self._response.state(), "last_good": list(self._log.last_good())}
+        faults = {
+            **self._parts.response.counts.to_dict(),
+            "last_good": list(self._parts.log.last_good()),
+        }
         return ResumeState(
             scalers,
-            self._log.counts(),
+            self._parts.log.counts(),
             self.policy.loss_scale,
-            self._healing.names,
+            self._parts.healing.names,
             faults,
-            self._schedulers.state(),
+            self._parts.schedulers.state(),
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -660,9 +582,9 @@ class Amp:
                 healed module that the model does not have; nothing was changed then.
         """
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
-        if state.healed != self._healing.names:
-            self._healing.load(state.healed)
-            self._ranks.rebuild()
+        if state.healed != self._parts.healing.names:
+            self._parts.healing.load(state.healed)
+            self._parts.ranks.rebuild()
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
             self._scalers = kept | {
@@ -670,9 +592,9 @@ class Amp:
             }
             for loss_id, scaler_state in state.scalers.items():
                 self._scalers[loss_id].load_state_dict(scaler_state)
-        self._log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
-        self._response.load_state(state.faults)
-        self._schedulers.load_state(state.schedulers)
+        self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
+        self._parts.response.counts = FaultCounts.of(state.faults)
+        self._parts.schedulers.load_state(state.schedulers)
 
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.
@@ -683,24 +605,24 @@ class Amp:
             RuntimeError: called twice.
         """
         self._check_enabled("disable")
-        for optimizer, weights in self._weights.items():
+        for optimizer, weights in self._parts.weights.items():
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
             uninstall(optimizer)
             weights.give_back()
-        self._ranks.detach()
-        changed = self._enabled_models.dtypes.has_changed
-        fp32_values = self._enabled_models.disable()
-        for optimizer in self._optimizers:
+        self._parts.ranks.detach()
+        changed = self._parts.enabled_models.dtypes.has_changed
+        fp32_values = self._parts.enabled_models.disable()
+        for optimizer in self._parts.optimizers:
             settle_state(optimizer, fp32_values)
         if changed:
-            self._ranks.rebuild()
+            self._parts.ranks.rebuild()
         self._release()
         self._enabled = False
 
     def _check_replay(self, caller: str) -> None:
-        if self._ranks.sharded:
+        if self._parts.ranks.sharded:
             raise RuntimeError(
                 f"{caller}: running a batch again takes all ranks of an FSDP2 model: save the "
                 "batch and a full state dict, and replay in one process"
@@ -722,7 +644,7 @@ class _MovedBySteps:
         amp = self._amp()
         if amp is None:
             return None
-        return amp.state_dict(), [optimizer.state_dict() for optimizer in amp._optimizers]
+        return amp.state_dict(), [optimizer.state_dict() for optimizer in amp._parts.optimizers]
 
     def load_state_dict(self, state_dict: Any) -> None:
         amp = self._amp()
@@ -730,54 +652,11 @@ class _MovedBySteps:
             return
         state, of_optimizers = state_dict
         amp.load_state_dict(state)
-        for optimizer, of_optimizer in zip(amp._optimizers, of_optimizers, strict=True):
+        for optimizer, of_optimizer in zip(amp._parts.optimizers, of_optimizers, strict=True):
             optimizer.load_state_dict(of_optimizer)
-
-
-def _master_weights(
-    optimizer: Optimizer, policy: Policy, fp32_values: Fp32Values, came_half: Sequence[Tensor]
-) -> MasterWeights:
-    """Give an optimizer FP32 values to step on, and FP32 state for what came half."""
-    if policy.trains_fp32_values:
-        wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
-        if widen_state(optimizer, wide):
-            logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-    weights = MasterWeights(optimizer, fp32_values, policy.trains_fp32_values)
-    weights.take_masters()
-    return weights
-
-
-def _respond(response: Response, healing: Healing, ranks: Ranks, skipped: bool) -> None:
-    """Do what the policy wants about a decision; what one rank counts or heals, all do.
-
-    Args:
-        response: of this rank.
-        healing: of this rank.
-        ranks: that decide together.
-        skipped: whether it was a skip.
-    """
-    before = list(healing.names)
-    response(skipped)
-    if skipped and healing.policy.on_nonfinite in ("explain", "heal") and ranks.several:
-        found = ranks.gather((healing.names, response.state()))
-        healing.load(list(dict.fromkeys(name for names, _ in found for name in names)))
-        healers = [state for names, state in found if names != before]
-        response.share(healers or [state for _, state in found])
-    if healing.names != before:
-        ranks.rebuild()
-
-
-def _local_tensor_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """Return parameter or buffer to full name; of sharded parameters this rank's parts."""
-    return {to_local(tensor): name for tensor, name in tensor_names(models).items()}
-
-
-def _writers(
-    models: list[nn.Module], weights: Mapping[Optimizer, MasterWeights]
-) -> dict[str, Writer]:
-    return writers(weights.values(), parameter_names(models))
 
 
 def _release() -> None:
     dispatch.release()
     user_functions.release()
+    scaled_clipping.release()
