@@ -28,7 +28,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "kernels policy",
-    "ambient class_swap frames fp32_values functional names nested readback scaler",
+    "ambient class_swap fp32_values functional names nested readback scaler watched",
     "casts checkpoint diagnosis distributed",
     "step",
     "amp_state checks optim",

@@ -463,9 +463,9 @@ def test_a_remedy_is_tried_once_for_each_module(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    find = tritonamp.diagnosis.replays.find_remedy
+    find = tritonamp.diagnosis.replays.remedy_of
     monkeypatch.setattr(
-        tritonamp.diagnosis.replays, "find_remedy", lambda *args: tried.append(1) or find(*args)
+        tritonamp.diagnosis.replays, "remedy_of", lambda *args: tried.append(1) or find(*args)
     )
     run = start(level="O2", on_nonfinite="explain")
     for i in range(3):

@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.op_table import Rule, op_table
-from tritonamp.frames import Role, plays
+from tritonamp.watched.frames import Role, plays
 
 
 class _Registration:

@@ -16,8 +16,8 @@ from tritonamp.casts.rounded_inputs import types_of
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
-from tritonamp.frames import Role, plays
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.watched.frames import Role, plays
 
 
 class _WithForward(Swapped):

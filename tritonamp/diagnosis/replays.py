@@ -13,7 +13,7 @@ from torch import nn
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.remedies import Trials, find_remedy
+from tritonamp.diagnosis.remedies import TrialBlocks, remedy_of
 from tritonamp.diagnosis.replay import (
     NOT_REPRODUCED,
     BatchGoneError,
@@ -24,8 +24,8 @@ from tritonamp.diagnosis.replay import (
     result_of,
     write_bundle,
 )
-from tritonamp.diagnosis.replay.calls import amax, is_finite
 from tritonamp.policy import Policy
+from tritonamp.watched.ops import amax, is_finite
 
 Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function, and what ``find_fault`` can know of its run."""
@@ -54,7 +54,7 @@ class Fp32Runs(NamedTuple):
     """
 
     models: list[nn.Module]
-    trials: Trials
+    trials: TrialBlocks
 
     def of_batches(self, batches: Sequence[Snapshot]) -> Fp32Run | None:
         """Return what the forwards of snapshots give; None: they cannot run again."""
@@ -96,7 +96,7 @@ class Replays:
         policy: Policy,
         log: StepLog,
         forwards: Forwards,
-        trials: Trials,
+        trials: TrialBlocks,
     ) -> None:
         self._models = models
         self._policy = policy
@@ -153,7 +153,7 @@ class Replays:
                 return str(fault), fault
         if vanished and self._log.last is None:
             return vanished, None
-        return self._nothing_found(runs), None
+        return "\n".join(filter(None, [self._nothing_found(runs), vanished])), None
 
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with what FP32 gives beside it, where that can run."""
@@ -171,7 +171,7 @@ class Replays:
         key = fault.kind, fault.module
         if key not in self._remedies:
             try:
-                self._remedies[key] = find_remedy(
+                self._remedies[key] = remedy_of(
                     fault, lambda around: find_again(around=around), self._trials
                 )
             except Exception:  # the user's code raised, or there is no memory: nothing is promised

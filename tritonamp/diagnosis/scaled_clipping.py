@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from tritonamp.frames import Role, outwards
+from tritonamp.watched.frames import Role, outwards
 
 logger = logging.getLogger("tritonamp")
 

@@ -10,6 +10,7 @@ import torch
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.kernels.decide import FAULT
+from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _REPLAY = (
@@ -122,7 +123,7 @@ class Writer(NamedTuple):
         if self.zero_eps is None:
             return _OUR_STEP
         fits = 10.0 ** math.ceil(math.log10(torch.finfo(self.dtype).smallest_normal))
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = short(self.dtype)
         return _ZERO_EPS.format(eps=self.zero_eps, dtype=dtype, fits=fits)
 
 

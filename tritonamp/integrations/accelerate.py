@@ -12,11 +12,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import tritonamp
 from tritonamp.class_swap import Swapped, install, is_installed, uninstall
-from tritonamp.integrations.graph import fed_by, params_of
 
 ENGINES = (
     DistributedType.NO,
@@ -69,7 +67,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
     if is_installed(accelerator):  # with settings that hold no more
         uninstall(accelerator)
-    install(accelerator, _EnabledAccelerator, None, settings, {})
+    install(accelerator, _EnabledAccelerator, None, settings)
     accelerator.native_amp, accelerator.scaler = False, None
 
 
@@ -80,11 +78,10 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         amp: the handle; None until it has prepared an optimizer.
     """
 
-    _belongings = ("amp", "_settings", "_params")
+    _belongings = ("amp", "_settings")
     amp: tritonamp.Amp | None
     scaler: Any
     _settings: dict[str, Any]
-    _params: dict[Optimizer, list[Tensor]]  # the model's, by enabled optimizer
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
@@ -102,8 +99,7 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
                 "call, and call accelerator.free_memory() before the next ones (a Trainer on "
                 "several GPUs in one process is of this kind: use torchrun, or show it one GPU)"
             )
-        self._params = {o.optimizer: params_of(o.optimizer) for o in optimizers}
-        self.amp = tritonamp.enable(models, list(self._params), **self._settings)
+        self.amp = tritonamp.enable(models, [o.optimizer for o in optimizers], **self._settings)
         self.scaler = _SavedWithScaler(self.amp)
         for optimizer in optimizers:
             install(optimizer, _EnabledOptimizer, self.amp, len(optimizers) == 1)
@@ -113,7 +109,6 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         if self.amp is not None:
             self.amp.disable()
             self.amp = self.scaler = None
-            self._params = {}
             for optimizer in filter(is_installed, self._optimizers):
                 uninstall(optimizer)
         return super().free_memory(*objects)
@@ -122,7 +117,7 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         if self.amp is None:
             return super().backward(loss, **kwargs)
         with self.amp.scale_loss(
-            loss / self.gradient_accumulation_steps, fed_by(loss, self._params)
+            loss / self.gradient_accumulation_steps, self.amp.fed_by(loss)
         ) as scaled:
             scaled.backward(**kwargs)
 

@@ -48,6 +48,7 @@ from tritonamp.runtime.parts import Request, build_parts
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
 from tritonamp.step.state_loading import settle_state
+from tritonamp.watched.graph import leaves, nodes
 
 logger = logging.getLogger("tritonamp")
 
@@ -246,6 +247,29 @@ class Amp:
                     f"{type(o).__name__} that was not: enable it with the model"
                 )
         return feeds
+
+    def fed_by(self, loss: Tensor) -> list[Optimizer]:
+        """Return the optimizers whose parameters a loss was computed from, for ``backward``.
+
+        All of them where the graph of the loss does not say, as under FSDP2. One optimizer costs
+        nothing, several a walk over the graph on the host.
+        """
+        self._check_enabled("fed_by")
+        if len(self._parts.optimizers) < 2:
+            return list(self._parts.optimizers)
+        found = list(nodes(loss))
+        # reentrant: hides its part
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in found):
+            return list(self._parts.optimizers)
+        used, params = leaves(found), parameter_names(self._parts.models)
+        pairs = zip(params, self.named_master_params(), strict=True)
+        stepped = {master for param, (_, master) in pairs if param in used}
+        fed = [
+            optimizer
+            for optimizer in self._parts.optimizers
+            if any(p in stepped for group in optimizer.param_groups for p in group["params"])
+        ]
+        return fed or list(self._parts.optimizers)
 
     @between_graphs
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:

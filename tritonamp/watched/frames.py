@@ -14,10 +14,10 @@ from tritonamp.kernels import device
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = tuple(
-    os.path.dirname(str(module_file)) + os.sep
-    for module_file in (__file__, device.__file__, torch.__file__)
+    folder + os.sep
+    for folder in (_OURS, *(os.path.dirname(str(m.__file__)) for m in (device, torch)))
 )
 _DEMO = os.path.join(_OURS, "demo") + os.sep  # stands for a user
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -33,14 +33,14 @@ class Role(enum.Enum):
         LIBRARY: code inside of them.
         RULE: a rule of the op table runs in it; its locals are ``stock``, ``args`` and ``kwargs``.
         EDGE: an enabled model's inputs and outputs are cast in it.
-        REPLAY: a failing batch runs again in it; frames further out did not call the model.
+        RUN: a watched run begins in it; frames further out did not call the model.
     """
 
     USER = enum.auto()
     LIBRARY = enum.auto()
     RULE = enum.auto()
     EDGE = enum.auto()
-    REPLAY = enum.auto()
+    RUN = enum.auto()
 
 
 _roles: dict[CodeType, Role] = {}  # filled where the functions are defined
