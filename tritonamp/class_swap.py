@@ -115,12 +115,25 @@ def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
     namespace: dict[str, Any] = {
         name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
     }
+    namespace["_generated_from"] = base
     return type(base.__name__, (kind, base), {**namespace, **kind._members(base, *variant)})
 
 
 def base_class(cls: type) -> type:
-    """Return the class that a generated one was made from; of any other class, itself."""
-    return cls.__bases__[1] if issubclass(cls, Swapped) else cls
+    """Return the class that a generated one was made from; of any other class, itself.
+
+    Somebody may have derived a class from a generated one, as ``register_parametrization`` does
+    for a module of its own: that becomes one like it, derived from the plain class.
+    """
+    if not issubclass(cls, Swapped):
+        return cls
+    own = dict(vars(cls))
+    if "_generated_from" in own:
+        plain: type = own["_generated_from"]
+        return plain
+    for name in ("__dict__", "__weakref__"):  # Python makes them for each class
+        own.pop(name, None)
+    return type(cls.__name__, tuple(map(base_class, cls.__bases__)), own)
 
 
 def is_installed(instance: object) -> bool:

@@ -889,6 +889,30 @@ def test_a_parametrized_model_stays_parametrized(level: str) -> None:
     amp.disable()
 
 
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_may_be_parametrized_while_it_is_enabled(level: str) -> None:
+    """torch derives a class from the enabled one; disable leaves one derived from the plain one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    amp = tritonamp.enable(model, level=level)
+    parametrize.register_parametrization(model[0], "weight", Twice(), unsafe=True)
+    x, weight = torch.randn(3, 4), model[0].parametrizations.weight.original
+    torch.testing.assert_close(
+        model(x),
+        model[1](nn.functional.linear(x, 2 * weight.float(), model[0].bias.float())),
+        rtol=2**-7,
+        atol=2**-8,
+    )
+    amp.disable()
+    assert type(model[0]).__bases__ == (nn.Linear,) and parametrize.is_parametrized(model[0])
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear
+
+
 def test_gradients_that_exist_already_follow_the_dtype() -> None:
     model = nn.Linear(4, 4)
     model(torch.randn(2, 4)).sum().backward()
