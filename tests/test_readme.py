@@ -54,7 +54,15 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_readme = pytest.mark.parametrize("path", READMES, ids=shown)
+each_readme = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, marks=pytest.mark.smoke if path == ROOT / "README.md" else (), id=shown(path)
+        )
+        for path in READMES
+    ],
+)
 
 
 class Net(nn.Module):

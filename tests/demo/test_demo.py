@@ -65,6 +65,7 @@ def test_o1_and_o2_follow_o0(short_run):
         assert scores["chars", level] == pytest.approx(scores["chars", "O0"], rel=0.01)
 
 
+@pytest.mark.smoke
 def test_one_level_in_bfloat16(tmp_path, capsys):
     picture = tmp_path / "one.png"
     options = [

@@ -255,6 +255,7 @@ def test_two_optimizers_are_told_apart() -> None:
     accelerator.free_memory()
 
 
+@pytest.mark.smoke
 def test_autocast_is_the_op_policy() -> None:
     run = Run(level="O1")
     x = torch.randn(3, 70000)
