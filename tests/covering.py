@@ -33,6 +33,7 @@ SLOW = {
     "demo": "trains the demo's models or draws its pictures",
     "static": "compiles kernels for GPUs that need not be there",
     "compiled": "waits for torch.compile",
+    "more": "is much like another case that a plain run has",
     "tools": "is of a tool that is built on the library, see TOOLS in covering.py",
 }
 TOOLS = [  # folders and files, from the root
@@ -55,6 +56,12 @@ STEPS = "steps"
 
 SLOW_FILES = pytest.StashKey[list[str]]()
 REPORT = pytest.StashKey[str]()
+
+
+def more(cases: Iterable[Any]) -> list[Any]:
+    """Return cases for ``parametrize`` that a plain run leaves out: others are much like them."""
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.more) for case in several]
 
 
 def covering(cases: Sequence[Collection[Hashable]]) -> list[int]:

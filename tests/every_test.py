@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_python import FreshPython
 from gpuless import driver
 
 if not torch.cuda.is_available():
@@ -91,6 +92,14 @@ def cuda(request: pytest.FixtureRequest) -> torch.device:
     if not torch.cuda.is_available():
         request.getfixturevalue("fake_cuda")
     return torch.device("cuda", 0)  # as tensors say
+
+
+@pytest.fixture(scope="session")
+def fresh_python() -> Iterator[FreshPython]:
+    """Runs programs that say what importing does."""
+    python = FreshPython()
+    yield python
+    python.close()
 
 
 @pytest.fixture

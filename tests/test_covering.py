@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from covering import SLOW, SMOKE, TOOLS, covering, file_marks
+from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (4, 4), (3, 1, 5), (2, 2, 2, 2)], ids=str)
@@ -120,26 +120,31 @@ def run(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+MORE_RUNS = [
+    ("-n0", "a covering sample, without slow tests", 7),
+    ("-p no:xdist -p no:cacheprovider", "a covering sample, without slow tests", 7),
+    ("-n0 --tools", "a covering sample, without slow tests", 9),
+    ("-n2 tool", "a covering sample, without slow tests", 4),
+    ("-n0 --slow", "a covering sample, with slow tests", 11),
+    ("-n2 --slow --dist load", "a covering sample, with slow tests", 11),
+    ("-n0 --full", "cases: all\n", 33),
+    ("-n2 --rest --dist load", "those that are not in the covering sample", 26),
+    ("-n0 -k plain", "all of what is named", 1),
+    ("-n0 -m ranks", "all of what is named", 1),
+    ("-n0 -m tools", "all of what is named", 6),
+    ("-n0 tool/test_smoke.py", "all of what is named", 5),
+    ("test_rows.py::test_slow", "all of what is named", 1),
+    ("test_rows.py::test_rows[x-1--0-0]", "all of what is named", 1),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "header", "passed"),
     [
-        ("-n0", "a covering sample, without slow tests", 7),
         ("-n2 --dist load", "a covering sample, without slow tests", 7),
-        ("-p no:xdist -p no:cacheprovider", "a covering sample, without slow tests", 7),
-        ("-n0 --tools", "a covering sample, without slow tests", 9),
-        ("-n2 tool", "a covering sample, without slow tests", 4),
-        ("-n0 --slow", "a covering sample, with slow tests", 11),
-        ("-n2 --slow --dist load", "a covering sample, with slow tests", 11),
-        ("-n0 --full", "cases: all\n", 33),
         ("-n0 --rest", "those that are not in the covering sample", 26),
-        ("-n2 --rest --dist load", "those that are not in the covering sample", 26),
-        ("-n0 -k plain", "all of what is named", 1),
-        ("-n0 -m ranks", "all of what is named", 1),
-        ("-n0 -m tools", "all of what is named", 6),
         ("-n0 test_rows.py", "all of what is named", 26),
-        ("-n0 tool/test_smoke.py", "all of what is named", 5),
-        ("test_rows.py::test_slow", "all of what is named", 1),
-        ("test_rows.py::test_rows[x-1--0-0]", "all of what is named", 1),
+        *more(MORE_RUNS),
     ],
 )
 def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed: int) -> None:
@@ -154,13 +159,17 @@ def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed:
 @pytest.mark.parametrize(
     ("arguments", "failed"),
     [
-        ("", []),
-        ("--slow", []),
-        ("--rest", []),  # all that is left out without is marked
         ("--full", ["test_works", "test_runs_all_the_same"]),
-        ("--full --budget 1", []),
-        ("--budget 0.2", ["test_works", "test_runs_all_the_same"]),
-        ("--budget 0.2 test_busy.py", ["test_works", "test_runs_all_the_same"]),
+        *more(
+            [
+                ("", []),
+                ("--slow", []),
+                ("--rest", []),  # all that is left out without is marked
+                ("--full --budget 1", []),
+                ("--budget 0.2", ["test_works", "test_runs_all_the_same"]),
+                ("--budget 0.2 test_busy.py", ["test_works", "test_runs_all_the_same"]),
+            ]
+        ),
     ],
 )
 def test_what_takes_longer_is_told_to_be_marked(

@@ -4,13 +4,12 @@ tests/fixtures/make_previous.py made them, and says how.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fixtures import make_previous
+from fresh_python import FreshPython
 
 from tritonamp import Policy
 
@@ -33,7 +32,8 @@ def test_training_goes_on_with_the_same_bits(name: str) -> None:
     assert json.loads(json.dumps(found)) == expected
 
 
-def test_pickles_need_nothing_imported_before() -> None:
+def test_pickles_need_nothing_imported_before(fresh_python: FreshPython, tmp_path: Path) -> None:
     """Unpickling imports ``tritonamp.installing``, and with it ``tritonamp``, by itself."""
     code = f"import torch; torch.load({str(FOLDER / 'model_O2.pt')!r}, weights_only=False)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh_python.run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
