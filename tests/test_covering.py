@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import budget
 import pytest
 from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more
 
@@ -104,7 +105,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "tool" / "test_more.py").write_text("def test(): pass")
     (tmp_path / "conftest.py").write_text(
         "import budget, covering\n"
-        'budget.SECONDS, covering.TOOLS = 0.2, ["tool"]\n'
+        'budget.SECONDS, budget.LOOP, covering.TOOLS = 0.2, 1.0, ["tool"]\n'
         'pytest_plugins = ["covering", "budget"]\n'
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -179,6 +180,13 @@ def test_what_takes_longer_is_told_to_be_marked(
     shown = run("-n0", *arguments.split())
     assert re.findall("^FAILED test_busy.py::(\\w+)", shown, re.MULTILINE) == failed
     assert shown.count("s are allowed: mark it slow (ranks, clients, ") == len(failed)
+
+
+def test_a_slow_machine_gets_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "LOOP", 1e-6)
+    assert budget.slowness() > 100
+    monkeypatch.setattr(budget, "LOOP", 1.0)
+    assert budget.slowness() == 1
 
 
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
