@@ -69,6 +69,8 @@ def test_more():
     pass
 """
 BUSY = """
+import subprocess
+import sys
 import time
 
 import pytest
@@ -77,6 +79,10 @@ def use_cpu(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
+
+def test_starts_a_process():
+    loop = "import time\\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", loop], check=True)
 
 def test_waits():
     time.sleep(0.4)
@@ -94,6 +100,8 @@ def test_runs_all_the_same():
     use_cpu(0.4)
 """
 
+TOO_LONG = ["test_starts_a_process", "test_works", "test_runs_all_the_same"]
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
@@ -105,7 +113,8 @@ def run(tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "tool" / "test_more.py").write_text("def test(): pass")
     (tmp_path / "conftest.py").write_text(
         "import budget, covering\n"
-        'budget.SECONDS, budget.LOOP, covering.TOOLS = 0.2, 1.0, ["tool"]\n'
+        "budget.SECONDS, budget.IN_PROCESSES, budget.LOOP = 0.2, 0.3, 1.0\n"
+        'covering.TOOLS = ["tool"]\n'
         'pytest_plugins = ["covering", "budget"]\n'
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -160,15 +169,15 @@ def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed:
 @pytest.mark.parametrize(
     ("arguments", "failed"),
     [
-        ("--full", ["test_works", "test_runs_all_the_same"]),
+        ("--full", TOO_LONG),
         *more(
             [
                 ("", []),
                 ("--slow", []),
                 ("--rest", []),  # all that is left out without is marked
-                ("--full --budget 1", []),
-                ("--budget 0.2", ["test_works", "test_runs_all_the_same"]),
-                ("--budget 0.2 test_busy.py", ["test_works", "test_runs_all_the_same"]),
+                ("--full --budget 1", TOO_LONG[:1]),
+                ("--budget 0.2", TOO_LONG),
+                ("--budget 0.2 test_busy.py", TOO_LONG),
             ]
         ),
     ],
