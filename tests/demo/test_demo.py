@@ -1,3 +1,4 @@
+import importlib
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.demo
 @pytest.fixture(scope="module", autouse=True)
 def _threads():
     """The demo trains in one thread; the tests after these get theirs back."""
+    importlib.import_module("sklearn.datasets")  # takes a second, which is no test's
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
