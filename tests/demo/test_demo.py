@@ -1,4 +1,3 @@
-import importlib
 import subprocess
 import sys
 
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.demo
 @pytest.fixture(scope="module", autouse=True)
 def _threads():
     """The demo trains in one thread; the tests after these get theirs back."""
-    importlib.import_module("sklearn.datasets")  # takes a second, which is no test's
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -67,7 +65,6 @@ def test_o1_and_o2_follow_o0(short_run):
         assert scores["chars", level] == pytest.approx(scores["chars", "O0"], rel=0.01)
 
 
-@pytest.mark.smoke
 def test_one_level_in_bfloat16(tmp_path, capsys):
     picture = tmp_path / "one.png"
     options = [
