@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from helpers import assert_same
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.integrations.accelerate import enable
+
+# a plain run takes a smoke test of this file, Accelerate or not
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+
+from tritonamp.integrations.accelerate import enable  # noqa: E402
 
 pytestmark = pytest.mark.clients
 
