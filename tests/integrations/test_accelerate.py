@@ -14,10 +14,10 @@ import tritonamp
 # a plain run takes a smoke test of this file, Accelerate or not
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
-from tritonamp.integrations.accelerate import enable  # noqa: E402
+from tritonamp.integrations.accelerate import enable
 
 pytestmark = pytest.mark.clients
 
