@@ -1,4 +1,6 @@
-"""What runs (covering.py), on what (gpuless/), and what every test gets (every_test.py)."""
+"""What runs (covering.py), for how long (budget.py), on what (gpuless/), and what every test gets
+(every_test.py).
+"""
 
 import importlib
 import os
@@ -6,7 +8,7 @@ import os
 import pytest
 from gpuless import driver
 
-pytest_plugins = ["covering"]
+pytest_plugins = ["covering", "budget"]
 
 driver.load()  # here, because other conftest.py files import torch
 

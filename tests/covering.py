@@ -2,6 +2,7 @@
 
 pytest                                a sample, without the slow tests
 pytest tests/step                     the same of one folder
+pytest --tools                        a sample, with all tests of the tools
 pytest --slow                         a sample of every test, the slow ones, too
 pytest --full                         every case of every test
 pytest --rest                         what --full has and a plain pytest leaves out
@@ -11,10 +12,13 @@ pytest -k softmax; pytest -m ranks    and what -k, -m and --lf pick
 A covering sample of a parametrised test: few of its cases, and yet every row of each of its
 ``parametrize`` marks, and every value of each parametrised fixture, is in one of them. What only a
 combination of values shows is left to ``--full``, which CI runs.
+
+Tools are what is built on the library, listed in ``TOOLS``: each has a test or two that are marked
+as ``smoke``, and a plain run takes these alone.
 """
 
 import ast
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,16 +29,39 @@ SLOW = {
     "ranks": "starts two processes that meet through gloo",
     "clients": "needs Lightning, Accelerate, transformers, PEFT, diffusers or TRL",
     "crash": "kills or interrupts a process at many points",
-    "long": "takes hundreds of training steps",
+    "long": "takes seconds: hundreds of training steps, long lines in Triton's interpreter",
     "demo": "trains the demo's models or draws its pictures",
     "static": "compiles kernels for GPUs that need not be there",
     "compiled": "waits for torch.compile",
+    "more": "is much like another case that a plain run has",
+    "tools": "is of a tool that is built on the library, see TOOLS in covering.py",
 }
+TOOLS = [  # folders and files, from the root
+    "tests/apex",
+    "tests/commands/migrate",
+    "tests/commands/test_check.py",
+    "tests/commands/test_selftest.py",
+    "tests/demo",
+    "tests/diagnosis/test_errors.py",
+    "tests/forecast",
+    "tests/integrations",
+    "tests/test_bench.py",
+    "tests/test_first_gpu.py",
+    "tests/test_readme.py",
+]
+SMOKE = "smoke"
+"""Mark of the tests of slow files and of tools that a plain run takes."""
 STEPS = "steps"
 """Mark of tests with tens of training steps, which take as many seconds where PTX is emulated."""
 
 SLOW_FILES = pytest.StashKey[list[str]]()
 REPORT = pytest.StashKey[str]()
+
+
+def more(cases: Iterable[Any]) -> list[Any]:
+    """Return cases for ``parametrize`` that a plain run leaves out: others are much like them."""
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.more) for case in several]
 
 
 def covering(cases: Sequence[Collection[Hashable]]) -> list[int]:
@@ -84,6 +111,14 @@ def file_marks(path: Path) -> set[str]:
     return names & SLOW.keys()
 
 
+def of_a_tool(path: Path, config: pytest.Config) -> bool:
+    return any(path.is_relative_to(config.rootpath / tool) for tool in TOOLS)
+
+
+def is_slow(item: pytest.Item, marks: Iterable[str] = SLOW) -> bool:
+    return not item.get_closest_marker(SMOKE) and any(map(item.get_closest_marker, marks))
+
+
 def takes_all(config: pytest.Config) -> bool:
     """Whether every case was asked for, or something by its name."""
     option = config.option
@@ -98,6 +133,7 @@ def takes_all(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run slow tests, too")
+    parser.addoption("--tools", action="store_true", help="run all tests of the tools, too")
     parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--rest", action="store_true", help="run what is left out without options")
 
@@ -108,6 +144,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}; left out unless asked for")
     meaning = "takes tens of training steps; left out with --fake-cuda=ptx unless asked for"
     config.addinivalue_line("markers", f"{STEPS}: {meaning}")
+    meaning = "runs without options, though its file is slow or of a tool"
+    config.addinivalue_line("markers", f"{SMOKE}: {meaning}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -118,6 +156,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     done before processes have started, -s and --pdb need this one, and there may be no xdist.
     """
     option = config.option
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        option.tools = True  # their folders were named, or others
     if getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput"):
         return
     if option.capture == "no" or option.usepdb or option.trace or "::" in "".join(config.args):
@@ -143,10 +183,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Skip slow files before they are imported: that alone takes seconds for some."""
     path = collection_path
     everything = takes_all(config) or config.option.slow
-    if everything or not path.name.startswith("test_") or not file_marks(path):
+    if everything or not path.name.startswith("test_") or f"mark.{SMOKE}" in path.read_text():
+        return None
+    if not file_marks(path) and (config.option.tools or not of_a_tool(path, config)):
         return None
     config.stash[SLOW_FILES].append(path.name)
     return True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if of_a_tool(item.path, item.config):
+        item.add_marker("tools")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -154,10 +201,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if takes_all(config) and not config.option.rest:
         return
     slow = config.option.slow
-    left_out = [] if slow else [*SLOW]
+    left_out = {} if slow else SLOW.keys() - ({"tools"} if config.option.tools else {})
+    candidates = [item for item in items if not is_slow(item, left_out)]
     if getattr(config.option, "fake_cuda", None) == "ptx":
-        left_out.append(STEPS)
-    candidates = [i for i in items if not any(map(i.get_closest_marker, left_out))]
+        candidates = [item for item in candidates if not item.get_closest_marker(STEPS)]
     kept = list(sample(candidates))
     if config.option.rest:
         in_sample = set(kept)

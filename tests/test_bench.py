@@ -111,6 +111,7 @@ def test_every_peer_is_known(bench: SimpleNamespace) -> None:
     assert used <= set(bench.peers.PEERS)
 
 
+@pytest.mark.smoke
 def test_declared_bytes(bench: SimpleNamespace) -> None:
     by_name = {case.name: case for case in bench.matrix.all_cases()}
     softmax = by_name["softmax backward bfloat16 131072x1024"]

@@ -2,13 +2,15 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import budget
 import pytest
-from covering import SLOW, covering, file_marks
+from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (4, 4), (3, 1, 5), (2, 2, 2, 2)], ids=str)
@@ -54,6 +56,51 @@ pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.ranks]
 def test_slow_too():
     pass
 """
+TOOL = """
+import pytest
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("a", [0, 1])
+@pytest.mark.parametrize("b", [0, 1])
+def test_smoke(a, b):
+    pass
+
+def test_more():
+    pass
+"""
+BUSY = """
+import subprocess
+import sys
+import time
+
+import pytest
+
+def use_cpu(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+def test_starts_a_process():
+    loop = "import time\\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", loop], check=True)
+
+def test_waits():
+    time.sleep(0.4)
+
+def test_works():
+    use_cpu(0.4)
+
+@pytest.mark.long
+def test_is_slow():
+    use_cpu(0.4)
+
+@pytest.mark.long
+@pytest.mark.smoke
+def test_runs_all_the_same():
+    use_cpu(0.4)
+"""
+
+TOO_LONG = ["test_starts_a_process", "test_works", "test_runs_all_the_same"]
 
 
 @pytest.fixture
@@ -61,7 +108,15 @@ def run(tmp_path: Path) -> Callable[..., str]:
     """Run pytest on files that use covering.py, and return what it prints."""
     (tmp_path / "test_rows.py").write_text(TESTS)
     (tmp_path / "test_file.py").write_text(SLOW_FILE)
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["covering"]\n')
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "test_smoke.py").write_text(TOOL)
+    (tmp_path / "tool" / "test_more.py").write_text("def test(): pass")
+    (tmp_path / "conftest.py").write_text(
+        "import budget, covering\n"
+        "budget.SECONDS, budget.IN_PROCESSES, budget.LOOP = 0.2, 0.3, 1.0\n"
+        'covering.TOOLS = ["tool"]\n'
+        'pytest_plugins = ["covering", "budget"]\n'
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     here = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | here
@@ -75,31 +130,72 @@ def run(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+MORE_RUNS = [
+    ("-n0", "a covering sample, without slow tests", 7),
+    ("-p no:xdist -p no:cacheprovider", "a covering sample, without slow tests", 7),
+    ("-n0 --tools", "a covering sample, without slow tests", 9),
+    ("-n2 tool", "a covering sample, without slow tests", 4),
+    ("-n0 --slow", "a covering sample, with slow tests", 11),
+    ("-n2 --slow --dist load", "a covering sample, with slow tests", 11),
+    ("-n0 --full", "cases: all\n", 33),
+    ("-n2 --rest --dist load", "those that are not in the covering sample", 26),
+    ("-n0 -k plain", "all of what is named", 1),
+    ("-n0 -m ranks", "all of what is named", 1),
+    ("-n0 -m tools", "all of what is named", 6),
+    ("-n0 tool/test_smoke.py", "all of what is named", 5),
+    ("test_rows.py::test_slow", "all of what is named", 1),
+    ("test_rows.py::test_rows[x-1--0-0]", "all of what is named", 1),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "header", "passed"),
     [
-        ("-n0", "a covering sample, without slow tests", 5),
-        ("-n2 --dist load", "a covering sample, without slow tests", 5),
-        ("-p no:xdist -p no:cacheprovider", "a covering sample, without slow tests", 5),
-        ("-n0 --slow", "a covering sample, with slow tests", 7),
-        ("-n2 --slow --dist load", "a covering sample, with slow tests", 7),
-        ("-n0 --full", "cases: all\n", 27),
-        ("-n0 --rest", "those that are not in the covering sample", 22),
-        ("-n2 --rest --dist load", "those that are not in the covering sample", 22),
-        ("-n0 -k plain", "all of what is named", 1),
-        ("-n0 -m ranks", "all of what is named", 1),
+        ("-n2 --dist load", "a covering sample, without slow tests", 7),
+        ("-n0 --rest", "those that are not in the covering sample", 26),
         ("-n0 test_rows.py", "all of what is named", 26),
-        ("test_rows.py::test_slow", "all of what is named", 1),
-        ("test_rows.py::test_rows[x-1--0-0]", "all of what is named", 1),
+        *more(MORE_RUNS),
     ],
 )
 def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed: int) -> None:
     shown = run(*arguments.split())
     assert f"cases: {header.removeprefix('cases: ')}" in shown
     assert f" {passed} passed" in shown
-    report = "5 of 26 cases, and none of 1 files marked as ranks, clients, crash"
-    assert (report in shown) == (header == "a covering sample, without slow tests")
-    assert ("7 of 27 cases: --full runs all" in shown) == ("--slow" in arguments)
+    report = "7 of 31 cases, and none of 2 files marked as ranks, clients, crash"
+    assert (report in shown) == (passed == 7)
+    assert ("11 of 33 cases: --full runs all" in shown) == ("--slow" in arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failed"),
+    [
+        ("--full", TOO_LONG),
+        *more(
+            [
+                ("", []),
+                ("--slow", []),
+                ("--rest", []),  # all that is left out without is marked
+                ("--full --budget 1", TOO_LONG[:1]),
+                ("--budget 0.2", TOO_LONG),
+                ("--budget 0.2 test_busy.py", TOO_LONG),
+            ]
+        ),
+    ],
+)
+def test_what_takes_longer_is_told_to_be_marked(
+    run: Callable[..., str], tmp_path: Path, arguments: str, failed: list[str]
+) -> None:
+    (tmp_path / "test_busy.py").write_text(BUSY)
+    shown = run("-n0", *arguments.split())
+    assert re.findall("^FAILED test_busy.py::(\\w+)", shown, re.MULTILINE) == failed
+    assert shown.count("s are allowed: mark it slow (ranks, clients, ") == len(failed)
+
+
+def test_a_slow_machine_gets_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "LOOP", 1e-6)
+    assert budget.slowness() > 100
+    monkeypatch.setattr(budget, "LOOP", 1.0)
+    assert budget.slowness() == 1
 
 
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
@@ -116,3 +212,10 @@ def test_slow_files_are_told_by_their_text(tmp_path: Path) -> None:
     assert file_marks(path) == set()
     found = {mark for path in Path(__file__).parent.rglob("test_*.py") for mark in file_marks(path)}
     assert found <= SLOW.keys()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_has_a_smoke_test(tool: str) -> None:
+    path = Path(__file__).resolve().parents[1] / tool
+    files = [path] if path.is_file() else path.rglob("test_*.py")
+    assert any(f"mark.{SMOKE}" in file.read_text() for file in files)

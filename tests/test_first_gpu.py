@@ -78,6 +78,7 @@ def test_on_a_gpu(first_gpu, tmp_path: Path) -> None:
     assert not any("pip" in call for call in calls)
 
 
+@pytest.mark.smoke
 def test_without_one_it_is_a_dry_run(first_gpu, tmp_path: Path) -> None:
     status, text, calls = first_gpu(str(tmp_path / "out"))
     assert status == 0 and "no GPU: a dry run, which measures nothing" in text

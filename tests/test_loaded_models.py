@@ -693,6 +693,7 @@ def test_quantised_parameters_are_left_alone(
     assert scales.data_ptr() == pointers[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_memory_of_a_frozen_half_base(handles: Any, level: str) -> None:
     """Nothing of the size of the base is added: not by enable, by steps, nor by a state."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import FreshPython
 
 import tritonamp
 import tritonamp.kernels
@@ -19,12 +20,6 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tritonamp.kernels"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False
-    )
 
 
 def test_every_package_folder_is_listed() -> None:
@@ -102,7 +97,7 @@ def kernels_elsewhere(tmp_path: Path) -> Path:
 
 
 def test_kernels_of_somebody_else_are_found_from_the_repository_root(
-    kernels_elsewhere: Path,
+    kernels_elsewhere: Path, fresh_python: FreshPython
 ) -> None:
     code = f"""
 import sys
@@ -114,15 +109,18 @@ assert sys.modules["kernels"] is kernels
 import tritonamp.kernels
 assert tritonamp.kernels is not kernels
 """
-    result = run_python(code, cwd=ROOT)
+    result = fresh_python.run(code, ROOT)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.clients
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 @pytest.mark.parametrize("installed", [False, True])
-def test_transformers_from_the_repository_root(kernels_elsewhere: Path, installed: bool) -> None:
+def test_transformers_from_the_repository_root(
+    kernels_elsewhere: Path, installed: bool, fresh_python: FreshPython
+) -> None:
     code = f"""
 import sys
 sys.path += [{str(kernels_elsewhere)!r}] * {installed}
@@ -131,11 +129,11 @@ assert is_kernels_available() == {installed}
 """
     # the stand-in has nothing of what Trainer imports from the real one
     code += "" if installed else "from transformers import Trainer"
-    result = run_python(code, cwd=ROOT)
+    result = fresh_python.run(code, ROOT)
     assert result.returncode == 0, result.stderr
 
 
-def test_kernels_are_not_importable_from_the_repository_root() -> None:
+def test_kernels_are_not_importable_from_the_repository_root(fresh_python: FreshPython) -> None:
     """Whoever looks for them there finds an empty package, and is told where they are."""
     code = """
 import kernels
@@ -149,24 +147,25 @@ for statement in "import kernels.softmax", "from kernels import softmax":
         raise AssertionError(statement)
 kernels.softmax
 """
-    result = run_python(code, cwd=ROOT)
+    result = fresh_python.run(code, ROOT)
     assert result.returncode == 1
     last_line = result.stderr.splitlines()[-1]
     assert last_line.startswith("AttributeError: ")
     assert "import tritonamp.kernels" in last_line
 
 
-def test_kernels_are_imported_under_their_own_name_only() -> None:
+def test_kernels_are_imported_under_their_own_name_only(fresh_python: FreshPython) -> None:
     code = f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("other", {str(ROOT / "kernels" / "__init__.py")!r})
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
-    result = run_python(code, cwd=ROOT)
+    result = fresh_python.run(code, ROOT)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("ImportError: imported as 'other': ")
 
 
+@pytest.mark.long
 def test_pytest_runs_as_a_module() -> None:
     """Which puts the repository root on ``sys.path``."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
@@ -176,7 +175,7 @@ def test_pytest_runs_as_a_module() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_import_leaves_cuda_alone(tmp_path: Path) -> None:
+def test_import_leaves_cuda_alone(tmp_path: Path, fresh_python: FreshPython) -> None:
     # The stand-ins make this fail on machines without a GPU too, where is_initialized() is always
     # False.
     code = """
@@ -189,7 +188,7 @@ for name in names.split():
 import tritonamp, tritonamp.kernels
 assert not torch.cuda.is_initialized()
 """
-    result = run_python(code, cwd=tmp_path)
+    result = fresh_python.run(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -201,7 +200,7 @@ def loaded():
 """
 
 
-def test_import_leaves_the_compilers_alone(tmp_path: Path) -> None:
+def test_import_leaves_the_compilers_alone(tmp_path: Path, fresh_python: FreshPython) -> None:
     """They take seconds to import. An optimizer of torch does import them: it is made before."""
     code = (
         LOADED
@@ -217,12 +216,15 @@ amp.disable()
 assert loaded() == before, loaded()
 """
     )
-    result = run_python(code, cwd=tmp_path)
+    result = fresh_python.run(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["model", "amp.autocast"])
-def test_a_model_is_compiled_by_a_compiler_that_came_later(tmp_path: Path, how: str) -> None:
+def test_a_model_is_compiled_by_a_compiler_that_came_later(
+    tmp_path: Path, how: str, fresh_python: FreshPython
+) -> None:
     code = (
         LOADED
         + """
@@ -240,11 +242,11 @@ assert compiled.dtype is (torch.float16 if HOW == "amp.autocast" else torch.floa
 assert torch.equal(compiled, functions[HOW](x))
 """.replace("HOW", repr(how))
     )
-    result = run_python(code, cwd=tmp_path)
+    result = fresh_python.run(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
 
-def test_works_without_triton(tmp_path: Path) -> None:
+def test_works_without_triton(tmp_path: Path, fresh_python: FreshPython) -> None:
     code = """
 import sys
 sys.modules["triton"] = None
@@ -259,7 +261,7 @@ for level in "O0", "O1", "O2", "O3":
     optimizer.step()
     amp.disable()
 """
-    result = run_python(code, cwd=tmp_path)
+    result = fresh_python.run(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
 

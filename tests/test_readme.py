@@ -28,6 +28,7 @@ READMES = [
     *sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md")),
 ]
 LEFT_OUT = 0  # blocks marked "notest", of all READMEs
+SMOKE = ROOT / "tritonamp" / "README.md"  # needs no other library
 INTEGRATIONS = "tritonamp/integrations/README.md"
 
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,7 +55,13 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_readme = pytest.mark.parametrize("path", READMES, ids=shown)
+each_readme = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.smoke if path == SMOKE else (), id=shown(path))
+        for path in READMES
+    ],
+)
 
 
 class Net(nn.Module):

@@ -2,14 +2,13 @@
 
 import contextlib
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fresh_python import FreshPython
 from torch import Tensor, nn
 
 import tritonamp
@@ -207,9 +206,10 @@ def test_compile_failure_changes_nothing_outside(device: torch.device) -> None:
     assert torch.equal(softmax(x, 1, torch.float32, "triton"), expected)
 
 
-def test_imported_only_when_asked_for(tmp_path: Path) -> None:
+def test_imported_only_when_asked_for(fresh_python: FreshPython, tmp_path: Path) -> None:
     code = (
         "import sys, tritonamp; assert 'tritonamp.testing' not in sys.modules; "
         "import tritonamp.testing"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    done = fresh_python.run(code, tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -502,6 +502,7 @@ def test_compiled(device: torch.device, level: str, mode: str) -> None:
 # CUDA graphs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_captured_training_step(cuda: torch.device, level: str, max_norm: float | None) -> None:

@@ -3,7 +3,6 @@ staying away.
 """
 
 import copy
-import gc
 import io
 import logging
 import math
@@ -27,16 +26,6 @@ from tritonamp.apex.amp import _amp_state
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ["O0", "O1", "O2", "O3"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Initialized models are cycles, collected after each test: what was there before need not be
-    looked at again.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -19,16 +19,6 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 Function = Callable[..., Tensor]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Initialized models are cycles, collected after each test: what was there before need not be
-    looked at again.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def casts_end() -> Iterator[None]:
     yield

@@ -51,6 +51,7 @@ def quadrants(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
+@pytest.mark.smoke
 @pytest.mark.steps
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdam])
 @pytest.mark.parametrize("opt_level", LEVELS)

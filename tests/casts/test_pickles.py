@@ -3,13 +3,12 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fresh_python import FreshPython
 from helpers import Net, assert_same
 from torch import Tensor, nn
 
@@ -83,7 +82,9 @@ def test_it_loads_under_the_safe_globals_of_the_plain_model(handles: Any, level:
     assert_same(found.state_dict(), model.state_dict())
 
 
-def test_it_loads_where_there_is_no_tritonamp(handles: Any, tmp_path: Path) -> None:
+def test_it_loads_where_there_is_no_tritonamp(
+    handles: Any, fresh_python: FreshPython, tmp_path: Path
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handles(model, optimizer, level="O2", fp32_modules=["1"])
@@ -99,7 +100,8 @@ before = model[0].weight.clone()
 optimizer.step()
 assert model[0].weight.dtype is torch.float32 and not torch.equal(before, model[0].weight)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh_python.run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

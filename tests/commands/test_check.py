@@ -69,6 +69,7 @@ def run(capsys, *arguments):
     return status, capsys.readouterr().out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "status"), [("clean", 0), ("without_optimizer", 0), ("faulty", 1)]
 )

@@ -62,6 +62,7 @@ def failures(found: dict[str, Any]) -> dict[str, str]:
 # What is run
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("eager")
 def test_a_cpu_runs_the_eager_twins_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--selftest"]) == 0

@@ -1,5 +1,6 @@
 """Each story at reduced size: what it tells must be what happened."""
 
+import importlib
 import logging
 import re
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.demo
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog):
+    importlib.import_module("sklearn.datasets")  # takes a second, which is no test's
     caplog.set_level(logging.ERROR, logger="tritonamp")
 
 
@@ -123,6 +125,7 @@ def test_power_of_two(scale, text):
     assert power_of_two(scale) == text
 
 
+@pytest.mark.smoke
 def test_command_prints_the_story(capsys, caplog):
     caplog.set_level(logging.INFO, logger="tritonamp")
     threads = torch.get_num_threads()

@@ -74,6 +74,7 @@ def before_training() -> Iterator[dict[Tensor, Tensor]]:
     values.clear()
 
 
+@pytest.mark.smoke
 @each_program
 def test_the_text_comes(
     page: Section, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

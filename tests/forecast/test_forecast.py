@@ -200,6 +200,7 @@ def test_no_false_alarm(name, level, dtype):
 # What overflows
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_scores_that_overflow(level):
     model, x = around(Attention()), 1e3 * torch.randn(2, 5, 16)

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from covering import more
 from gpuless.fake_cuda import FakeCuda
 from helpers import Net, same
 from torch import nn
 
 import tritonamp
 
-LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2", *more(["O0", "O3"])])
 KINDS = pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9})],

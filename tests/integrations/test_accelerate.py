@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from helpers import assert_same
 from torch import Tensor, nn
 
 import tritonamp
+
+# a plain run takes a smoke test of this file, Accelerate or not
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
 from tritonamp.integrations.accelerate import enable
 
 pytestmark = pytest.mark.clients
@@ -255,6 +260,7 @@ def test_two_optimizers_are_told_apart() -> None:
     accelerator.free_memory()
 
 
+@pytest.mark.smoke
 def test_autocast_is_the_op_policy() -> None:
     run = Run(level="O1")
     x = torch.randn(3, 70000)

@@ -354,7 +354,7 @@ TORCHS = {  # steps; decoupled, amsgrad, lr of each group
 }
 
 
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("name", [pytest.param("AdamW", marks=pytest.mark.long), "others"])
 def test_many_steps_are_torchs(device: torch.device, backend: str, name: str) -> None:
     """Gradients have magnitudes from 0.5 to 1.5 = G: sqrt(v_hat) is at least 0.5 and |m_hat| /
     sqrt(v_hat) at most 3.

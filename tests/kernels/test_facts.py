@@ -1,13 +1,14 @@
 """What C++ and Python answer about many tensors: the same, or Python alone."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fresh_python import FreshPython
 from torch import Tensor, nn
 
 from tritonamp.kernels import _facts, _native
@@ -218,18 +219,12 @@ def test_prepare_finds_one_address_only(cpp: Any) -> None:
     assert cpp.prepare(x, x._cdata, nn.Parameter)
 
 
-def test_the_switch() -> None:
+def test_the_switch(fresh_python: FreshPython, tmp_path: Path) -> None:
     """``TRITONAMP_PLAIN_STEPS=1``: nothing is built."""
     program = (
         "from tritonamp.kernels import _facts, _native\n"
         "_facts.use_native()\n"
         "print(_native.PLAIN_STEPS, _facts._native is _facts._InPython)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"TRITONAMP_PLAIN_STEPS": "1", "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = fresh_python.run(program, tmp_path, {"TRITONAMP_PLAIN_STEPS": "1", "PATH": ""})
     assert run.stdout.split() == ["True", "True"]

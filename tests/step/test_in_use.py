@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import more
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -143,6 +144,7 @@ def test_both_backends_train_alike(
         run.amp.disable()
 
 
+@pytest.mark.long
 def test_a_handful_of_launches_whatever_the_number_of_tensors(
     device: torch.device, launched: list[Any]
 ) -> None:
@@ -243,7 +245,7 @@ def test_tables_are_sent_only_when_memory_moves(
     run.amp.disable()
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("name", ["exp_avg", *more(["exp_avg_sq", "step"])])
 def test_a_replaced_state_counts(device: torch.device, name: str) -> None:
     run, by_hand = Run(device, "triton"), Run(device, "triton")
     xs = batches(3, device)
@@ -458,6 +460,7 @@ class Tape(TorchDispatchMode):
                 run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_a_captured_step_goes_on_with_other_rates_and_scales(
     monkeypatch: pytest.MonkeyPatch, max_norm: float | None

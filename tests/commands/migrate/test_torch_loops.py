@@ -288,6 +288,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_converted_trains_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = HEAD + TRAINED[name]
