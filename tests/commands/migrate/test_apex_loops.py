@@ -265,6 +265,12 @@ def test_results_of_other_names_get_them() -> None:
     )
 
 
+def test_results_without_optimizers_are_still_two() -> None:
+    text = "from apex import amp\nnet, _ = amp.initialize(net, [], opt_level='O3')\n"
+    made = "net, _ = net, []\namp = tritonamp.enable(net, level='O3')\n"
+    assert convert(text).after == "import tritonamp\n" + made
+
+
 def test_a_scaled_loss_that_is_used_keeps_its_block() -> None:
     text = PLAIN.replace("scaled_loss.backward()", "scaled_loss.backward(); print(scaled_loss)")
     assert "    with amp.scale_loss(loss) as scaled_loss:\n" in convert(HEAD + text).after

@@ -153,9 +153,8 @@ class _Loop:
     def _enable(self) -> list[str]:
         """Return the lines in the place of ``amp.initialize``."""
         script, lines = self.script, []
-        given = [script.source.segment(self.given["models"])]
-        if self.optimizers:
-            given.append(script.source.segment(self.given["optimizers"]))
+        values = [self.given.get("models"), self.given.get("optimizers")]
+        given = [script.source.segment(o) for o in values if o and ast.unparse(o) != "None"]
         if isinstance(self.statement, ast.Assign):
             target = self.statement.targets[0]
             both = isinstance(target, ast.Tuple) and len(given) == 2
@@ -175,6 +174,7 @@ class _Loop:
                 raise Refused(self.call, what, '`enable` in an `if`, with level="O0" in its else')
             level = f"({level})" if " if " in level else level
             level += f' if {on} else "O0"'
+        given = given[: 1 + bool(self.optimizers)]  # without an empty list
         arguments = ", ".join([*given, f"level={level}", *options])
         return [*lines, f"{self.amp} = tritonamp.enable({arguments})"]
 

@@ -45,7 +45,7 @@ class _Loop:
         self.statement = statement = script.source.statement(call)
         plain = isinstance(statement, ast.Assign) and statement.value is call
         targets: list[ast.expr] = getattr(statement, "targets", []) if plain else []
-        self.target = targets[0] if len(targets) == 1 else None
+        self.target = targets[0] if len(targets) == 1 else call  # which is no variable
         root = names.root(self.target)
         known = {keyword.arg for keyword in call.keywords} <= _SETTINGS | {"device", "enabled"}
         known &= all("device" in ast.unparse(a) or isinstance(a, ast.Constant) for a in call.args)
