@@ -151,6 +151,16 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         6,
         "which one model and optimizer",
     ),
+    "a forward in FP32": (
+        MADE + STEP.replace("    scaler.scale", "    loss += model(2 * x).sum()\n    scaler.scale"),
+        10,
+        "a forward in FP32 so far",
+    ),
+    "a forward in FP32 by its block": (
+        MADE + STEP + "    with autocast(enabled=False):\n        model(x).sum()\n",
+        14,
+        "a forward in FP32 so far",
+    ),
     "no autocast": (MADE + STEP.replace("autocast()", "other()"), 6, "no autocast block"),
     "a scaler that may be None": (
         MADE.replace("GradScaler()", "GradScaler() if on else None") + STEP,

@@ -19,7 +19,6 @@ _OLD = {
 }
 _OF_OLD_AUTOCAST = "enabled", "dtype", "cache_enabled"
 _OF_AUTOCAST = "device_type", "dtype", "enabled", "cache_enabled"
-_BUILT = "amp_C", "apex_C"
 _BY_TEXT = "import_module", "find_spec", "__import__", "find_loader"
 BY_HAND = "keep apex for it, or write it in torch; tritonamp/apex/README.md lists what there is"
 
@@ -65,7 +64,7 @@ def rename_old(script: Script) -> None:
 
 def is_apex(name: str | None) -> bool:
     """Return whether a dotted name is of apex or one of its compiled modules."""
-    return name is not None and name.split(".")[0] in ("apex", *_BUILT)
+    return name is not None and name.split(".")[0] in ("apex", "amp_C", "apex_C")
 
 
 def statements(script: Script) -> list[ast.Import | ast.ImportFrom]:

@@ -123,16 +123,9 @@ class Names:
         return None
 
     def same(self, one: ast.expr, other: ast.expr) -> bool:
-        """Return whether two expressions are one text, or one attribute kept in variables."""
-        return self._followed(one) == self._followed(other)
-
-    def _followed(self, node: ast.expr) -> str:
-        root = self.root(node)
-        bound = [] if root is None else self.bindings[root]
-        value = getattr(self.source.parents[bound[0]], "value", None) if len(bound) == 1 else None
-        if isinstance(value, ast.Attribute):  # use_amp = args.amp
-            return self._followed(value)
-        return ast.unparse(node) if root is None else root.name
+        """Return whether two expressions are one variable, or one text."""
+        roots = self.root(one), self.root(other)
+        return ast.unparse(one) == ast.unparse(other) or (roots[0] == roots[1] is not None)
 
     def class_of(self, scope: ast.AST) -> ast.ClassDef | None:
         """Return the class that ``scope`` is a method of."""

@@ -13,6 +13,7 @@ _SETTINGS = {"init_scale", "growth_factor", "backoff_factor", "growth_interval"}
 _GONE = {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
 _HALF = {"torch.float16": None, "torch.half": None, "torch.bfloat16": "torch.bfloat16"}
 _SAVES = re.compile("save|load|checkpoint|restore|resume", re.IGNORECASE)
+_NOT_FP32 = re.compile(r"autocast(?!\(False|.*enabled=False)|no_grad|inference_mode")
 _TRUE = ast.Constant(True)
 _EVENTS = table.BACKWARD, table.UNSCALE, table.STEP, table.UPDATE
 
@@ -88,6 +89,7 @@ class _Loop:
         gradients.refuse_plain_steps(script, self.optimizer, self.models, self.switch)
         self._refuse_scaled_gradients()
         dtype = self._autocasts()
+        self._refuse_fp32_forwards()
         for use in reversed(self.uses):
             if self._at(use) is None:
                 self._refuse(use, "where the handle is not there, or not yet")
@@ -207,9 +209,7 @@ class _Loop:
             elif len(dtypes) > 1 or "" in dtypes:
                 what = "the autocasts' dtype cannot be read, or they differ"
             if what is not None:
-                by_hand = (
-                    "`with amp.autocast():`, and the level and dtype of `enable` that it means"
-                )
+                by_hand = "`with amp.autocast():`, in the level and dtype of `enable` that it means"
                 raise Refused(node, f"{what}: `{ast.unparse(node)}`", by_hand)
             if name is not None:
                 reached = True
@@ -218,6 +218,18 @@ class _Loop:
             what = "no autocast block that this scaler reaches: what runs in half is not known"
             raise Refused(self.call, what)
         return dtypes.pop()
+
+    def _refuse_fp32_forwards(self) -> None:
+        """Refuse forwards of the model in FP32, beside the scaler: they would run in half."""
+        source = self.script.source
+        for node in source.nodes:
+            root = self.script.names.root(node.func) if isinstance(node, ast.Call) else None
+            if root in self.models and source.scope(node) in self.scopes:
+                items = [i for o in source.around(node) for i in getattr(o, "items", [])]
+                half = any(_NOT_FP32.search(ast.unparse(item)) for item in items)
+                if not half and not self.switch.runs(node, on=False):
+                    what = f"`{ast.unparse(node)}`, a forward in FP32 so far, would run in half"
+                    raise Refused(node, what, "`with amp.autocast():` around it, if it may")
 
     def _agrees(self, call: ast.Call, enabled: ast.expr | None) -> bool:
         """Whether the autocast is on when the scaler is."""
