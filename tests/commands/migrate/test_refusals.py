@@ -161,6 +161,14 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         14,
         "a forward in FP32 so far",
     ),
+    "a scaler in a function that another file calls": (
+        "import torch\ndef epoch(model, optimizer, loader):\n"
+        "    print(*model.parameters())\n    scaler = torch.amp.GradScaler()\n"
+        "    with torch.autocast('cuda'):\n        loss = model(1)\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+        4,
+        "in each round or call",
+    ),
     "no autocast": (MADE + STEP.replace("autocast()", "other()"), 6, "no autocast block"),
     "a scaler that may be None": (
         MADE.replace("GradScaler()", "GradScaler() if on else None") + STEP,

@@ -212,7 +212,7 @@ class _Loop:
         inside = all(scope in script.source.around(other) for other in others)
         if inside or not isinstance(scope, Function):
             return
-        if objects.runs_often(script, scope):
+        if objects.times_called(script, scope) > 1:
             what = "several handles, of which other functions would see the last"
             raise Refused(self.statement, what, "return the handle beside model and optimizer")
         first = scope.body[ast.get_docstring(scope) is not None and len(scope.body) > 1]

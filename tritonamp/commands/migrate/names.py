@@ -105,10 +105,8 @@ class Names:
                 statement = self.source.statement(binding)
                 value = getattr(statement, "value", None)
                 args = value.args if isinstance(value, ast.Call) else [value]
-                is_no_value = isinstance(binding, ast.arg) or isinstance(
-                    statement, Import | Function
-                )
-                if not is_no_value and not is_none(value) and root not in map(self.root, args):
+                is_value = not isinstance(binding, ast.arg | Import | Function)
+                if is_value and not is_none(value) and root not in map(self.root, args):
                     found.append((variable, statement))
         return found
 

@@ -62,7 +62,7 @@ def models_of(script: Script, optimizer: Variable) -> list[Variable]:
     """Return the models that ``optimizer`` is made from by name; else the only one of the file."""
     models = _models(script)
     made = [n for _, s in script.names.makings(optimizer) for n in ast.walk(s)]
-    found = [script.names.root(n) for n in made if isinstance(n, ast.Name | ast.Attribute)]
+    found = map(script.names.root, made)
     named = [root for root in dict.fromkeys(found) if root in models]
     return named or (models if len(models) == 1 else [])
 
@@ -100,7 +100,7 @@ def place_behind(script: Script, statement: ast.stmt, roots: list[Variable]) -> 
         place = max([place, *tops], key=source.start)  # type: ignore[assignment]
         if names.name_in(root, scope) is None or isinstance(scope, ast.ClassDef):
             what = f"`{root.name}` belongs to a class or another function"
-        elif loops.difference(*outwards) or (not here and runs_often(script, scope)):
+        elif loops.difference(*outwards) or (not here and times_called(script, scope) != 1):
             what = f"the scaler is made in each round or call, `{root.name}` once"
         elif tops and all(isinstance(top, ast.If) and not top.orelse for top in tops):
             what = f"`{root.name}` is made under a condition alone"
@@ -111,12 +111,14 @@ def place_behind(script: Script, statement: ast.stmt, roots: list[Variable]) -> 
     return place
 
 
-def runs_often(script: Script, scope: ast.AST) -> bool:
-    """Return whether a function is called in a loop, or from several places of the file."""
-    source, name = script.source, getattr(scope, "name", None)
+def times_called(script: Script, scope: ast.AST) -> int:
+    """Return how often the file calls a function, or makes its class; more for calls in loops."""
+    source, is_init = script.source, getattr(scope, "name", "") == "__init__"
+    name = getattr(script.names.class_of(scope) if is_init else scope, "name", None)
     named = [n for n in source.nodes if name in (getattr(n, "id", ""), getattr(n, "attr", ""))]
     calls = [n for n in named if getattr(source.parents[n], "func", None) is n]
-    return len(calls) > 1 or any(isinstance(o, LOOPS) for c in calls for o in source.around(c))
+    loops = [o for call in calls for o in source.around(call) if isinstance(o, LOOPS)]
+    return max(len(calls) + len(loops), is_init or name is None)
 
 
 def changes(script: Script, value: ast.expr, statement: ast.stmt) -> bool:
@@ -125,10 +127,10 @@ def changes(script: Script, value: ast.expr, statement: ast.stmt) -> bool:
     texts = {ast.unparse(n) for n in ast.walk(value) if isinstance(n, ast.Name | ast.Attribute)}
     for node in source.nodes:
         if isinstance(getattr(node, "ctx", None), ast.Store) and ast.unparse(node) in texts:
-            here = source.scope(node) is source.scope(statement)
-            if here and source.start(node) > source.end(statement):
-                return True
-            other = getattr(source.scope(node), "name", "") != "__init__"
-            if not here and other and isinstance(node, ast.Attribute):
+            scope = source.scope(node)
+            here = scope is source.scope(statement)
+            is_init = getattr(scope, "name", "") == "__init__"
+            later = here and source.start(node) > source.end(statement)
+            if later or not (here or is_init or isinstance(node, ast.Name)):
                 return True
     return False

@@ -100,10 +100,9 @@ class _Loop:
     def _at(self, node: ast.AST) -> str | None:
         """Return what the handle is called at ``node``; None where it is not there, or not yet."""
         source, scope = self.script.source, self.script.source.scope(node)
-        branches = {o for o in source.around(self.place) if isinstance(o, ast.If | ast.Try)}
-        later = scope is not source.scope(self.place) or source.start(node) >= source.end(
-            self.place
-        )
+        place, start = self.place, source.start(node)
+        branches = {o for o in source.around(place) if isinstance(o, ast.If | ast.Try)}
+        later = scope is not source.scope(place) or start >= source.end(place)
         if not later or branches.difference(source.around(node)):
             return None
         name = self.script.names.name_in(self.root, scope)
