@@ -93,6 +93,11 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         14,
         "dtype cannot be read",
     ),
+    "a dtype in options": (
+        MADE + STEP.replace("t()", "t(**options)"),
+        8,
+        "dtype cannot be read",
+    ),
     "a dtype that may be FP32": (
         MADE.replace("model =", "dtype = choose()\nmodel =")
         + STEP.replace("t()", "t(dtype=dtype)"),

@@ -388,7 +388,9 @@ from torch.cuda.amp import autocast, custom_fwd
 def evaluate(model, x):
     with autocast(), th.no_grad():
         model(x)
-    with autocast(False, cache_enabled=False):
+    with autocast(False, cache_enabled=(False)):
+        model(x)
+    with autocast(**options):
         return model(x)
 
 
@@ -412,7 +414,9 @@ import torch as th
 def evaluate(model, x):
     with th.autocast("cuda"), th.no_grad():
         model(x)
-    with th.autocast("cuda", enabled=False, cache_enabled=False):
+    with th.autocast("cuda", enabled=False, cache_enabled=(False)):
+        model(x)
+    with th.autocast("cuda", **options):
         return model(x)
 
 

@@ -28,7 +28,7 @@ def autocast_options(names: Names, call: ast.Call) -> dict[str, ast.expr]:
     old = _OLD.get(names.qualified(call.func) or "")
     places = _OF_AUTOCAST if old is None else _OF_OLD_AUTOCAST
     given = dict(zip(places, call.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    given |= {keyword.arg or "dtype": keyword.value for keyword in call.keywords}  # ** may hold one
     return given if old is None else given | {"device_type": ast.Constant(old[0])}
 
 
@@ -44,9 +44,9 @@ def rename_old(script: Script) -> None:
         places = parent.args if isinstance(parent, ast.Call) else []
         starred = any(isinstance(place, ast.Starred) for place in places)
         if called and not starred and (short == "autocast" or not places):
-            given = autocast_options(script.names, parent)  # type: ignore[arg-type]
-            given.pop("device_type")
-            texts = [f"{key}={script.text(value)}" for key, value in given.items()]
+            named = zip(_OF_OLD_AUTOCAST, places, strict=False)
+            texts = [f"{key}={script.text(place)}" for key, place in named]
+            texts += [script.text(keyword) for keyword in parent.keywords]  # type: ignore[attr-defined]
             lead = (
                 f'autocast("{device}"'
                 if short == "autocast"
