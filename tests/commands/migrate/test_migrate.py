@@ -8,7 +8,7 @@ import pytest
 from tritonamp.__main__ import main
 from tritonamp.commands.migrate import command
 from tritonamp.commands.migrate.convert import To
-from tritonamp.commands.migrate.reading.script import Conversion
+from tritonamp.commands.migrate.script import Conversion
 
 LOOP = """\
 import torch
@@ -16,7 +16,9 @@ from torch.cuda.amp import GradScaler
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler()
-scaler.scale(model(1)).backward()
+with torch.autocast("cuda"):
+    loss = model(1)
+scaler.scale(loss).backward()
 scaler.step(optimizer)
 scaler.update()
 """
@@ -26,7 +28,9 @@ import tritonamp
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 amp = tritonamp.enable(model, optimizer, level="O1")
-amp.backward(model(1))
+with amp.autocast():
+    loss = model(1)
+amp.backward(loss)
 optimizer.step()
 """
 BY_HAND = "def f(scaler, loss):\n    scaler.scale(loss).backward()\n"
@@ -40,9 +44,9 @@ def test_a_file_is_shown_and_written_where_asked(
     assert main(["migrate", "train.py"]) == 0
     shown = capsys.readouterr().out
     assert Path("train.py").read_text() == LOOP
-    assert shown.startswith("--- a/train.py\n+++ b/train.py\n@@ -1,8 +1,7 @@\n import torch\n")
+    assert shown.startswith("--- a/train.py\n+++ b/train.py\n@@ -1,10 +1,9 @@\n import torch\n")
     assert '+amp = tritonamp.enable(model, optimizer, level="O1")\n' in shown
-    assert "  train.py:8: the step moves the loss scale by itself\n" in shown
+    assert "  train.py:10: the step moves the loss scale by itself\n" in shown
     assert shown.endswith("1 file: 1 can be converted (--write does it), 0 left as they are\n")
     assert main(["migrate", "train.py", "--write"]) == 0
     assert Path("train.py").read_text() == AFTER

@@ -39,7 +39,9 @@ class T:
         self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scaler = torch.amp.GradScaler()
 
-    def step(self, loss):
+    def step(self, x):
+        with torch.autocast("cuda"):
+            loss = self.model(x)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.opt)
         self.scaler.update()
@@ -50,35 +52,35 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a scaler of another file": (
         "def train(model, loss, scaler):\n    scaler.scale(loss).backward()\n",
         2,
-        "`scaler` is not made in this file",
+        "`scaler` is not made in this function",
     ),
     "what is left of a scaler": (
         "def train(amp, loss, opt):\n    amp.backward(loss)\n    scaler.unscale_(opt)\n",
         3,
-        "`scaler` is not made in this file",
+        "`scaler` is not made in this function",
     ),
     "two scalers": (MADE + "other = GradScaler()\n" + STEP, 7, "a second GradScaler"),
-    "no optimizer": (MADE, 6, "the optimizers that"),
-    "an attribute": (MADE.replace("scaler =", "model.a.scaler =") + STEP, 6, "plain assignment"),
-    "a list of arguments": (MADE.replace("r()", "r(*[])") + STEP, 6, "plain assignment"),
+    "no optimizer": (MADE, 6, "which one model and optimizer"),
+    "an attribute": (MADE.replace("scaler =", "model.a.scaler =") + STEP, 6, "plainly assigned"),
+    "a list of arguments": (MADE.replace("r()", "r(*[])") + STEP, 6, "plainly assigned"),
     "always off": (MADE.replace("r()", "r(enabled=False)") + STEP, 6, "off here"),
     "an unknown use": (MADE + STEP + "print(scaler._scale)\n", 13, "scaler._scale"),
     "an unknown function": (MADE + STEP + "other(scaler)\n", 13, "not known"),
     "an option of step": (
         MADE + STEP.replace("(optimizer)", "(optimizer, f)"),
         6,
-        "the optimizers that",
+        "which one model and optimizer",
     ),
     "its result": (MADE + STEP.replace("scaler.step", "r = scaler.step"), 11, "not known"),
     "a scale that is kept": (
         MADE + STEP.replace("scaler.scale(loss)", "s = scaler.scale(loss)\n    s"),
-        10,
-        "not known",
+        11,
+        "beside scaled losses",
     ),
     "a graph of gradients": (
         MADE + STEP.replace("backward()", "backward(create_graph=True)"),
         10,
-        "not known",
+        "beside scaled losses",
     ),
     "autocast in a variable": (MADE + STEP + "context = autocast()\n", 13, "no `with` block"),
     "another condition": (
@@ -88,6 +90,11 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     ),
     "two formats": (
         MADE + STEP + STEP.replace("t()", "t(dtype=torch.bfloat16)"),
+        14,
+        "dtype cannot be read",
+    ),
+    "a dtype in options": (
+        MADE + STEP.replace("t()", "t(**options)"),
         8,
         "dtype cannot be read",
     ),
@@ -114,14 +121,14 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         .replace("\nscaler = GradScaler()", "")
         .replace("scaler = Grad\n", "scaler = GradScaler()\n")
         + STEP,
-        5,
-        "used before",
+        6,
+        "is not there, or not yet",
     ),
     "an unknown model": (
         MADE.replace("model.parameters()", "p").replace("model = torch.nn.Linear(2, 2)", "p = []")
         + STEP.replace("model(x)", "x"),
         6,
-        "which model",
+        "which one model",
     ),
     "a plain backward": (MADE + STEP + "    (loss + 1).backward()\n", 13, "beside scaled losses"),
     "another optimizer": (
@@ -141,24 +148,84 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         11,
         "carry the loss scale",
     ),
-    "branches that differ": (
-        "import torch\ndef train(model, opt, loss, scaler):\n"
-        "    if scaler is not None:\n        scaler.scale(loss).backward()\n"
-        "        scaler.step(opt)\n        scaler.update()\n    else:\n        loss.backward()\n"
-        "        print(1)\n        opt.step()\n\n\nmodel = torch.nn.Linear(2, 2)\n"
-        "opt = torch.optim.SGD(model.parameters())\nscaler = torch.amp.GradScaler()\n"
-        "train(model, opt, model(1), scaler)\n",
-        3,
-        "different things",
+    "two optimizers": (
+        MADE
+        + "second = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        + STEP
+        + "    scaler.step(second)\n",
+        6,
+        "which one model and optimizer",
+    ),
+    "a forward in FP32": (
+        MADE + STEP.replace("    scaler.scale", "    loss += model(2 * x).sum()\n    scaler.scale"),
+        10,
+        "a forward in FP32 so far",
+    ),
+    "a forward in FP32 by its block": (
+        MADE + STEP + "    with autocast(enabled=False):\n        model(x).sum()\n",
+        14,
+        "a forward in FP32 so far",
+    ),
+    "a scaler in a function that another file calls": (
+        "import torch\ndef epoch(model, optimizer, loader):\n"
+        "    print(*model.parameters())\n    scaler = torch.amp.GradScaler()\n"
+        "    with torch.autocast('cuda'):\n        loss = model(1)\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+        4,
+        "in each round or call",
+    ),
+    "no autocast": (MADE + STEP.replace("autocast()", "other()"), 6, "no autocast block"),
+    "a scaler that may be None": (
+        MADE.replace("GradScaler()", "GradScaler() if on else None") + STEP,
+        6,
+        "plainly assigned",
+    ),
+    "a scaler under a condition": (
+        MADE.replace("scaler =", "if on:\n    scaler =") + STEP,
+        7,
+        "no autocast block",
+    ),
+    "a loop in another function": (
+        "def train(model, opt, scaler, loss):\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(opt)\n    scaler.update()\n\n\n" + MADE,
+        12,
+        "which one model and optimizer",
+    ),
+    "the scale between step and update": (
+        MADE + STEP.replace("    scaler.update", "    s = scaler.get_scale()\n    scaler.update"),
+        12,
+        "which are one now",
+    ),
+    "a norm of scaled gradients": (
+        MADE
+        + STEP.replace(
+            "    scaler.step",
+            "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1)\n    scaler.step",
+        ),
+        11,
+        "carry the loss scale",
+    ),
+    "a norm inside of apex's block": (
+        APEX
+        + START
+        + SCALED
+        + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1)\n",
+        8,
+        "in the block",
+    ),
+    "work behind several losses": (
+        APEX + START + 2 * (SCALED + "torch.nn.utils.clip_grad_value_(model.parameters(), 1)\n"),
+        8,
+        "behind several losses",
     ),
     "an optimizer made anew in another method": (
         TRAINER + "    def restart(self):\n        self.opt = make(self.model.parameters())\n",
         6,
-        "made anew in line 14",
+        "made anew in line 16",
     ),
     "a scaler that is asked for from outside": (
         TRAINER + "print(T(None).scaler.get_scale())\n",
-        13,
+        15,
         "not followed",
     ),
     "a scaler of a class": (
@@ -168,15 +235,6 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "        self.scaler.scale(loss).backward()\n        self.scaler.step(self.opt)\n",
         5,
         "belongs to a class",
-    ),
-    "a call without the scaler": (
-        "import torch\ndef run(model, opt, scaler=None):\n    loss = model(1)\n"
-        "    if scaler is not None:\n        scaler.scale(loss).backward()\n"
-        "        scaler.step(opt)\n        scaler.update()\n\n\n"
-        "model = torch.nn.Linear(2, 2)\nopt = torch.optim.SGD(model.parameters())\n"
-        "scaler = torch.amp.GradScaler()\nrun(model, opt, scaler)\nrun(model, opt)\n",
-        14,
-        "does not give the scaler",
     ),
     "a switch that changes": (
         MADE.replace("r()", "r(enabled=on)").replace("model =", "on = False\nmodel =")
@@ -194,16 +252,6 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         8,
         "under a condition alone",
     ),
-    "a parameter that is no model's": (
-        MADE.replace("model.parameters()", "[*model.parameters(), weight]") + STEP,
-        6,
-        "no model's",
-    ),
-    "an optimizer that is none": (
-        "class Wrapper:\n    pass\n\n\n" + MADE.replace("torch.optim.SGD", "Wrapper") + STEP,
-        10,
-        "no torch.optim.Optimizer",
-    ),
     "gradients behind the step": (
         MADE + STEP + "    print(model.weight.grad)\n",
         13,
@@ -215,14 +263,14 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         + MADE
         + "warm(model, optimizer, model(1))\n"
         + STEP,
-        3,
-        "past the scaler",
+        2,
+        "a loop of its own",
     ),
     "nothing in the place of autocast": (
         MADE.replace("r()", "r(enabled=on)")
         + STEP.replace("autocast()", "nullcontext() if on else autocast()"),
         8,
-        "another condition",
+        "no `with` block",
     ),
     "gradients behind apex's block": (
         APEX + START + SCALED + "print(model.weight.grad)\n",
@@ -246,7 +294,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "is not called",
     ),
     "apex as a value": (APEX + START + SCALED + "print(amp)\n", 8, "as a value"),
-    "two handles": (APEX + START + START + SCALED, 5, "2 calls of amp.initialize"),
+    "two handles": (APEX + START + START + SCALED, 7, "2 calls of amp.initialize"),
     "no handle": (APEX + SCALED, 5, "0 calls of amp.initialize"),
     "a loss in another file": (APEX + START, 5, "scaled in another one"),
     "an expression": (APEX + "print(amp.initialize(model, optimizer))\n" + SCALED, 5, "of its own"),
@@ -262,7 +310,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "from apex import amp as half\nimport torch\namp = 1\n"
         + (START + SCALED).replace("amp", "half"),
         3,
-        "name of something else",
+        "is something else",
     ),
     "a backward past the handle": (
         "def f(loss):\n    loss.backward()\n\n\n"
@@ -291,6 +339,25 @@ def test_a_file_is_refused_as_a_whole(name: str) -> None:
     assert notes, conversion.todos
     assert notes[0].line == line
     assert name == "print 1" or "By hand: " in notes[0].text
+
+
+def test_each_line_of_a_refused_loop_is_listed_with_what_to_write() -> None:
+    lines = STEP.replace("scaler.step", "scaler.unscale_(optimizer)\n    scaler.step")
+    listed = [f"{n.line}: {n.text}" for n in convert(MADE + "two = GradScaler()\n" + lines).todos]
+    assert [line.split(" (")[0] for line in listed if ": write" in line or "take" in line] == [
+        "6: `GradScaler()`: write `amp = tritonamp.enable(model, optimizer, level=...)`",
+        "7: `GradScaler()`: write `amp = tritonamp.enable(model, optimizer, level=...)`",
+        "9: `autocast()`: write `amp.autocast()`",
+        "11: `scaler.scale(loss).backward()`: write `amp.backward(loss)`",
+        "12: `scaler.unscale_(optimizer)`: write `amp.unscale_()`",
+        "13: `scaler.step(optimizer)`: write `optimizer.step()`",
+        "14: `scaler.update()`: take it out",
+    ]
+    apex = [note.text for note in convert(APEX + SCALED + "amp.state_dict()\n").todos]
+    assert any(
+        "write `amp.backward(model(torch.ones(2)).sum(), optimizer)`" in text for text in apex
+    )
+    assert any("`amp.state_dict()`: write `amp.state_dict()`" in text for text in apex)
 
 
 def test_what_the_refused_ones_are_made_of_is_converted() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tritonamp.commands.migrate.convert import convert
-from tritonamp.commands.migrate.reading.source import Source, dedented
+from tritonamp.commands.migrate.text import Source
 
 LOOP = """\
 import torch
@@ -80,58 +80,6 @@ def test_line_ends_are_those_of_the_file() -> None:
 def test_tabs_stay_tabs() -> None:
     text = LOOP.replace("BODY", STEP).replace("    ", "\t")
     assert convert(text).after == convert(text.replace("\t", "    ")).after.replace("    ", "\t")
-
-
-def test_strings_in_a_branch_that_is_unwrapped_stay_as_they_are() -> None:
-    text = '''\
-import torch
-def train(x, args):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(enabled=args.fp16)
-    loss = model(x)
-    if args.fp16:
-        # said
-        print("""
-        kept
-    as it is""", f"""{x}
-        here""")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        print("""
-        kept
-    as it is""", f"""{x}
-        here""")
-        loss.backward()
-        optimizer.step()
-    return 1
-'''
-    after = convert(text).after
-    assert (
-        after[after.index("    loss = model(x)") :]
-        == '''\
-    loss = model(x)
-    # said
-    print("""
-        kept
-    as it is""", f"""{x}
-        here""")
-    amp.backward(loss)
-    optimizer.step()
-    return 1
-'''
-    )
-
-
-def test_dedented_moves_lines_but_no_strings() -> None:
-    text = '        a = """\n        b"""\n        if a:\n            c'
-    assert dedented(text, "        ", "  ") == '  a = """\n        b"""\n  if a:\n      c'
-
-
-def test_dedented_leaves_lines_that_are_further_left() -> None:
-    assert dedented("    a = (\n  1,\n    2)", "    ", "") == "a = (\n  1,\n2)"
 
 
 def test_a_place_in_the_tree_is_one_in_the_text() -> None:

@@ -1,12 +1,15 @@
 """``python -m tritonamp migrate``: training scripts for torch.amp or apex, rewritten for tritonamp.
 
-Data flows one way. ``reading``: a text is parsed once (``source``), its names are told apart
-(``scopes``) and followed from where they are made to where they are used (``flow``). ``torch_amp``
-and ``apex_amp`` rewrite a loop each, by what they share in ``loops``: whose parameters an optimizer
-steps (``owners``), what turns mixed precision on (``switch``), what meets scaled gradients
-(``gradients``), branches that become one (``conditions``). Each notes edits of exact spans of the
-text, the reason of each, and what it did not understand, in a ``Script``. ``convert`` runs them and
-gives back a ``Conversion``; ``command`` reads files, prints and writes.
+Data flows one way:
 
-One thing that is not understood refuses the whole file: a half-converted loop trains wrong.
+    script (text, names) -> the objects of its loop -> the table -> edits, or a list of to-dos
+
+``script`` parses a text once (``text``), knows what its names mean (``names``), and collects edits
+of exact spans, with a reason each. ``torch_loop`` and ``apex_loop`` find the objects of one loop in
+one function or class (``objects``), and what meets its gradients (``gradients``). ``table`` says
+what each call of both dialects becomes; ``imports`` renames what is left. ``convert`` runs them,
+``command`` reads files, prints and writes.
+
+What is not certain raises ``Refused``. The file stays as it is then, since a half-converted loop
+trains wrong, and each line that the table knows is listed with what to write there.
 """

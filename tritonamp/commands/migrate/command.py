@@ -6,12 +6,12 @@ import os
 import sys
 import tempfile
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tritonamp.commands.migrate.convert import convert
-from tritonamp.commands.migrate.reading.script import Conversion, Note
+from tritonamp.commands.migrate.script import Conversion, Note
 
 CONVERTED, BY_HAND, NOTHING = 0, 1, 3
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"}
@@ -37,19 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         default="enable",
         choices=("enable", "apex"),
-        help="enable: loops of apex and of torch.amp become tritonamp.enable's; apex: imports of "
-        "apex become those of tritonamp.apex, nothing else changes (default: %(default)s)",
+        help="enable: loops become tritonamp.enable's; apex: imports of apex become those of "
+        "tritonamp.apex, nothing else changes (default: %(default)s)",
     )
     parser.add_argument("--write", action="store_true", help="write the files that are converted")
 
 
 def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
-    """Convert and print; return the exit status.
-
-    Args:
-        args: what ``add_arguments`` has read.
-        fail: called with a message where a path cannot be read; does not return.
-    """
+    """Convert and print; return the exit status. ``fail`` ends the command with a message."""
     for path in args.paths:
         if not path.exists():
             fail(f"{path}: there is no such file or folder")
@@ -80,20 +75,18 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _migrate(path: Path, to: Any, write: bool) -> int:
+    by_hand = "needs a hand, and stays as it is"
     try:
         text, encoding = _read(path)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        _show(path, "needs a hand", [Note(1, f"cannot be read: {error}")])
-        return BY_HAND
+        return _show(path, "needs a hand", [Note(1, f"cannot be read: {error}")])
     try:
         conversion = convert(text, to)
     except Exception as error:  # one file does not end a folder
         what = f"a fault of this command, please report it: {type(error).__name__}: {error}"
-        _show(path, "needs a hand, and stays as it is", [Note(1, what)])
-        return BY_HAND
+        return _show(path, by_hand, [Note(1, what)])
     if conversion.todos:
-        _show(path, "needs a hand, and stays as it is", conversion.todos)
-        return BY_HAND
+        return _show(path, by_hand, conversion.todos)
     if not conversion.converted:
         return NOTHING
     sys.stdout.writelines(_diff(path, conversion))
@@ -102,8 +95,7 @@ def _migrate(path: Path, to: Any, write: bool) -> int:
         try:
             _write(path, conversion.after, encoding)
         except OSError as error:
-            _show(path, "stays as it is", [Note(1, f"cannot be written: {error}")])
-            return BY_HAND
+            return _show(path, "stays as it is", [Note(1, f"cannot be written: {error}")])
     return CONVERTED
 
 
@@ -139,8 +131,7 @@ def _diff(path: Path, conversion: Conversion) -> Iterator[str]:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-def _show(path: Path, title: str, notes: Any) -> None:
-    print(f"\n{path}: {title}")
-    for note in notes:
-        print(f"  {path}:{note.line}: {note.text}")
-    print()
+def _show(path: Path, title: str, notes: Iterable[Note]) -> int:
+    lines = [f"  {path}:{note.line}: {note.text}" for note in notes]
+    print(f"\n{path}: {title}", *lines, sep="\n", end="\n\n")
+    return BY_HAND

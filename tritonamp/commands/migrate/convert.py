@@ -1,28 +1,20 @@
-"""A text, converted."""
+"""A text, converted: the loop, the names, the imports; or what to write in each line by hand."""
 
 import ast
 import warnings
 from typing import Literal
 
-from tritonamp.commands.migrate.apex_amp import imports as apex_imports
-from tritonamp.commands.migrate.apex_amp import loop as apex_loop
-from tritonamp.commands.migrate.loops import imports
-from tritonamp.commands.migrate.reading.script import Conversion, Note, Script
-from tritonamp.commands.migrate.torch_amp import loop as torch_loop
-from tritonamp.commands.migrate.torch_amp import old_names
+from tritonamp.commands.migrate import apex_loop, imports, table, torch_loop
+from tritonamp.commands.migrate.objects import Refused
+from tritonamp.commands.migrate.script import Conversion, Note, Script
 
 To = Literal["enable", "apex"]
 
 
 def convert(text: str, to: To = "enable") -> Conversion:
-    """Rewrite a training script.
+    """Return a training script rewritten, with its reasons; or as it was, with to-dos.
 
-    Args:
-        text: Python 3.
-        to: "enable" for the handle of ``tritonamp.enable``; "apex" to change imports of apex alone.
-
-    Returns:
-        the new text with its reasons, or the old one with what is not understood.
+    ``to`` is "enable" for the handle of ``tritonamp.enable``, or "apex" for imports of apex alone.
     """
     try:
         with warnings.catch_warnings():
@@ -33,19 +25,37 @@ def convert(text: str, to: To = "enable") -> Conversion:
         what = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
         return Conversion(text, text, (), (Note(line, f"not Python 3: {what}"),))
     if to == "enable":
-        apex_loop.convert(script)
-        torch_loop.convert(script)
-        old_names.convert(script)
-    apex_imports.convert(script)
+        try:
+            apex_loop.convert(script)
+            torch_loop.convert(script)
+        except Refused as refused:
+            script.refuse(*refused.args)
+        imports.rename_old(script)
+    imports.move_apex(script)
     if script.todos:
-        return Conversion(text, text, (), tuple(sorted(script.todos)))
-    imports.convert(script)
-    after = script.edits.render()
-    try:
-        ast.parse(after)
-    except SyntaxError as error:
-        what = (
-            f"the rewritten line would be no Python ({error.msg}): {error.text}. By hand: all of it"
-        )
-        return Conversion(text, text, (), (Note(1, what),))
+        by_hand = _by_hand(script) if to == "enable" else set()
+        return Conversion(text, text, (), tuple(sorted(script.todos | by_hand)))
+    imports.finish(script)
+    after = script.render()
+    ast.parse(after)  # raises: a fault of this command, which keeps the file as it is
     return Conversion(text, after, tuple(sorted(script.changes)), ())
+
+
+def _by_hand(script: Script) -> set[Note]:
+    """Return each line that a row of the table knows, with what takes its place there."""
+    names, source = script.names, script.source
+    found = [r.match(names, n) for n in source.nodes for r in (table.BACKWARD, table.UNSCALE)]
+    scalers = {ast.unparse(match["SCALER"]) for match in found if match}
+    notes = set()
+    covered: set[ast.AST] = set()
+    for node in source.nodes:  # outer ones first
+        for row in table.ALL:
+            match = None if node in covered else row.match(names, node)
+            if match is None or ("SCALER" in match and ast.unparse(match["SCALER"]) not in scalers):
+                continue
+            covered |= {*ast.walk(node)}
+            written = row.write(source.segment, match, "amp")
+            text = source.segment(node).splitlines()[0]
+            becomes = f"write `{written}`" if written else "take it out"
+            notes.add(Note(node.lineno, f"`{text}`: {becomes} ({row.reason})"))  # type: ignore[attr-defined]
+    return notes

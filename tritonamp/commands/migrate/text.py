@@ -6,7 +6,6 @@ import tokenize
 from collections.abc import Iterator
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_STRINGS = (ast.Constant, ast.JoinedStr)
 
 
 class Source:
@@ -14,8 +13,8 @@ class Source:
 
     Attributes:
         text: as in the file, line ends included.
-        tree: of the text.
-        nodes: all nodes of the tree.
+        newline: the line end of the file.
+        tree, nodes: the tree of the text, and all its nodes.
         parents: the node around each node.
     """
 
@@ -24,6 +23,7 @@ class Source:
         if "\r" in text.replace("\r\n", ""):
             raise ValueError("it has carriage returns without line feeds")
         self.text = text
+        self.newline = "\r\n" if "\r\n" in text else "\n"
         self.tree = ast.parse(text)
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -33,12 +33,7 @@ class Source:
             self._starts.append(self._starts[-1] + len(line) + 1)
 
     def start(self, node: ast.AST) -> int:
-        """Return where ``node`` begins, in characters; of what is decorated, its decorators."""
-        decorators = getattr(node, "decorator_list", [])
-        if decorators:
-            return self._starts[decorators[0].lineno - 1] + self.text[
-                self._starts[decorators[0].lineno - 1] :
-            ].index("@")
+        """Return where ``node`` begins, in characters; a decorated function at its ``def``."""
         return self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
     def end(self, node: ast.AST) -> int:
@@ -57,31 +52,23 @@ class Source:
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the statement that ``node`` is, or is in."""
-        if isinstance(node, ast.stmt):
-            return node
-        return next(n for n in self.around(node) if isinstance(n, ast.stmt))
+        return next(n for n in (node, *self.around(node)) if isinstance(n, ast.stmt))
 
-    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+    def block(self, statement: ast.AST) -> list[ast.stmt]:
         """Return the list of statements that ``statement`` is one of."""
-        for _, value in ast.iter_fields(self.parents[statement]):
-            if isinstance(value, list) and any(item is statement for item in value):
-                return value
-        raise LookupError("a statement stands in a block")
+        fields = [value for _, value in ast.iter_fields(self.parents[statement])]
+        return next(value for value in fields if isinstance(value, list) and statement in value)
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """Return the function, class or module whose names ``node`` sees first."""
+        """Return the function, lambda, class or module whose names ``node`` sees first."""
         inner = node
         for outer in self.around(node):
-            if isinstance(outer, Function) and (inner in outer.body or isinstance(inner, ast.arg)):
-                return outer
             if isinstance(outer, ast.arguments) and isinstance(inner, ast.arg):
-                continue  # defaults are evaluated outside, parameters are inside
-            if isinstance(outer, ast.ClassDef) and inner in outer.body:
-                return outer
-            if isinstance(outer, ast.Lambda) and (
-                inner is outer.body or isinstance(inner, ast.arg)
-            ):
-                return outer
+                continue  # parameters are inside of their function, defaults are not
+            if isinstance(outer, Function | ast.ClassDef | ast.Lambda):
+                body = outer.body if isinstance(outer.body, list) else [outer.body]
+                if inner in body or isinstance(inner, ast.arg):
+                    return outer
             inner = outer
         return self.tree
 
@@ -95,24 +82,21 @@ class Source:
         return len(self.text) if found < 0 else found + 1
 
     def indentation(self, statement: ast.stmt) -> str:
-        """Return the white space before ``statement``'s line."""
+        """Return the white space before the line of ``statement``."""
         start = self.start(statement)
         line = self.text[self.line_start(start) : start]
         return line[: len(line) - len(line.lstrip())]
 
-    @property
-    def newline(self) -> str:
-        """The line end of the file."""
-        return "\r\n" if "\r\n" in self.text else "\n"
-
     def comments(self, start: int, end: int) -> list[str]:
         """Return the comments that begin between two offsets."""
-        found = []
-        for token in tokenize.generate_tokens(io.StringIO(self.text, newline="").readline):
-            offset = self._starts[token.start[0] - 1] + token.start[1]
-            if token.type == tokenize.COMMENT and start <= offset < end:
-                found.append(token.string)
-        return found
+        if "#" not in self.text[start:end]:
+            return []
+        return [
+            token.string
+            for token in tokenize.generate_tokens(io.StringIO(self.text, newline="").readline)
+            if token.type == tokenize.COMMENT
+            and start <= self._starts[token.start[0] - 1] + token.start[1] < end
+        ]
 
     def _offset(self, line: int, column: int) -> int:
         """Return a place of the tree, whose columns are bytes, in characters."""
@@ -120,22 +104,3 @@ class Source:
         if not text.isascii():
             column = len(text.encode()[:column].decode())
         return self._starts[line - 1] + column
-
-
-def dedented(text: str, inner: str, outer: str) -> str:
-    """Return whole lines of statements that are indented by ``inner`` as ``outer`` indents them.
-
-    Lines within a string stay as they are.
-    """
-    tree = ast.parse(f"if True:\n{text}" if inner else text)
-    kept = {
-        line - bool(inner) - 1
-        for node in ast.walk(tree)
-        if isinstance(node, _STRINGS)
-        for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)
-    }
-    moved = [
-        line if number in kept or not line.startswith(inner) else outer + line[len(inner) :]
-        for number, line in enumerate(text.split("\n"))
-    ]
-    return "\n".join(moved)

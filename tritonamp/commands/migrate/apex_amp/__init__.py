@@ -1,1 +1,0 @@
-"""Loops with apex.amp, and imports from apex."""

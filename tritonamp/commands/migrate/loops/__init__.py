@@ -1,1 +1,0 @@
-"""What loops for torch.amp and for apex have in common."""

@@ -1,0 +1,146 @@
+"""One file on its way: what is known of it, what changes and why, what is not understood."""
+
+import ast
+from dataclasses import dataclass
+
+from tritonamp.commands.migrate.names import Names
+from tritonamp.commands.migrate.text import Source
+
+
+@dataclass(frozen=True, order=True)
+class Note:
+    """A line of the file as it was, and what there is to say about it."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a text.
+
+    Attributes:
+        before: the text as it was.
+        after: the text rewritten; as it was where there are todos, or nothing to do.
+        changes: a reason for each edit.
+        todos: what is not understood, and what to write in each line of the loop by hand.
+    """
+
+    before: str
+    after: str
+    changes: tuple[Note, ...] = ()
+    todos: tuple[Note, ...] = ()
+
+    @property
+    def converted(self) -> bool:
+        """Whether the text changed."""
+        return self.after != self.before
+
+
+class Script:
+    """A text, what is known about it, and the edits and notes so far.
+
+    Edits replace exact spans; they do not overlap, and one around others takes their place.
+
+    Attributes:
+        source, names: the text, and what its names mean.
+        changes, todos: the reason of each edit, and what is not understood.
+        needs: modules that the new text names, each with a reason.
+        dropped: imported names that go away.
+        moved: the module that an import statement names from now on.
+        shadowed: names of imports that the handle takes.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Parse ``text``; raises SyntaxError or ValueError where it is not Python 3."""
+        self.source = Source(text)
+        self.names = Names(self.source)
+        self.changes: set[Note] = set()
+        self.todos: set[Note] = set()
+        self.needs: dict[str, str] = {}
+        self.dropped: set[ast.alias] = set()
+        self.moved: dict[ast.stmt, str] = {}
+        self.shadowed: set[str] = set()
+        self._replaced: dict[tuple[int, int], str] = {}
+
+    def why(self, node: ast.AST, reason: str) -> None:
+        """Note the reason of an edit at ``node``."""
+        self.changes.add(Note(node.lineno, reason))  # type: ignore[attr-defined]
+
+    def refuse(self, node: ast.AST, what: str, by_hand: str) -> None:
+        """Note what is not understood at ``node``, and what to write there by hand."""
+        self.todos.add(Note(node.lineno, f"{what}. By hand: {by_hand}"))  # type: ignore[attr-defined]
+
+    def replace(self, node: ast.AST, text: str, reason: str) -> None:
+        """Put ``text`` in the place of ``node``; comments inside it move above the statement."""
+        source = self.source
+        start, end = source.start(node), source.end(node)
+        statement = source.statement(node)
+        line, lead = source.line_start(source.start(statement)), source.indentation(statement)
+        for comment in source.comments(start, end):
+            if comment not in text:
+                self.insert(line, f"{lead}{comment}{source.newline}")
+        self._replace(start, end, text)
+        self.why(node, reason)
+
+    def delete(self, statement: ast.stmt, reason: str) -> None:
+        """Take ``statement`` out, with its line where it has one to itself."""
+        source = self.source
+        start, end = source.start(statement), source.end(statement)
+        line, after = source.line_start(start), source.line_end(end)
+        rest = source.text[end:after].strip()
+        alone = not source.text[line:start].strip() and (not rest or rest.startswith("#"))
+        others = [other for other in source.block(statement) if other is not statement]
+        if alone and not all(self.covers(s) and not self.text(s).strip() for s in others):
+            self._replace(line, after, "")
+        else:
+            self._replace(start, end, "pass")
+        self.why(statement, reason)
+
+    def insert(self, offset: int, text: str) -> None:
+        """Put ``text`` before what stands at ``offset``, and behind what was inserted there."""
+        self._replaced[offset, offset] = self._replaced.get((offset, offset), "") + text
+
+    def insert_line(self, before: ast.stmt, line: str, reason: str) -> None:
+        """Put a line before a statement; refuse where the statement shares its line."""
+        start = self.source.start(before)
+        first = self.source.line_start(start)
+        lead = self.source.text[first:start]
+        if lead.strip():
+            self.refuse(before, "a statement that shares its line", "give it a line of its own")
+        self.insert(first, f"{lead}{line}{self.source.newline}")
+        self.why(before, reason)
+
+    def covers(self, node: ast.AST) -> bool:
+        """Return whether ``node`` is within what is replaced."""
+        start, end = self.source.start(node), self.source.end(node)
+        return any(first <= start and end <= last for first, last in self._replaced)
+
+    def text(self, node: ast.AST) -> str:
+        """Return the text of ``node``, edited; "" where it is taken out with its line."""
+        start, end = self.source.start(node), self.source.end(node)
+        taken_out = any(first < start and end <= last for first, last in self._replaced)
+        return "" if taken_out else self._between(start, end)
+
+    def render(self) -> str:
+        """Return the whole text, edited."""
+        return self._between(0, len(self.source.text))
+
+    def _replace(self, start: int, end: int, text: str) -> None:
+        for first, last in [*self._replaced]:
+            if start <= first and last <= end and (first < last or start < first):
+                del self._replaced[first, last]
+        self._replaced[start, end] = text
+
+    def _between(self, start: int, end: int) -> str:
+        pieces, position = [], start
+        for first, last in sorted(self._replaced):
+            if position <= first and last <= end:
+                pieces += [self.source.text[position:first], self._replaced[first, last]]
+                position = last
+        return "".join(pieces) + self.source.text[position:end]
+
+    def torch(self) -> str:
+        """Return what the file calls torch; it is imported where it is not."""
+        self.needs["torch"] = "the new names begin with it"
+        return self.names.module("torch") or "torch"

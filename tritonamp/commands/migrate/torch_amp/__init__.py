@@ -1,1 +1,0 @@
-"""Loops with torch's autocast and GradScaler."""
