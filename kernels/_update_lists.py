@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._facts import use_native
-from tritonamp.kernels._launch import Operand, PreparedLaunch
+from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
@@ -95,7 +95,7 @@ class UpdateLists:
     def launch(
         self,
         plan: Plan,
-        calls: Callable[["UpdateLists", Plan], Iterable[tuple[Any, ...]]],
+        launches: Callable[["UpdateLists", Plan], Iterable[Launch]],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
@@ -103,7 +103,7 @@ class UpdateLists:
 
         Args:
             plan: whose tables they read.
-            calls: gives what ``launch`` takes, with ``Operand`` for what each step gives.
+            launches: gives them, with ``Operand`` for what each step gives.
             grad_scale: 0-d factor on the gradients, or None: 1.
             found_inf: 0-d, not 0: skip; None: as 0.
         """
@@ -112,25 +112,28 @@ class UpdateLists:
             self.numbers(device)  # sent where they changed
             operands[device] = self._operands(device, grad_scale, found_inf)
 
-        def prepare() -> list[PreparedLaunch]:
+        def prepare() -> list[tuple[Launch, torch.device]]:
             use_native()  # here, where time goes by for compilers
-            launches = [PreparedLaunch(*call) for call in calls(self, plan)]
-            for each in launches:
-                each.prepare(operands[each.device])
-            return launches
+            made = [(launch, launch.device) for launch in launches(self, plan)]
+            for launch, device in made:
+                launch.prepare(*operands[device])
+            return made
 
-        for each in plan.prepared((calls, len(self.rules), self.track_lost), prepare):
-            each(operands[each.device])
+        key = launches, len(self.rules), self.track_lost
+        for launch, device in plan.prepared(key, prepare):
+            launch(*operands[device])
 
     def _operands(
         self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return by ``Operand`` the factor on gradients and the flag, on the device."""
+        """Return by ``Operand`` the factor on gradients and the flag, float32, on the device."""
         if grad_scale is None:
             grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
         if found_inf is None:
             found_inf = self.tensors.kept("zero", (), torch.float32, device)
-        return transfer(grad_scale, device), transfer(found_inf, device)
+        elif found_inf.dtype is not torch.float32:
+            found_inf = (found_inf != 0).float()
+        return transfer(grad_scale, device).float(), transfer(found_inf, device)
 
 
 class EagerUpdate:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Operand
+from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
@@ -156,10 +156,10 @@ def adamw_kernel(
 
 def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(_WRITTEN) as plan:
-        lists.launch(plan, _calls, grad_scale, found_inf)
+        lists.launch(plan, _launches, grad_scale, found_inf)
 
 
-def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.scalar_tables:
         rules, groups = lists.numbers(t.device)
         scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
@@ -167,7 +167,7 @@ def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
         counts = t.pointers["steps"], t.number, groups, rules, *scalars, *results
         grid = -(-len(t.number) // WARP_SIZE), 1, 1
         options = lists.track_lost, RATES, WARP_SIZE
-        yield adam_rates_kernel, grid, counts, (len(t.number),), options, 1
+        yield Launch(adam_rates_kernel, grid, (len(t.number),), options, 1, tensors=counts)
     for t in plan.tables:
         amsgrad = t.type("max_exp_avg_sqs") is not None
         types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad

@@ -9,12 +9,13 @@ Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Alg
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
@@ -117,10 +118,10 @@ _LISTS = "params", "grads", "exp_avgs", "copies"
 
 def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("params", "exp_avgs", "copies")) as plan:
-        lists.launch(plan, _calls, grad_scale, found_inf)
+        lists.launch(plan, _launches, grad_scale, found_inf)
 
 
-def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
         constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS

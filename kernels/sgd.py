@@ -6,12 +6,13 @@ Source: Sutskever et al., "On the importance of initialization and momentum in d
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
@@ -117,17 +118,18 @@ def sgd_kernel(
 
 def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("params", "momentum_buffers", "copies")) as plan:
-        lists.launch(plan, _calls, grad_scale, found_inf)
+        lists.launch(plan, _launches, grad_scale, found_inf)
 
 
-def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
         types = t.type("params"), t.type("grads"), t.type("copies")
         has_momentum = t.type("momentum_buffers") is not None
-        call = t.launch_of(sgd_kernel, _LISTS, operands, (*types, has_momentum, _NUMBERS), _VEC)
+        constants = *types, has_momentum, _NUMBERS
         writes_all = has_momentum and t.type("copies") is not None
-        yield *call, MAX_REGISTERS if writes_all else None
+        maxnreg = MAX_REGISTERS if writes_all else None
+        yield t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC, maxnreg=maxnreg)
 
 
 _LISTS = "params", "grads", "momentum_buffers", "copies"
