@@ -56,10 +56,9 @@ class MasterWeights:
         self._params: list[Tensor] = []
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # what the FP32 values know the half parameters by
-        self._moves = -1  # of the FP32 values, when devices were checked
         self._memory = Memory()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
-        self._left = b""  # versions of the parameters after the last step
+        self._left = b""  # versions of the parameters after the last step, for the log
         self._shown = ShownGradients()  # true ones, by half parameters
         self.adopt(*optimizer.param_groups)
 
@@ -77,7 +76,6 @@ class MasterWeights:
         self._params = [self._sources[master] for master in self._masters]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
-        self._moves = -1
 
     def _master_of(self, param: Tensor) -> Tensor:
         """Return what is stepped on for a parameter, which gets its state."""
@@ -159,15 +157,14 @@ class MasterWeights:
         same = len(params) == len(self._masters) and all(map(operator.is_, params, self._masters))
         if not same:  # somebody has changed the groups by hand
             self.adopt(*groups)
-        self._fp32_values.refresh(self._halves)
-        if self._moves != self._fp32_values.moves:
-            for master, param in self.copies().items():
-                if master.device != param.device:
-                    raise RuntimeError(
-                        f"a parameter of the model is on {param.device}, its FP32 master on "
-                        f"{master.device}: move the model to its device before tritonamp.enable"
-                    )
-            self._moves = self._fp32_values.moves
+        if not self._fp32_values.refresh(self._halves):
+            return
+        for master, param in self.copies().items():
+            if master.device != param.device:
+                raise RuntimeError(
+                    f"a parameter of the model is on {param.device}, its FP32 master on "
+                    f"{master.device}: move the model to its device before tritonamp.enable"
+                )
 
     # the gradients
 
