@@ -87,12 +87,6 @@ class Build(NamedTuple):
         return self.widest >= 4
 
     @property
-    def edges(self) -> int:
-        """Elements at a line's two edges, where lines begin and end within vectors."""
-        ragged = self.constants.get("ALIGN", self.widest) < self.widest
-        return 2 * self.widest if ragged else 0
-
-    @property
     def judged(self) -> bool:
         """Whether instructions for each element say something.
 

@@ -235,8 +235,9 @@ def whole_vectors(begin, end, ALIGN: tl.constexpr, VEC: tl.constexpr):
 def edge_offsets(begin, end, first, last, VEC: tl.constexpr):
     """Return where columns lie that fill no vector: ``begin`` to ``first``, ``last`` to ``end``.
 
-    And which of these places, [1, 2 VEC], there are.
+    And which of these places, [1, 256], there are: as many as such a program has threads. Of a tile
+    of the 2 VEC places that can be there, each thread would compute all (Triton 3.6 and 3.8).
     """
-    k = tl.arange(0, 2 * VEC)[None, :]
+    k = tl.arange(0, 256)[None, :]
     offs = tl.where(k < VEC, first, last) - VEC + k
     return offs, (offs >= tl.where(k < VEC, begin, first)) & (offs < end)

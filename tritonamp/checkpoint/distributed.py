@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,10 @@ _CLASSES = (  # all that a .metadata of torch 2.11 to 2.15 names
     filesystem._StorageInfo,
     torch.serialization._get_layout,
 )
+
+
+# filters of warnings belong to the process: threads that save would undo one another's
+_one_at_a_time = threading.Lock()
 
 
 def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[int, str]]:
@@ -99,10 +104,13 @@ def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], 
 
 def _agreed(call: str, function: Callable[[], Any]) -> None:
     try:
-        with warnings.catch_warnings():
-            # as it should be
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        if is_distributed():
             function()
+        else:
+            with _one_at_a_time, warnings.catch_warnings():
+                # as it should be
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                function()
     except CheckpointException as error:  # on all ranks
         failures = {number: failure[0] for number, failure in error.failures.items()}
         if rank() in failures:

@@ -23,6 +23,8 @@ logger = logging.getLogger("tritonamp")
 
 CHECK_EVERY = 100  # decisions
 _NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation does
+# torch 2.14 renames it, and warns of the old name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Row(NamedTuple):
@@ -197,7 +199,7 @@ class Ranks:
         ]  # a _Row
         sent = torch.stack(row)
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
-        dist.all_gather_into_tensor(table, sent, group=self._group)
+        _all_gather(table, sent, group=self._group)
         self._compare(table)
         fault, earlier, largest, square_sum, *_ = table.view(-1, len(row)).unbind(1)
         total = (
