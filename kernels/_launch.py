@@ -142,7 +142,8 @@ class Launch:
         pointers = 0
         for tensor in given:
             pointers |= tensor.data_ptr()
-        device = kind = tensors[0].get_device()
+        device = tensors[0].get_device()
+        kind: Any = device
         if pointers & 15:
             kind = device, *[tensor.data_ptr() & 15 == 0 for tensor in given]
         kernels, run = self._runs.get(kind, _NOT_COMPILED)

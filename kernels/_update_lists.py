@@ -61,11 +61,13 @@ class UpdateLists:
             self._numbers[device] = numbers, places
         return self._numbers[device]
 
-    def _rows(self, device: torch.device) -> tuple[list[list[Any]], list[tuple[Any, ...]]]:
+    def _rows(self, device: torch.device) -> tuple[list[Sequence[Any]], list[tuple[Any, ...]]]:
         """Return numbers by group, and group, place and value of those that are tensors there."""
-        rows = [list(rule.numbers()) for rule in self.rules]
+        rows: list[Sequence[Any]] = []
         tensors = []
-        for g, row in enumerate(rows):
+        for g, rule in enumerate(self.rules):
+            row: list[Any] = list(rule.numbers())
+            rows.append(row)
             for k, value in enumerate(row):
                 if not isinstance(value, Tensor):
                     continue
@@ -220,7 +222,7 @@ def update_samples(
 
     def args(tensors: list[Tensor], half: torch.dtype, masters: bool) -> tuple[Any, ...]:
         params = tensors if masters else [t.to(half) for t in tensors]
-        given = {
+        given: dict[str, Any] = {
             name: params if make is None else [make(t) for t in tensors]
             for name, make in states.items()
         }
