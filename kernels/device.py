@@ -1,4 +1,4 @@
-"""Questions about the hardware, and about Triton, are answered in this file and nowhere else."""
+"""Questions about the hardware, Triton and other processes are answered here and nowhere else."""
 
 import contextlib
 import functools
@@ -228,3 +228,18 @@ def takes_bfloat16(device: torch.device) -> bool:
     """Tell whether a device computes in bfloat16: not NVIDIA GPUs below compute capability 8.0."""
     found = capability(device)
     return found is None or found >= MIN_BF16_CAPABILITY
+
+
+def is_distributed() -> bool:
+    """Tell whether this process is one of a process group of ``torch.distributed``."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def rank() -> int:
+    """Return this process's number in the default process group; 0 without one."""
+    return torch.distributed.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Return how many processes the default process group has; 1 without one."""
+    return torch.distributed.get_world_size() if is_distributed() else 1

@@ -4,6 +4,7 @@ kernel file has.
 
 import ast
 import functools
+import graphlib
 import importlib
 import inspect
 import shutil
@@ -40,6 +41,15 @@ TIERS = [
 ]
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms.split()}
 PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"}
+# beside the public names: what would otherwise be there twice
+SHARED = {
+    "apex": [
+        "tritonamp.policy.HALF_DTYPES",
+        "tritonamp.readback.Readback",
+        "tritonamp.step.state_loading.load_state",
+        "tritonamp.step.state_loading.widen_state",
+    ]
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
 OP_FILES = [p for p in KERNEL_FILES if not p.name.startswith("_") and p.name != "device.py"]
@@ -173,11 +183,12 @@ def test_rooms_know_earlier_tiers_only(path: Path) -> None:
 
 @each_entry_file
 def test_entry_points_use_public_names(path: Path) -> None:
-    """The commands and the drop-in show that the public names are enough."""
-    neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {room(module_name(path))}
+    """The commands and the drop-in show that the public names, and few more, are enough."""
+    own = room(module_name(path))
+    neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {own}
     answers = "device", "_implementations", "_native"  # about the machine
     kernels = [f"tritonamp.kernels.{name}" for name in answers]
-    allowed = [*kernels, *(f"tritonamp.{name}" for name in neighbours)]
+    allowed = [*kernels, *SHARED.get(own, []), *(f"tritonamp.{name}" for name in neighbours)]
     wrong = [
         name for name in our_imports(path) if not is_in(name, *allowed) and not is_public(name)
     ]
@@ -190,6 +201,22 @@ def test_entry_points_use_public_names(path: Path) -> None:
     }
     assert not wrong
     assert attributes <= {*tritonamp.__all__, "kernels", "__doc__", "__version__"}
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    """Not for types, either: files can be read in the order of their imports."""
+    files = {module_name(path): path for path in [*FILES, *KERNEL_FILES]}
+
+    def imported(path: Path) -> Iterator[str]:
+        own = module_name(path)
+        for name in our_imports(path):
+            while name not in files:  # of something in a file
+                name = name.rpartition(".")[0]
+            if not is_in(own, name):  # a package is there before what is in it
+                yield name
+
+    circles = graphlib.TopologicalSorter({name: imported(path) for name, path in files.items()})
+    circles.prepare()  # raises CycleError, with the files
 
 
 # Names and files

@@ -15,7 +15,7 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide
-from tritonamp.kernels.device import is_capturing, refuse_capture
+from tritonamp.kernels.device import is_capturing, refuse_capture, world_size
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
 
@@ -298,7 +298,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = self._loss_nonfinite
         if groups:
             amax, flag = _of_all_ranks(amax, flag, groups)
-        elif _several_processes():  # no rank may act on what the others do not know
+        elif world_size() > 1:  # no rank may act on what the others do not know
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
         verdict = self._scale.new_zeros(3)
@@ -445,7 +445,7 @@ class GradScaler(torch.amp.GradScaler):
         unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(3)
         decide(evidence, unscaled, None, self.scale_state, rule, None, verdict)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
-        if floor is not None and not _several_processes():
+        if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))
 
     def state_dict(self) -> dict[str, Any]:
@@ -561,11 +561,6 @@ def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Te
     for group in groups:
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
     return torch.cat([amax, both[:1]]), both[1]
-
-
-def _several_processes() -> bool:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() > 1
 
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:

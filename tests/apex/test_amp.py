@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tritonamp
 from tritonamp import apex
 from tritonamp.apex import amp
 from tritonamp.apex.amp import _amp_state
@@ -434,6 +435,19 @@ def test_each_cause_is_said_once(
     assert (
         len([r for r in warned if r.levelno >= logging.WARNING]) + out.count("forward fault: ") == 1
     )
+
+
+def test_a_skip_is_printed_though_the_log_does_not_know_it_yet(
+    device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log drops records while many are under way."""
+    monkeypatch.setattr(tritonamp.Amp, "history", [])
+    model, optimizer = start(device, "O2", verbosity=1)
+    step(model, optimizer, batch(device), inf_in=model.head.weight)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    step(model, optimizer, batch(device))
+    assert capsys.readouterr().out.count("Gradient overflow.  Skipping step") == 1
 
 
 def test_verbosity_0_prints_nothing(

@@ -189,6 +189,18 @@ def test_fp16_optimizer_trains(scale: str, device: torch.device) -> None:
     assert optimizer.loss_scale == {"1": 1.0, "static": 128.0, "dynamic": 4096.0}[scale]
 
 
+def test_fp16_optimizer_takes_over_half_state(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16, device=device))
+    inner = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    param.grad = torch.full_like(param, 0.1)
+    inner.step()
+    momentum = inner.state[param]["momentum_buffer"]
+    (master,) = FP16_Optimizer(inner, verbose=False).fp32_from_fp16_groups[0]
+    assert momentum.dtype is torch.float16 and list(inner.state) == [master]
+    widened = inner.state[master]["momentum_buffer"]
+    assert widened.dtype is torch.float32 and torch.equal(widened, momentum.float())
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_fp16_optimizer_accumulates_true_gradients(together: bool, device: torch.device) -> None:
     net = half_net(device)

@@ -1,5 +1,6 @@
 """tritonamp.apex.contrib, normalization and transformer against FP64 formulas."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -185,6 +186,29 @@ def test_norms_keep_the_half_input_for_backward(
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         module(kind, device, torch.float32)(x)
     assert [t.data_ptr() == x.data_ptr() for t in kept if t.shape == x.shape] == [True]
+
+
+LAYER_AFFINE = "input weight bias normalized_shape eps memory_efficient"
+SHOWN = {
+    "fused_layer_norm_affine": LAYER_AFFINE,
+    "fused_layer_norm": "input normalized_shape eps memory_efficient",
+    "mixed_dtype_fused_layer_norm_affine": LAYER_AFFINE,
+    "fused_rms_norm_affine": "input weight normalized_shape eps memory_efficient",
+    "fused_rms_norm": "input normalized_shape eps memory_efficient",
+    "mixed_dtype_fused_rms_norm_affine": "input weight normalized_shape eps memory_efficient",
+    "manual_rms_norm": "input normalized_shape weight eps",
+    "FusedLayerNorm": "normalized_shape eps elementwise_affine memory_efficient",
+    "FusedRMSNorm": "normalized_shape eps elementwise_affine memory_efficient",
+    "MixedFusedLayerNorm": "normalized_shape eps memory_efficient kwargs",
+    "MixedFusedRMSNorm": "normalized_shape eps memory_efficient kwargs",
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_norms_show_apexs_arguments(name: str) -> None:
+    norm = getattr(norms, name)
+    assert " ".join(inspect.signature(norm).parameters) == SHOWN[name]
+    assert norm.__name__ == name and norm.__doc__
 
 
 def test_mixed_norms_have_weights() -> None:

@@ -304,6 +304,25 @@ def test_resume_is_bit_identical(name: str, dtype: torch.dtype, device: torch.de
     assert equal(train(second, grads[2:]), expected)
 
 
+@each_half
+@pytest.mark.parametrize("name", ["Adagrad", "LAMB", "NovoGrad"])
+def test_half_state_of_apex_becomes_fp32(
+    name: str, half: torch.dtype, device: torch.device
+) -> None:
+    """There the moments of half parameters are half."""
+    optimizer = build(name, parameters(device, half))
+    train(optimizer, gradients(half)[:2])
+    state = optimizer.state_dict()
+    state["state"] = {
+        number: {key: value.to(half) for key, value in moments.items()}
+        for number, moments in state["state"].items()
+    }
+    other = build(name, parameters(device, half))
+    other.load_state_dict(state)
+    moments = [value for moments in other.state.values() for value in moments.values()]
+    assert moments and {value.dtype for value in moments} == {torch.float32}
+
+
 @each_kind
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]

@@ -6,20 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-
-def is_distributed() -> bool:
-    """Whether there are other ranks to agree with."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def rank() -> int:
-    """Return this process's number; 0 where it is alone."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def world_size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if is_distributed() else 1
+from tritonamp.kernels.device import is_distributed, rank, world_size
 
 
 def gather(value: Any) -> list[Any]:

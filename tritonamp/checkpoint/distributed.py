@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tritonamp.checkpoint.agreement import is_distributed, rank
+from tritonamp.kernels.device import is_distributed, rank
 
 METADATA = ".metadata"  # where torch.distributed.checkpoint says which tensor is in which file
 

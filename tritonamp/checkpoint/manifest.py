@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tritonamp.checkpoint import durable
-from tritonamp.checkpoint.agreement import gather, rank, world_size
+from tritonamp.checkpoint.agreement import gather
 from tritonamp.checkpoint.content import find_tensors, key_of, outline
 from tritonamp.checkpoint.distributed import METADATA, Folder, read_metadata
+from tritonamp.kernels.device import rank, world_size
 
 MANIFEST = "tritonamp.manifest"
 _FORMAT = "tritonamp sharded checkpoint 1"

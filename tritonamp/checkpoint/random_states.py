@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from tritonamp.ambient import Generators
-from tritonamp.checkpoint.agreement import gather, rank, world_size
+from tritonamp.checkpoint.agreement import gather
+from tritonamp.kernels.device import rank, world_size
 
 
 class RNGState:

@@ -30,7 +30,7 @@ from tritonamp.kernels.decide import (
     Record,
     ScaleRule,
 )
-from tritonamp.kernels.device import is_capturing, refuse_capture
+from tritonamp.kernels.device import is_capturing, is_distributed, rank, refuse_capture
 from tritonamp.readback import Readback, Reading
 
 logger = logging.getLogger("tritonamp")
@@ -257,7 +257,8 @@ class StepLog:
             long_run = len(self._run) == _LONG_RUN
             log = logger.warning if (found.needs_help and news) or long_run else logger.info
             facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
-            log(found.line(*facts, *_rank()) + found.hint)
+            facts += [f"rank {rank()}"] if is_distributed() else []
+            log(found.line(*facts) + found.hint)
 
     def _last_taken(self) -> int:
         """Return the number of the last step that was seen, if it was taken; else -1."""
@@ -394,8 +395,3 @@ def _uploaded(values: Tensor, device: torch.device) -> Tensor:
     target = torch.empty_like(values, device=device)
     upload(values, target)
     return target
-
-
-def _rank() -> list[str]:
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return [f"rank {torch.distributed.get_rank()}"] if initialized else []

@@ -1,15 +1,14 @@
 """The one state that apex.amp keeps for a process; scripts reach into it by name."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle
-    from tritonamp.apex.amp.properties import Properties
-    from tritonamp.apex.amp.scaler import LossScaler
+from tritonamp.apex.amp.casts import Casts
+from tritonamp.apex.amp.properties import Properties
+from tritonamp.apex.amp.scaler import LossScaler
+from tritonamp.kernels.device import rank
 
 
 class AmpState:
@@ -26,8 +25,8 @@ class AmpState:
         verbosity: 0: nothing is printed.
     """
 
-    opt_properties: "Properties"
-    handle: "AmpHandle | NoOpHandle"
+    opt_properties: Properties
+    handle: Casts
 
     def __init__(self) -> None:
         self.hard_override = False
@@ -50,10 +49,7 @@ def warn_or_err(message: str) -> None:
 
 def maybe_print(message: str, rank0: bool = False) -> None:
     """Print unless ``verbosity`` is 0; with ``rank0`` only there."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if _amp_state.verbosity > 0 and not (
-        rank0 and distributed and torch.distributed.get_rank() != 0
-    ):
+    if _amp_state.verbosity > 0 and not (rank0 and rank() != 0):
         print(message)
 
 

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map
 
 from tritonamp.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from tritonamp.apex.amp.functions import init
-from tritonamp.apex.amp.handle import AmpHandle
-from tritonamp.apex.amp.properties import HALF_DTYPES, Properties, resolve
-from tritonamp.apex.amp.run import Run
+from tritonamp.apex.amp.levels import resolve
+from tritonamp.apex.amp.properties import Properties
+from tritonamp.apex.amp.run import AmpRun
+from tritonamp.policy import HALF_DTYPES
 
 
 def initialize(
@@ -86,9 +87,7 @@ def initialize(
         model_list = _check_models(models)
         optimizer_list = _check_optimizers(optimizers)
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-        shown = ", ".join(
-            f"{name} {value}" for name, value in properties.options.items() if name != "enabled"
-        )
+        shown = ", ".join(f"{n} {v}" for n, v in properties.options.items() if n != "enabled")
         maybe_print(f"amp: {shown}", rank0=True)
         _start(model_list, optimizer_list, properties, cast_model_outputs, num_losses)
     return models if optimizers is None else (models, optimizers)
@@ -137,7 +136,7 @@ def _check_optimizers(optimizers: Any) -> list[Optimizer]:
     return wanted
 
 
-def _run_of(owner: Any) -> Run | None:
+def _run_of(owner: Any) -> AmpRun | None:
     return getattr(owner, "_amp_run", None)
 
 
@@ -159,7 +158,7 @@ def _start(
         earlier.end_for(models)
     bounds = _amp_state.min_loss_scale, _amp_state.max_loss_scale
     policy = properties.policy(keep_outputs=cast_model_outputs is not None)
-    run = Run(models, optimizers, policy, bounds, num_losses)
+    run = AmpRun(models, optimizers, policy, bounds, num_losses)
     for model in models:
         if isinstance(properties.cast_model_type, torch.dtype):
             cast = functools.partial(_cast_inputs, properties.cast_model_type)
@@ -173,7 +172,7 @@ def _start(
         _cast_functions(run, models, properties)
 
 
-def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -> None:
+def _cast_functions(run: AmpRun, models: list[nn.Module], properties: Properties) -> None:
     """Cast around torch's functions while a model or optimizer that asked for it lives."""
     before = _amp_state.handle
     handle = init(
@@ -185,7 +184,6 @@ def _cast_functions(run: Run, models: list[nn.Module], properties: Properties) -
     if types and types != {"cpu"}:
         # what a script computes on the CPU beside its GPU stays FP32
         handle.device_types = frozenset(types)
-    assert isinstance(handle, AmpHandle)
     forever = before.is_active() and before.owners is None
     handle.owners = None if forever else weakref.WeakSet(before.owners or ())
     handle._end_with(run)

@@ -8,7 +8,8 @@ import torch
 
 from tritonamp.apex.amp import lists, wrap
 from tritonamp.apex.amp._amp_state import _amp_state
-from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle, UserFunction
+from tritonamp.apex.amp.casts import UserFunction
+from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle
 from tritonamp.apex.amp.wrap import F
 
 _registered: list[UserFunction] = []  # for the next ``init``
@@ -94,8 +95,8 @@ def init(
     carried = earlier.user_functions if earlier.is_active() else []
     earlier._deactivate()
     if not enabled:
-        _amp_state.handle = NoOpHandle()
-        return _amp_state.handle
+        no_casts = _amp_state.handle = NoOpHandle()
+        return no_casts
     handle = _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, patch_type)
     handle.user_functions = _without_repetition([*carried, *_registered])
     _registered.clear()

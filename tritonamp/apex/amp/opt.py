@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.apex.amp.run import Run
+from tritonamp.apex.amp.run import AmpRun
 
 
 class OptimWrapper:
@@ -27,7 +27,7 @@ class OptimWrapper:
         self._loss_idx = 0
         if handle.is_active() and getattr(optimizer, "_amp_run", None) is None:
             policy = tritonamp.Policy(loss_scale=handle.loss_scale, half_parameters=True)
-            Run([], [optimizer], policy, num_losses=num_loss)
+            AmpRun([], [optimizer], policy, num_losses=num_loss)
 
     @classmethod
     def of(cls, optimizer: Any, handle: Any) -> "OptimWrapper":

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,13 @@ import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
 from tritonamp.apex.amp.stash import put_stash, take_stash
+from tritonamp.kernels.device import is_capturing
+from tritonamp.readback import Readback
+
+_AHEAD = 16  # so many steps may the host be ahead of the device, and all skips are still printed
 
 
-class Run:
+class AmpRun:
     """One ``Amp``, kept alive by its models and optimizers.
 
     It is their ``_amp_run``; copies of them have none.
@@ -83,7 +87,7 @@ class Run:
                 with _amp_state.handle._disable_casts():
                     found_inf = self._amp.unscale_(optimizers)
                 if found_inf:
-                    self._skips.look(_Question(loss_id, scalers[loss_id], found_inf[0]))
+                    self._skips.judged(loss_id, scalers[loss_id], found_inf[0])
         finally:
             _amp_state.handle._clear_cache()
 
@@ -149,13 +153,6 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     )
 
 
-class _Question(NamedTuple):
-    loss_id: int
-    scaler: LossScaler
-    found_inf: Tensor
-    arrived: torch.cuda.Event | None = None
-
-
 class _Warned(logging.Filter):
     """Remembers what a log has warned of last; lets everything pass."""
 
@@ -182,34 +179,30 @@ class Skips:
 
     def __init__(self, amp: tritonamp.Amp) -> None:
         self._amp = amp
-        self._under_way: list[_Question] = []
+        self._readbacks: dict[torch.device, Readback] = {}
         self._said = set[str | None]()  # causes
 
-    def look(self, question: _Question) -> None:
-        """Start copying the flag of a loss that was just judged."""
-        found_inf = question.found_inf
-        if _amp_state.verbosity <= 0 or (
-            found_inf.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):
+    def judged(self, loss_id: int, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Start copying the flag of a loss, and print what the flags that have arrived say."""
+        device = found_inf.device
+        if _amp_state.verbosity <= 0 or is_capturing(device):
             return
-        arrived = None
-        host = torch.empty((), pin_memory=found_inf.is_cuda).copy_(found_inf, non_blocking=True)
-        if found_inf.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(found_inf.device))
-        self._under_way.append(question._replace(found_inf=host, arrived=arrived))
-        while self._under_way and (
-            self._under_way[0].arrived is None or self._under_way[0].arrived.query()
-        ):
-            self._answered(self._under_way.pop(0))
+        flag = found_inf.double().reshape(1)
+        if device not in self._readbacks:
+            self._readbacks[device] = Readback(flag, most=_AHEAD)
+        self._readbacks[device].start(flag, (loss_id, scaler))
+        for (skipped,), attached in self._readbacks[device].ready():
+            if skipped:
+                self._print(*attached)
 
-    def _answered(self, question: _Question) -> None:
-        if question.found_inf == 0:
-            return
-        scaler, scale = question.scaler, question.scaler.loss_scale()
+    def _print(self, loss_id: int, scaler: LossScaler) -> None:
+        scale = scaler.loss_scale()
         moves = f"reducing loss scale to {scale}" if scaler.dynamic else f"loss scale stays {scale}"
-        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {question.loss_id} {moves}")
-        last = next(record for record in reversed(self._amp.history) if record.cause is not None)
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {moves}")
+        skips = [record for record in self._amp.history if record.cause is not None]
+        if not skips:  # the log was further behind the device than this
+            return
+        last = skips[-1]
         reason = last.detail.partition("): ")[2]  # behind the numbers of steps
         if last.cause not in self._said and not any(reason in text for text in _warned.texts):
             maybe_print(f"    {last.detail}")

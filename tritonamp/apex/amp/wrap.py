@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.apex.amp._amp_state import _amp_state
-from tritonamp.apex.amp.properties import HALF_DTYPES
+from tritonamp.policy import HALF_DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
+Arguments = tuple[Any, dict[str, Any]]  # args, kwargs
 FLOATING = (torch.float32, *HALF_DTYPES)  # FP64 passes: whoever has it asked for it
 
 
@@ -42,23 +43,26 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _float(tensor: Tensor) -> Tensor:
-    return tensor.float()
+def _adapting(function: F, adapt: Callable[[Arguments], Arguments]) -> F:
+    """Wrap ``function`` to get what ``adapt`` makes of its arguments while casts are on."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _amp_state.handle.is_active():
+            args, kwargs = adapt((args, kwargs))
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
 
 
 def half(function: F, dtype: torch.dtype | None = None) -> F:
     """Wrap ``function`` to get ``dtype`` arguments; None: the half dtype of the casts."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def to_half(arguments: Arguments) -> Any:
         handle = _amp_state.handle
-        if not handle.is_active():
-            return function(*args, **kwargs)
-        target = dtype or handle.dtype
-        args, kwargs = _map((args, kwargs), lambda t: handle.cast(t, target))
-        return function(*args, **kwargs)
+        return _map(arguments, lambda t: handle.cast(t, dtype or handle.dtype))
 
-    return wrapper  # type: ignore[return-value]
+    return _adapting(function, to_half)
 
 
 def half_op(function: F) -> F:
@@ -70,17 +74,14 @@ def half_op(function: F) -> F:
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         handle = _amp_state.handle
-        if not handle.is_active() or next(_tensors((args, kwargs)), _NOWHERE).device.type != "cpu":
+        if not handle.is_active() or _device_type((args, kwargs)) != "cpu":
             return function(*args, **kwargs)
         with handle._disable_casts():
-            args, kwargs = _map((args, kwargs), _float)
+            args, kwargs = _to_float((args, kwargs))
             result = function(*args, **kwargs)
         return _map(result, lambda t: t.to(handle.dtype))
 
     return half(functools.wraps(function)(compute))  # type: ignore[return-value]
-
-
-_NOWHERE = torch.empty(0, device="meta")
 
 
 def half_layer(function: F) -> F:
@@ -93,12 +94,17 @@ def half_layer(function: F) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         handle = _amp_state.handle
-        if not handle.is_active() or next(_tensors((args, kwargs)), _NOWHERE).device.type != "cuda":
+        if not handle.is_active() or _device_type((args, kwargs)) != "cuda":
             return on_cpu(*args, **kwargs)
         with torch.autocast("cuda", dtype=handle.dtype, cache_enabled=False):
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _device_type(arguments: Arguments) -> str | None:
+    """Return where the first tensor is that is to be cast; None: there is none."""
+    return next((tensor.device.type for tensor in _tensors(arguments)), None)
 
 
 def any_input_dtype(check: F) -> F:
@@ -107,49 +113,44 @@ def any_input_dtype(check: F) -> F:
     The check insists that the input has it.
     """
 
-    @functools.wraps(check)
-    def wrapper(layer: Any, input: Tensor, *args: Any) -> Any:
-        if _amp_state.handle.is_active() and _concerned(input):
+    def like_weights(arguments: Arguments) -> Arguments:
+        (layer, input, *others), kwargs = arguments
+        if _concerned(input):
             input = torch.empty(input.shape, dtype=layer._flat_weights[0].dtype, device="meta")
-        return check(layer, input, *args)
+        return (layer, input, *others), kwargs
 
-    return wrapper  # type: ignore[return-value]
+    return _adapting(check, like_weights)
 
 
 def float_(function: F) -> F:
     """Wrap ``function`` to get FP32 arguments."""
+    return _adapting(function, _to_float)
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _amp_state.handle.is_active():
-            args, kwargs = _map((args, kwargs), _float)
-        return function(*args, **kwargs)
 
-    return wrapper  # type: ignore[return-value]
+def _to_float(arguments: Arguments) -> Any:
+    return _map(arguments, lambda t: t.float())
 
 
 def promote(function: F) -> F:
     """Wrap ``function`` to get FP32 arguments where half and FP32 ones meet."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _amp_state.handle.is_active() and len({t.dtype for t in _tensors((args, kwargs))}) > 1:
-            args, kwargs = _map((args, kwargs), _float)
-        return function(*args, **kwargs)
+    def to_widest(arguments: Arguments) -> Any:
+        dtypes = {tensor.dtype for tensor in _tensors(arguments)}
+        return _to_float(arguments) if len(dtypes) > 1 else arguments
 
-    return wrapper  # type: ignore[return-value]
+    return _adapting(function, to_widest)
 
 
 def match_first(function: F) -> F:
     """Wrap an in-place ``function`` to get all arguments in the dtype of the first."""
 
-    @functools.wraps(function)
-    def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if _amp_state.handle.is_active() and isinstance(first, Tensor) and _concerned(first):
-            args, kwargs = _map((args, kwargs), lambda t: t.to(first.dtype))
-        return function(first, *args, **kwargs)
+    def like_first(arguments: Arguments) -> Any:
+        first = next(iter(arguments[0]), None)
+        if isinstance(first, Tensor) and _concerned(first):
+            return _map(arguments, lambda t: t.to(first.dtype))
+        return arguments
 
-    return wrapper  # type: ignore[return-value]
+    return _adapting(function, like_first)
 
 
 def refuse_half(function: F, message: str | None = None) -> F:
@@ -160,12 +161,9 @@ def refuse_half(function: F, message: str | None = None) -> F:
         "of place, or call .float() first"
     )
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _amp_state.handle.is_active() and any(
-            t.dtype in HALF_DTYPES for t in _tensors((args, kwargs))
-        ):
+    def refuse(arguments: Arguments) -> Arguments:
+        if any(t.dtype in HALF_DTYPES for t in _tensors(arguments)):
             raise NotImplementedError(text)
-        return function(*args, **kwargs)
+        return arguments
 
-    return wrapper  # type: ignore[return-value]
+    return _adapting(function, refuse)

@@ -22,14 +22,8 @@ def adam_updates(
 ) -> list[Tensor]:
     """Move both moments of Adam in place, and return first moment over root of the second.
 
-    Args:
-        grads: wide ones.
-        moments: first moments.
-        squares: second moments.
-        betas: the decays of both.
-        weight1: with which gradients enter the first.
-        corrected: by what both are divided, as ``corrections`` returns it.
-        eps: is added to the root.
+    Gradients enter the first moments times ``weight1``; both moments are divided by ``corrected``,
+    as ``corrections`` returns it. All tensors are wide.
     """
     torch._foreach_mul_(moments, betas[0])
     torch._foreach_add_(moments, grads, alpha=weight1)

@@ -17,16 +17,9 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Do a step of Adagrad.
+    """Do a step of Adagrad on gradients, parameters, sums of squares.
 
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: accepted and not needed: a step is not skipped here.
-        tensor_lists: gradients, parameters, sums of squares.
-        lr: the learning rate.
-        eps: is added to the root of the sums.
-        mode: 0 adds weight decay to the gradients, 1 decouples it.
-        weight_decay: the factor of the parameters in that.
+    ``eps`` is added to the root of the sums.
     """
     lists = checked("multi_tensor_adagrad", tensor_lists, GRADS, PARAMS, "sums of squares")
     if not len(lists[0]):

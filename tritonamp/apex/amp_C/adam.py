@@ -21,21 +21,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Do a step of Adam.
-
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: accepted and not needed: a step is not skipped here.
-        tensor_lists: gradients, parameters, first moments, second moments.
-        lr: the learning rate.
-        beta1: the decay of the first moments.
-        beta2: the decay of the second moments.
-        eps: is added to the root of the second moments.
-        step: counted from 1.
-        mode: 0 adds weight decay to the gradients, 1 decouples it (AdamW).
-        bias_correction: not 0: corrects the moments for their start at 0.
-        weight_decay: the factor of the parameters that is added.
-    """
+    """Do a step of Adam on gradients, parameters, first moments, second moments."""
     lists = checked("multi_tensor_adam", tensor_lists, GRADS, PARAMS, MOMENTS, SQUARES)
     if not len(lists[0]):
         return

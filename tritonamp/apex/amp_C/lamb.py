@@ -37,26 +37,7 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Do a step of LAMB.
-
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: accepted and not needed: a step is not skipped here.
-        tensor_lists: gradients, parameters, first moments, second moments.
-        lr: the learning rate.
-        beta1: the decay of the first moments.
-        beta2: the decay of the second moments.
-        eps: is added to the root of the second moments.
-        step: counted from 1.
-        bias_correction: not 0: corrects the moments for their start at 0.
-        weight_decay: the factor of the parameters that is added.
-        grad_averaging: not 0: gradients enter the first moments times ``1 - beta1``.
-        mode: 0 adds weight decay to the gradients, 1 decouples it.
-        global_grad_norm: one element; where it exceeds ``max_grad_norm``, gradients are scaled down
-            by as much.
-        max_grad_norm: the largest norm that gradients keep.
-        use_nvlamb: the trust ratio also where ``weight_decay`` is 0.
-    """
+    """Do a step of LAMB on gradients, parameters, first moments, second moments."""
     lists = checked("multi_tensor_lamb", tensor_lists, GRADS, PARAMS, MOMENTS, SQUARES)
     if not len(lists[0]):
         return
@@ -91,19 +72,9 @@ def multi_tensor_lamb_stage1_cuda(
 ) -> None:
     """Move the moments of LAMB and write the updates, without the trust ratio.
 
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: accepted and not needed: a step is not skipped here.
-        tensor_lists: gradients, parameters, first moments, second moments, updates; the last three
-            are written.
-        per_tensor_decay: shape (n,): the factor of each parameter that is added to its update.
-        step: counted from 0.
-        beta1: the decay of the first moments.
-        beta2: the decay of the second moments.
-        eps: is added to the root of the second moments.
-        global_grad_norm: one element; where it exceeds ``max_global_grad_norm``, gradients are
-            scaled down by as much.
-        max_global_grad_norm: the largest norm that gradients keep.
+    The lists are gradients, parameters, first moments, second moments, updates; the last three are
+    written. ``step`` is counted from 0; ``per_tensor_decay``, shape (n,), holds the factor of each
+    parameter that is added to its update.
     """
     names = GRADS, PARAMS, MOMENTS, SQUARES, UPDATES
     lists = checked("multi_tensor_lamb_stage1_cuda", tensor_lists, *names)
@@ -131,15 +102,9 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """Step by the updates that ``multi_tensor_lamb_stage1_cuda`` has written.
 
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: accepted and not needed: a step is not skipped here.
-        tensor_lists: parameters, updates.
-        per_tensor_param_norm: shape (n,): the norm of each parameter.
-        per_tensor_update_norm: shape (n,): the norm of each update.
-        lr: the learning rate; times the ratio of both norms, where neither is 0.
-        weight_decay: 0: without that ratio.
-        use_nvlamb: the ratio also where ``weight_decay`` is 0.
+    The lists are parameters, updates. The trust ratio is that of ``per_tensor_param_norm`` and
+    ``per_tensor_update_norm``, both of shape (n,), where neither is 0; without ``weight_decay`` and
+    ``use_nvlamb`` there is none.
     """
     lists = checked("multi_tensor_lamb_stage2_cuda", tensor_lists, PARAMS, UPDATES)
     if not len(lists[0]):

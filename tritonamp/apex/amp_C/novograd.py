@@ -24,23 +24,11 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """Do a step of NovoGrad.
+    """Do a step of NovoGrad on gradients, parameters, first moments.
 
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: accepted and not needed: a step is not skipped here.
-        tensor_lists: gradients, parameters, first moments.
-        grad_norms: float32, shape (n,): the running norm of each gradient, updated in place.
-        lr: the learning rate.
-        beta1: the decay of the first moments.
-        beta2: the decay of ``grad_norms``.
-        eps: is added to the norms.
-        step: counted from 1.
-        bias_correction: not 0: corrects moments and norms for their start.
-        weight_decay: the factor of the parameters that is added.
-        grad_averaging: not 0: gradients enter the first moments times ``1 - beta1``.
-        mode: 0 normalises and decays inside the first moment, 1 outside.
-        norm_type: 2, or 0 for the largest absolute value.
+    ``grad_norms``, float32 of shape (n,), holds the running norm of each gradient, which takes the
+    place of second moments and is updated in place; ``norm_type`` is 2, or 0 for the largest
+    absolute value. ``mode`` 0 normalises and decays inside the first moment, 1 outside.
     """
     lists = checked("multi_tensor_novograd", tensor_lists, GRADS, PARAMS, MOMENTS)
     if not len(lists[0]):

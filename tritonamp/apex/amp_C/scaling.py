@@ -21,15 +21,9 @@ def multi_tensor_scale(
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
-    """Compute ``out = a * x + b * y``.
+    """``out = a * x + b * y`` for ``tensor_lists`` x, y, out.
 
-    Args:
-        chunk_size: accepted and not needed.
-        noop_flag: set to 1 where a value is not finite.
-        tensor_lists: x, y, out.
-        a: the factor of x.
-        b: the factor of y.
-        arg_to_check: where to look for values that are not finite: 0 in x, 1 in y, -1 in both.
+    Looks for values that are not finite in x (``arg_to_check`` 0), in y (1), or in both (-1).
     """
     xs, ys, outs = checked("multi_tensor_axpby", tensor_lists, "x", "y", "out")
     if len(xs):

@@ -22,13 +22,14 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Do a step of SGD, or, on the device, none.
+    """Do a step of SGD on gradients, parameters, momentum buffers; or, on the device, none.
+
+    A fourth list is of half copies, which receive the rounded parameters.
 
     Args:
         chunk_size: accepted and not needed.
         noop_flag: one element, not 0: every bit stays as it was; None: as 0.
-        tensor_lists: gradients, parameters, momentum buffers, and, where there is a fourth list,
-            half copies, which receive the rounded parameters.
+        tensor_lists: three, or four.
         weight_decay: the factor of the parameters that is added.
         momentum: the decay of the buffers; 0 leaves them alone.
         dampening: gradients enter the buffers times ``1 - dampening``.
@@ -80,19 +81,10 @@ def sgd_step(
     first_run: bool,
     rounded_to: Sequence[torch.dtype] = (),
 ) -> None:
-    """Do a step on wide tensors, in the order of operations of ``torch.optim.SGD``.
+    """Do a step on wide tensors in place, in the order of operations of ``torch.optim.SGD``.
 
-    Args:
-        grads: true ones, which keep their values.
-        params: written in place.
-        buffers: momenta, written in place; looked at only where there is ``momentum``.
-        decays: weight decay before and after the momentum.
-        momentum: the decay of the buffers.
-        dampening: gradients enter them times ``1 - dampening``.
-        lr: the learning rate.
-        nesterov: steps by gradient plus ``momentum`` times buffer.
-        first_run: the buffers begin as the gradients.
-        rounded_to: dtypes that the buffers are rounded to before the step uses them; empty: none.
+    Arguments are those of ``multi_tensor_sgd``, but ``decays``: weight decay before and after the
+    momentum; and ``rounded_to``: dtypes that the buffers are rounded to before the step uses them.
     """
     before, after = decays
     if before != 0:

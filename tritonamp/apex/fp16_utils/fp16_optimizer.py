@@ -11,6 +11,8 @@ from tritonamp.apex import amp_C
 from tritonamp.apex.fp16_utils.fp16util import clip_grad_norm, master_params_to_model_params
 from tritonamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from tritonamp.apex.multi_tensor_apply import multi_tensor_applier
+from tritonamp.policy import HALF_DTYPES
+from tritonamp.step.state_loading import widen_state
 
 
 class FP16_Optimizer:
@@ -49,8 +51,7 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._adopt(group)
-        # casts state that there is to the masters' dtype
-        init_optimizer.load_state_dict(init_optimizer.state_dict())
+        widen_state(init_optimizer, _flat(self.fp32_from_fp16_groups))
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler = LossScaler(static_loss_scale)
         if dynamic_loss_scale:
@@ -67,7 +68,7 @@ class FP16_Optimizer:
                 continue
             if param.dtype is torch.float32:
                 wide.append(param)
-            elif param.dtype in (torch.float16, torch.bfloat16):
+            elif param.dtype in HALF_DTYPES:
                 master = param.detach().float().requires_grad_()
                 group["params"][i] = master
                 if param in self.optimizer.state:

@@ -1,8 +1,7 @@
 """Layer norm and RMS norm of ``tritonamp.functional``, with apex's rules for dtypes.
 
-The arithmetic is FP32. The result has the dtype of the input, of the mixed forms that of the
-weight; under autocast input and result become autocast's. One pass reads half input and writes the
-result, of whatever dtype. ``memory_efficient`` makes no difference.
+The arithmetic is FP32. Under autocast input and result become autocast's dtype. One pass reads half
+input and writes the result, of whatever dtype. ``memory_efficient`` makes no difference.
 """
 
 import warnings
@@ -12,21 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonamp import functional
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
+from tritonamp.functional import mixed_layer_norm, mixed_rms_norm
 
 Shape = int | Sequence[int]
 
@@ -37,10 +22,14 @@ def _norm(
     shape: Shape,
     parameters: Sequence[Tensor | None],
     eps: float,
-    dtype: torch.dtype,
+    result_like: Tensor,
 ) -> Tensor:
-    """Return ``norm`` of the input, computed in FP32 (FP64 for FP64 input), in ``dtype``."""
+    """Return ``norm`` of the input in the dtype of ``result_like``, computed in FP32.
+
+    FP64 input is computed in FP64.
+    """
     shape, device_type = [shape] if isinstance(shape, int) else list(shape), input.device.type
+    dtype = result_like.dtype
     if torch.is_autocast_enabled(device_type) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
         input = input.to(dtype)
@@ -57,18 +46,14 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weights; the result has the input's dtype."""
-    return _norm(
-        functional.mixed_layer_norm, input, normalized_shape, (weight, bias), eps, input.dtype
-    )
+    return _norm(mixed_layer_norm, input, normalized_shape, (weight, bias), eps, input)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Layer norm without weights."""
-    return _norm(
-        functional.mixed_layer_norm, input, normalized_shape, (None, None), eps, input.dtype
-    )
+    return _norm(mixed_layer_norm, input, normalized_shape, (None, None), eps, input)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -80,9 +65,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weights; the result has the weight's dtype."""
-    return _norm(
-        functional.mixed_layer_norm, input, normalized_shape, (weight, bias), eps, weight.dtype
-    )
+    return _norm(mixed_layer_norm, input, normalized_shape, (weight, bias), eps, weight)
 
 
 def fused_rms_norm_affine(
@@ -93,14 +76,14 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight; the result has the input's dtype."""
-    return _norm(functional.mixed_rms_norm, input, normalized_shape, (weight,), eps, input.dtype)
+    return _norm(mixed_rms_norm, input, normalized_shape, (weight,), eps, input)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm without a weight."""
-    return _norm(functional.mixed_rms_norm, input, normalized_shape, (None,), eps, input.dtype)
+    return _norm(mixed_rms_norm, input, normalized_shape, (None,), eps, input)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -111,25 +94,19 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight; the result has the weight's dtype."""
-    return _norm(functional.mixed_rms_norm, input, normalized_shape, (weight,), eps, weight.dtype)
+    return _norm(mixed_rms_norm, input, normalized_shape, (weight,), eps, weight)
 
 
 def manual_rms_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
 ) -> Tensor:
     """RMS norm; the result has the dtype of the weight, where there is one."""
-    return _norm(
-        functional.mixed_rms_norm,
-        input,
-        normalized_shape,
-        (weight,),
-        eps,
-        (input if weight is None else weight).dtype,
-    )
+    like = input if weight is None else weight
+    return _norm(mixed_rms_norm, input, normalized_shape, (weight,), eps, like)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights, for half output."""
+class _FusedNorm(nn.Module):
+    """Arguments of the modules, and the tensor whose dtype the result has."""
 
     def __init__(
         self,
@@ -138,47 +115,39 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+        super().__init__(normalized_shape, eps, elementwise_affine)  # of torch's module
         self.memory_efficient = memory_efficient
 
+    def _result_like(self, input: Tensor) -> Tensor:
+        return input
+
+
+class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
+    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights, for half output."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return _norm(
-            functional.mixed_layer_norm,
-            input,
-            self.normalized_shape,
-            (self.weight, self.bias),
-            self.eps,
-            input.dtype,
-        )
+        parameters, like = (self.weight, self.bias), self._result_like(input)
+        return _norm(mixed_layer_norm, input, self.normalized_shape, parameters, self.eps, like)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight, for half output."""
 
     eps: float
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
     def forward(self, x: Tensor) -> Tensor:
-        return _norm(
-            functional.mixed_rms_norm, x, self.normalized_shape, (self.weight,), self.eps, x.dtype
-        )
+        like = self._result_like(x)
+        return _norm(mixed_rms_norm, x, self.normalized_shape, (self.weight,), self.eps, like)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """``FusedLayerNorm`` whose result has the weight's dtype.
+class _MixedNorm(_FusedNorm):
+    """The modules whose result has the weight's dtype.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -188,56 +157,20 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         memory_efficient: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_affine(type(self), kwargs)
+        if "elementwise_affine" in kwargs:
+            text = f"{type(self).__name__} does not support `elementwise_affine"
+            warnings.warn(f"{text}` argument", stacklevel=2)
+            if not kwargs["elementwise_affine"]:
+                raise RuntimeError(f"{text} = False`: drop the argument")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _norm(
-            functional.mixed_layer_norm,
-            input,
-            self.normalized_shape,
-            (self.weight, self.bias),
-            self.eps,
-            self.weight.dtype,
-        )
+    def _result_like(self, input: Tensor) -> Tensor:
+        return self.weight
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
-    """``FusedRMSNorm`` whose result has the weight's dtype.
-
-    Raises:
-        RuntimeError: ``elementwise_affine=False``.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        _check_affine(type(self), kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _norm(
-            functional.mixed_rms_norm,
-            x,
-            self.normalized_shape,
-            (self.weight,),
-            self.eps,
-            self.weight.dtype,
-        )
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
+    """``FusedLayerNorm`` whose result has the weight's dtype; there always is one."""
 
 
-def _check_affine(cls: type, kwargs: dict[str, Any]) -> None:
-    """Refuse a word on the affine weights, which the mixed modules always have."""
-    if "elementwise_affine" in kwargs:
-        warnings.warn(
-            f"{cls.__name__} does not support `elementwise_affine` argument", stacklevel=3
-        )
-        if not kwargs["elementwise_affine"]:
-            raise RuntimeError(
-                f"{cls.__name__} does not support `elementwise_affine = False`: drop the argument"
-            )
+class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
+    """``FusedRMSNorm`` whose result has the weight's dtype; there always is one."""

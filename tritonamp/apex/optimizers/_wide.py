@@ -1,26 +1,39 @@
 """FP32 arithmetic on parameters of any floating dtype, for the optimizers that are not Adam."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.step.state_loading import load_state, widen_state
+
 Group = dict[str, Any]
+_NO_DEFAULTS = {"self", "__class__", "params", "amsgrad", "materialize_master_grads"}
 
 
 class WideOptimizer(Optimizer):
     """Base of the fused optimizers: FP32 state and arithmetic (FP64 for FP64 parameters).
 
-    Parameters are rounded.
-
-    A half parameter that steps here alone has no FP32 master, as in apex: small updates are lost to
-    rounding. Under ``tritonamp.enable`` and ``amp.initialize`` the optimizer steps on FP32 masters.
+    Each update is rounded into the parameter. A half parameter that steps here alone has no FP32
+    master, as in apex: small updates are lost to rounding. Under ``tritonamp.enable`` and
+    ``amp.initialize`` the optimizer steps on FP32 masters.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: Group, set_grad_none: bool) -> None:
-        super().__init__(params, {**defaults, "set_grad_none": set_grad_none})
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Make the optimizer.
+
+        Args:
+            arguments: ``locals()`` at the beginning of a subclass's ``__init__``: each argument is
+                a default of the groups, but for ``_NO_DEFAULTS``.
+
+        Raises:
+            RuntimeError: ``amsgrad``.
+        """
+        refuse_amsgrad(self, arguments.get("amsgrad", False))
+        defaults = {n: value for n, value in arguments.items() if n not in _NO_DEFAULTS}
+        super().__init__(arguments["params"], defaults)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As in torch; by default what ``set_grad_none`` says."""
@@ -70,25 +83,25 @@ class WideOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but make the state of half parameters FP32, not half."""
-        loaded: list[dict[str, Any]] = []  # what the user's own hooks make of it
-        with_hook = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            with_hook.remove()
-        numbers = [number for group in loaded[0]["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            for name, value in loaded[0]["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    dtype = torch.promote_types(value.dtype, torch.float32)
-                    self.state[param][name] = value.to(param.device, dtype, copy=True)
+        """Load as torch does, but make the state of half parameters FP32, not half.
+
+        Raises:
+            ValueError: it is no state over groups of so many parameters; nothing was changed then.
+        """
+        load_state(self, super().load_state_dict, state_dict, rule=None)
+        widen_state(self, [param for group in self.param_groups for param in group["params"]])
 
 
 def grads_of(params: Sequence[Tensor]) -> list[Tensor]:
     """Their gradients, which all have."""
     return [param.grad for param in params if param.grad is not None]
+
+
+def refuse_amsgrad(optimizer: Optimizer, amsgrad: bool, advice: str = "drop amsgrad") -> None:
+    """Raise RuntimeError where the AMSGrad variant is asked for, which apex has not either."""
+    if amsgrad:
+        name = type(optimizer).__name__
+        raise RuntimeError(f"{name} does not support the AMSGrad variant: {advice}")
 
 
 def count_step(group: Group) -> int:

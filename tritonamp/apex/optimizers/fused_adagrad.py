@@ -11,11 +11,10 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, grads_of
 
 
 class FusedAdagrad(WideOptimizer):
-    """Adagrad with apex's arguments, in FP32 arithmetic.
+    """Adagrad in FP32 arithmetic, with the arguments of ``tritonamp.apex.optimizers``.
 
     Args:
-        adagrad_w_mode: decouples the weight decay, as AdamW does.
-        set_grad_none: what ``zero_grad()`` does: None, or zeros.
+        adagrad_w_mode: as ``adam_w_mode`` elsewhere.
     """
 
     def __init__(
@@ -27,13 +26,7 @@ class FusedAdagrad(WideOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adagrad_w_mode": adagrad_w_mode,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(locals())
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
         for group, params in groups:

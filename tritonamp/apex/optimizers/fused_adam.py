@@ -6,27 +6,22 @@ from typing import Any
 import torch
 
 from tritonamp import optim
+from tritonamp.apex.optimizers._wide import refuse_amsgrad
 
 # a step count that FP32 cannot count beyond, and for which both bias corrections are exactly 1
 NO_CORRECTION = 2.0**24
 
 
 class FusedAdam(optim.Adam):
-    """``tritonamp.optim.Adam`` and ``AdamW`` with apex's arguments.
+    """``tritonamp.optim.Adam`` and ``AdamW`` with the arguments of ``tritonamp.apex.optimizers``.
 
     Half parameters have FP32 moments and an FP32 master in the state, with ``master_weights`` and
     without.
 
     Args:
-        bias_correction: False leaves both corrections out, for all steps.
-        adam_w_mode: decoupled weight decay (AdamW) or L2 penalty (Adam).
-        set_grad_none: what ``zero_grad()`` does: None, or zeros.
         capturable: ``lr`` becomes a tensor on the device, so that replays of a CUDA graph follow a
             schedule.
         master_weights: makes no difference.
-
-    Raises:
-        RuntimeError: ``amsgrad``.
     """
 
     def __init__(
@@ -43,11 +38,7 @@ class FusedAdam(optim.Adam):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError(
-                "FusedAdam does not support the AMSGrad variant: drop amsgrad, or take "
-                "tritonamp.optim.AdamW"
-            )
+        refuse_amsgrad(self, amsgrad, "drop amsgrad, or take tritonamp.optim.AdamW")
         params = list(params)
         if params and not isinstance(params[0], dict):
             params = [{"params": params}]
@@ -73,15 +64,8 @@ class FusedAdam(optim.Adam):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; takes a state of apex's FusedAdam too, which counts steps by group."""
-        state, groups = dict(state_dict["state"]), []
-        for group in state_dict["param_groups"]:
-            for number in group["params"] if "step" in group else ():
-                if number in state:
-                    step = torch.as_tensor(group["step"], dtype=torch.float32).reshape(()).clone()
-                    state[number] = {**state[number], "step": step}
-            groups.append({**self.defaults, **group})
-            groups[-1].pop("step", None)
-        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
         for group in self.param_groups:
             self._settle(group)
 

@@ -12,17 +12,13 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, count_step, gr
 
 
 class FusedLAMB(WideOptimizer):
-    """LAMB (https://arxiv.org/abs/1904.00962) with apex's arguments, in FP32 arithmetic.
+    """LAMB (https://arxiv.org/abs/1904.00962) in FP32 arithmetic.
+
+    Takes the arguments of ``tritonamp.apex.optimizers``.
 
     Args:
-        adam_w_mode: decouples the weight decay, as AdamW does.
-        grad_averaging: weighs gradients by ``1 - beta1`` in the first moment.
-        set_grad_none: what ``zero_grad()`` does: None, or zeros.
         max_grad_norm: the gradients of all groups together are clipped to this 2-norm.
         use_nvlamb: the trust ratio also where ``weight_decay`` is 0.
-
-    Raises:
-        RuntimeError: ``amsgrad``.
     """
 
     def __init__(
@@ -40,22 +36,7 @@ class FusedLAMB(WideOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support the AMSGrad variant: drop amsgrad"
-            )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-            "use_nvlamb": use_nvlamb,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(locals())
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
         if not groups:

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from tritonamp.apex.optimizers._wide import Group
 from tritonamp.apex.optimizers.fused_lamb import FusedLAMB
+from tritonamp.policy import HALF_DTYPES
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
     """``FusedLAMB`` that unscales by itself and keeps an FP32 master of each half parameter.
 
     The masters are in its state. With a GradScaler the step reads on the host whether to skip.
-
-    With a GradScaler the step reads on the host whether to skip.
 
     Args:
         step: what the steps are counted from.
@@ -71,9 +70,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return grads if grad_scale is None else [grad.float() / grad_scale for grad in grads]
 
     def _targets(self, params: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            self._master(p) if p.dtype in (torch.float16, torch.bfloat16) else p for p in params
-        ]
+        return [self._master(p) if p.dtype in HALF_DTYPES else p for p in params]
 
     def _master(self, param: Tensor) -> Tensor:
         """Return the FP32 master; the parameter wins where somebody else wrote to it."""

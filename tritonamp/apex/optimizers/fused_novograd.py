@@ -12,19 +12,18 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, count_step, gr
 
 
 class FusedNovoGrad(WideOptimizer):
-    """NovoGrad (https://arxiv.org/abs/1905.11286) with apex's arguments, in FP32 arithmetic.
+    """NovoGrad (https://arxiv.org/abs/1905.11286) in FP32 arithmetic.
 
-    The second moment is one number for each parameter: the running norm of its gradient.
+    The second moment is one number for each parameter: the running norm of its gradient. Takes the
+    arguments of ``tritonamp.apex.optimizers``.
 
     Args:
         reg_inside_moment: normalises and decays inside the first moment.
-        grad_averaging: weighs gradients by ``1 - beta1`` in the first moment.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: the running norm starts from 0 instead of the first gradient's norm.
-        set_grad_none: what ``zero_grad()`` does: None, or zeros.
 
     Raises:
-        RuntimeError: ``amsgrad``, or another ``norm_type``.
+        RuntimeError: another ``norm_type``.
     """
 
     def __init__(
@@ -42,24 +41,11 @@ class FusedNovoGrad(WideOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant: drop amsgrad")
+        super().__init__(locals())
         if norm_type not in (0, 2):
             raise RuntimeError(
                 f"FusedNovoGrad: norm_type: expected 2 or 0 (largest value), got {norm_type!r}"
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "reg_inside_moment": reg_inside_moment,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults, set_grad_none)
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
         for group, params in groups:

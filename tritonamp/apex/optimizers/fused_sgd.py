@@ -12,15 +12,14 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, grads_of
 
 
 class FusedSGD(WideOptimizer):
-    """``torch.optim.SGD`` with apex's arguments, in FP32 arithmetic.
+    """``torch.optim.SGD`` in FP32 arithmetic: bit for bit the same on FP32 parameters.
 
-    On FP32 parameters it is the same bit for bit.
+    Takes the arguments of ``tritonamp.apex.optimizers``, and torch's.
 
     Args:
         wd_after_momentum: adds the weight decay to the update, not to the gradient.
         materialize_master_grads: makes no difference; the enabled optimizer unscales inside its
             step.
-        set_grad_none: what ``zero_grad()`` does: None, or zeros.
 
     Raises:
         ValueError: a negative ``lr``, ``momentum`` or ``weight_decay``; ``nesterov`` with dampening
@@ -39,6 +38,7 @@ class FusedSGD(WideOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
+        super().__init__(locals())
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if value < 0.0:
                 raise ValueError(f"FusedSGD: {name}: expected 0 or more, got {value}")
@@ -47,15 +47,6 @@ class FusedSGD(WideOptimizer):
                 "FusedSGD: nesterov: expected a momentum and no dampening, got "
                 f"momentum={momentum}, dampening={dampening}"
             )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "wd_after_momentum": wd_after_momentum,
-        }
-        super().__init__(params, defaults, set_grad_none)
 
     def _update(self, groups: Sequence[tuple[Group, list[Tensor]]]) -> None:
         for group, params in groups:

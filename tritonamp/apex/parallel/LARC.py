@@ -21,9 +21,8 @@ class LARC(Optimizer):
         clip: the local rate is at most the group's ``lr``; False: it is a factor on it.
     """
 
-    _step_supports_amp_scaling = (
-        False  # whatever the wrapped optimizer does: its step is not the first here
-    )
+    # whatever the wrapped optimizer does: its step is not the first here
+    _step_supports_amp_scaling = False
 
     def __init__(
         self,

@@ -34,11 +34,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average: False sums them over the processes.
         gradient_predivide_factor: divides before the reduction, and multiplies by it after it where
             averaging.
-        allreduce_trigger_params: makes no difference, as the next four: torch overlaps by itself.
-        retain_allreduce_buffers: makes no difference.
-        num_allreduce_streams: makes no difference.
-        allreduce_communicators: makes no difference.
-        prof: makes no difference.
+        allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+            allreduce_communicators, prof: make no difference: torch overlaps by itself.
 
     Raises:
         ValueError: ``shared_param``, or ``delay_allreduce`` with what it excludes.

@@ -1,0 +1,104 @@
+"""The casts around torch's functions while they are on, and the half copies of weights."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_INHERITED = object()
+
+
+class UserFunction(NamedTuple):
+    """A function of the user's own in the lists: ``module.name``, and what is put around it."""
+
+    module: Any
+    name: str
+    wrap: Callable[[Any], Any]
+
+
+class Casts:
+    """Which functions are wrapped, and the half copy of each weight that they were given.
+
+    Attributes:
+        dtype: the half dtype.
+        device_types: tensors elsewhere are left alone.
+        owners: the casts end with the last of these; None: they stay.
+        user_functions: those that the user has registered.
+        has_cache: whether parameters are cast once an iteration.
+        cache: parameter to its half copy.
+    """
+
+    def __init__(
+        self, active: bool, enable_caching: bool, dtype: torch.dtype, device_types: frozenset[str]
+    ) -> None:
+        self.dtype = dtype
+        self.device_types = device_types
+        self.owners: weakref.WeakSet[Any] | None = None
+        self.user_functions: list[UserFunction] = []
+        self.has_cache = enable_caching
+        self.cache: dict[Tensor, Tensor] = {}
+        self._is_active = active
+        self._versions: dict[Tensor, int] = {}
+        self._all_wrappers: list[tuple[Any, str, Any]] = []
+
+    def is_active(self) -> bool:
+        """Whether functions cast now."""
+        return self._is_active
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        before, self._is_active = self._is_active, False
+        try:
+            yield
+        finally:
+            self._is_active = before
+
+    # the functions
+
+    def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Put ``wrap(module.name)`` in the place of ``module.name``, if there is one."""
+        if not callable(getattr(module, name, None)):
+            return
+        self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
+        setattr(module, name, wrap(getattr(module, name)))
+
+    def _deactivate(self) -> None:
+        """Put all functions back."""
+        while self._all_wrappers:
+            module, name, original = self._all_wrappers.pop()
+            if original is _INHERITED:
+                delattr(module, name)
+            else:
+                setattr(module, name, original)
+        self._is_active = False
+        self._clear_cache()
+
+    # the half copies of weights
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``tensor.to(dtype)``, of an FP32 parameter once until ``_clear_cache``.
+
+        A copy is made anew, too, when the parameter was written to, or when gradients are wanted
+        and the copy has none to hand on (it was made without gradients, or ``requires_grad`` has
+        changed since).
+        """
+        kept = self.has_cache and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32
+        if torch.compiler.is_compiling() or not kept or torch.is_inference_mode_enabled():
+            return tensor.to(dtype)
+        copy = self.cache.get(tensor)
+        stale = copy is None or copy.dtype is not dtype or self._versions[tensor] != tensor._version
+        if stale or (torch.is_grad_enabled() and copy.requires_grad != tensor.requires_grad):  # type: ignore[union-attr]
+            copy = self.cache[tensor] = tensor.to(dtype)
+            self._versions[tensor] = tensor._version
+        return copy  # type: ignore[return-value]
+
+    def _clear_cache(self) -> None:
+        self.cache.clear()
+        self._versions.clear()
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forget the copy of one parameter."""
+        self.cache.pop(param, None)
