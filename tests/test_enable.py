@@ -327,7 +327,7 @@ def test_parameters_that_came_later_are_named(handles: Any, device: torch.device
     model, _, x = make(device)
     amp = handles(model, torch.optim.SGD(model.conv.parameters(), lr=0.1), level="O2")
     amp.backward(model(x).square().mean() * 1e-2)
-    optimizer = amp._optimizers[0]
+    optimizer = amp._parts.optimizers[0]
     optimizer.step()
     model.extra = nn.Linear(3, 3).to(device)
     optimizer.add_param_group({"params": model.extra.parameters()})

@@ -12,7 +12,7 @@ import tritonamp
 from tritonamp import kernels
 from tritonamp.casts.enabled_module import enabled_forward
 from tritonamp.diagnosis.replay.search import find_fault
-from tritonamp.frames import Role, outwards, plays, role_of
+from tritonamp.watched.frames import Role, outwards, plays, role_of
 
 OURS = Path(tritonamp.__file__).parent
 SITE = os.path.join(os.path.dirname(json.__file__), os.pardir, "site-packages", "other", "code.py")
@@ -49,7 +49,7 @@ def test_files_of_others(file: str, role: Role) -> None:
 
 def test_functions_that_mean_something() -> None:
     assert role_of(enabled_forward.__code__) is Role.EDGE
-    assert role_of(find_fault.__code__) is Role.REPLAY
+    assert role_of(find_fault.__code__) is Role.RUN
 
 
 @plays(Role.RULE)

@@ -28,12 +28,12 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "kernels policy",
-    "ambient class_swap frames fp32_values functional names nested readback scaler",
+    "ambient class_swap fp32_values functional names nested readback scaler watched",
     "casts checkpoint diagnosis distributed",
     "step",
     "amp_state checks optim",
     "runtime",
-    "forecast old_pickles",
+    "forecast",
     "__init__",
     "apex commands integrations testing",
     "demo",
@@ -48,7 +48,8 @@ SHARED = {
         "tritonamp.readback.Readback",
         "tritonamp.step.state_loading.load_state",
         "tritonamp.step.state_loading.widen_state",
-    ]
+    ],
+    "integrations": ["tritonamp.class_swap", "tritonamp.policy.HALF_DTYPES"],
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))

@@ -56,8 +56,19 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "field": (
         adamw,
         {"keep_batchnorm_fp32": True},
-        "expected policy fields of cast_inputs.*got the unknown keep_batchnorm_fp32",
+        "expected policy fields of cast_inputs.*got the unknown keep_batchnorm_fp32: did you mean "
+        r"keep_norms_fp32 for keep_batchnorm_fp32\?$",
     ),
+    "apex's keyword": (
+        adamw,
+        {"opt_level": "O2", "lossscale": 1.0},
+        r"got the unknown lossscale, opt_level: did you mean loss_scale for lossscale, level for "
+        r"opt_level\?$",
+    ),
+    "misspelt argument": (adamw, {"back_end": "eager"}, r"did you mean backend for back_end\?$"),
+    "unknown keyword": (adamw, {"zzz": 1}, "got the unknown zzz$"),
+    "misspelt level": (adamw, {"level": "O-2"}, r"got 'O-2': did you mean 'O2'\?$"),
+    "number of a level": (adamw, {"level": 2}, r"got 2: did you mean 'O2'\?$"),
     "conflict": (
         adamw,
         {"level": "O1", "master_weights": True},

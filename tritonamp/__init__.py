@@ -1,7 +1,6 @@
 """Mixed precision for PyTorch that stays finite and explains itself."""
 
 from tritonamp import functional as functional
-from tritonamp import old_pickles
 from tritonamp import optim as optim
 from tritonamp.casts.user_functions import disable_casts as disable_casts
 from tritonamp.casts.user_functions import float_function as float_function
@@ -28,8 +27,6 @@ from tritonamp.policy import Policy as Policy
 from tritonamp.runtime import Amp as Amp
 from tritonamp.runtime import enable as enable
 from tritonamp.scaler import GradScaler as GradScaler
-
-old_pickles.register()
 
 __version__ = "0.1.0"
 

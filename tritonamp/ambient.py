@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,39 +84,6 @@ class AmbientState(NamedTuple):
             torch.set_autocast_dtype(device_type, dtype)
 
 
-class _Seldom:
-    """A state that is read each time while it moves, and once in a while when it stands still.
-
-    Args:
-        read: returns the state.
-        same: whether two states are equal.
-
-    Attributes:
-        state: as it was read last.
-        waits: how often it is to be left alone.
-    """
-
-    STILL = 8  # as often was it the same, until it is read seldom
-    EVERY = 32
-
-    def __init__(self, read: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
-        self._read = read
-        self._same = same
-        self._still = 0
-        self.state = read()
-        self.waits = 0
-
-    def look(self) -> None:
-        """Read the state, unless it is to be left alone."""
-        if self.waits:
-            self.waits -= 1
-            return
-        state = self._read()
-        self._still = self._still + 1 if self._same(state, self.state) else 0
-        self.waits = self.EVERY - 1 if self._still >= self.STILL else 0
-        self.state = state
-
-
 class AmbientWatch:
     """What is around each of many forwards with gradients, at the price of what moves.
 
@@ -129,33 +95,44 @@ class AmbientWatch:
     that of all others. Where autocast is off, so are the dtypes that it would have.
     """
 
+    STILL = 8  # as often was a generator the same, until it is read seldom
+    EVERY = 32
+
     def __init__(self) -> None:
-        self._python = _Seldom(random.getstate, operator.eq)
-        self._cpu = _Seldom(torch.default_generator.get_state, torch.equal)
-        self._last = AmbientState.now()
-        self._left = 0  # forwards for which ``_last`` does
+        self._read: tuple[Callable[[], Any], ...] = (
+            random.getstate,
+            torch.default_generator.get_state,
+        )
+        self._states: list[Any] = [read() for read in self._read]
+        self._still = [0, 0]
+        self._waits = [0, 0]  # forwards for which each state does
+        self._plain: AmbientState | None = None  # with these states, without autocast
 
     def now(self, gpus: Sequence[torch.device]) -> AmbientState:
         """Return the record of this moment, with the generators of these CUDA devices."""
+        for i in (0, 1):
+            if self._waits[i]:
+                self._waits[i] -= 1
+            else:
+                self._look(i)
         # private (torch 2.11 to 2.15): of all device types at once
-        if self._left and not gpus and not torch._C._is_any_autocast_enabled():
-            self._left -= 1
-            return self._last
-        return self._look(gpus)
-
-    def _look(self, gpus: Sequence[torch.device]) -> AmbientState:
-        read = self._python, self._cpu
-        for generator in read:
-            generator.look()
+        is_plain = not gpus and not torch._C._is_any_autocast_enabled()
+        if is_plain and self._plain is not None:
+            return self._plain
+        python, cpu = self._states
         cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
-        state = AmbientState.now(Generators(self._python.state, None, self._cpu.state, cuda))
-        self._left = 0
-        if not cuda and not any(enabled for _, enabled, _ in state.autocast):
-            self._left = min(generator.waits for generator in read)
-            self._last = state
-        for generator in read:
-            generator.waits -= self._left
+        state = AmbientState.now(Generators(python, None, cpu, cuda))
+        if is_plain:
+            self._plain = state
         return state
+
+    def _look(self, i: int) -> None:
+        """Read one generator, and decide for how many forwards that does."""
+        before, state = self._states[i], self._read[i]()
+        is_same = torch.equal(state, before) if isinstance(state, Tensor) else state == before
+        self._still[i] = self._still[i] + 1 if is_same else 0
+        self._waits[i] = self.EVERY - 1 if self._still[i] >= self.STILL else 0
+        self._states[i], self._plain = state, None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
-_SINCE = {"healed", "faults", "schedulers"}  # not in older states
+_EXTRA = {"healed", "faults", "schedulers"}  # a state that is written by hand may lack them
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -79,7 +79,7 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
-    if _OWN <= keys <= _OWN | _SINCE and all(map(_is_scaler, state_dict["loss_scalers"].values())):
+    if _OWN <= keys <= _OWN | _EXTRA and all(map(_is_scaler, state_dict["loss_scalers"].values())):
         return ResumeState(
             {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()},
             _counts(state_dict["counts"]),
@@ -109,9 +109,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
 
 
 def _counts(counts: Any) -> dict[str, int]:
-    """Read counts by name, or the list of three that older states hold."""
-    if isinstance(counts, list) and len(counts) == len(COUNTS):
-        return dict(zip(COUNTS, counts, strict=True))
+    """Return counts by name; raise ValueError where other names, or none, are given."""
     if not isinstance(counts, dict) or set(counts) != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
     return dict(counts)

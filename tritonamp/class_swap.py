@@ -29,13 +29,13 @@ class Swapped:
     Attributes:
         _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
         _set_aside: an attribute of the instance that would hide the generated class's, and the
-            name under which it waits meanwhile.
+            name under which it waits meanwhile; empty where there is none.
         _kept_by_copies: whether copies are of the generated class, too; else they are of the plain
             one, as pickles are.
     """
 
-    _belongings: ClassVar[tuple[str, ...]]
-    _set_aside: ClassVar[tuple[str, str]]
+    _belongings: ClassVar[tuple[str, ...]] = ()
+    _set_aside: ClassVar[tuple[str, str]] = ("", "")
     _kept_by_copies: ClassVar[bool] = True
 
     @classmethod
@@ -116,12 +116,6 @@ def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
         name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
     }
     return type(base.__name__, (kind, base), {**namespace, **kind._members(base, *variant)})
-
-
-def new(kind: type[Swapped], base: type, *args: Any) -> Any:
-    """Make the object that a pickle of an earlier version is then filled into."""
-    cls = _generated(kind, base) if kind._kept_by_copies else base  # type: ignore[arg-type]
-    return cls.__new__(cls, *args)
 
 
 def base_class(cls: type) -> type:

@@ -1,8 +1,14 @@
-"""What the modules and tensors of one model, or of several, are called."""
+"""What the modules and tensors of one model, or of several, are called; and dtypes."""
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def prefixes(models: Sequence[nn.Module]) -> list[str]:

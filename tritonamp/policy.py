@@ -1,6 +1,7 @@
 """Which precision where: a frozen value, and the four levels that are values of it."""
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import json
@@ -289,6 +290,7 @@ O3 = Policy(cast_model=True, cast_inputs=True, cast_outputs=torch.float32)
 
 LEVELS = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
 BF16_LEVELS = {"O4": O1, "O5": O2}  # the names of the ROCm fork of apex
+_NAMES = [*LEVELS, *BF16_LEVELS]
 
 
 def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any) -> Policy:
@@ -303,13 +305,7 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     Raises:
         ValueError: unknown level or field, or fields that contradict one another.
     """
-    known = {field.name for field in dataclasses.fields(Policy)}
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise ValueError(
-            f"expected policy fields of {', '.join(sorted(known))}, got the unknown "
-            f"{', '.join(unknown)}"
-        )
+    check_field_names(fields)
     base, named_dtype = _base(level)
     if named_dtype is not None and dtype not in (None, named_dtype):
         raise ValueError(
@@ -326,6 +322,28 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     return dataclasses.replace(base, **fields) if fields else base
 
 
+def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse names that are no fields of Policy, with the nearest right ones.
+
+    Args:
+        fields: the names.
+        others: further right ones, which may be the nearest.
+
+    Raises:
+        ValueError: lists the unknown ones.
+    """
+    known = sorted(field.name for field in dataclasses.fields(Policy))
+    unknown = sorted(set(fields) - {*known})
+    if not unknown:
+        return
+    pairs = ((name, difflib.get_close_matches(name, [*known, *others], 1)) for name in unknown)
+    meant = [f"{found[0]} for {name}" for name, found in pairs if found]
+    hint = f": did you mean {', '.join(meant)}?" if meant else ""
+    raise ValueError(
+        f"expected policy fields of {', '.join(known)}, got the unknown {', '.join(unknown)}{hint}"
+    )
+
+
 def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
     if isinstance(level, Policy):
         return level, None
@@ -333,12 +351,15 @@ def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
         return LEVELS[level], None
     if isinstance(level, str) and level in BF16_LEVELS:
         return BF16_LEVELS[level], torch.bfloat16
-    hint = ""
-    if (
-        isinstance(level, str)
-        and level[:1] in ("0", "o")
-        and f"O{level[1:]}" in {**LEVELS, **BF16_LEVELS}
-    ):
-        hint = f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
-    names = ", ".join(map(repr, [*LEVELS, *BF16_LEVELS]))
-    raise ValueError(f"level: expected {names} or a tritonamp.Policy, got {level!r}{hint}")
+    raise ValueError(
+        f"level: expected {', '.join(map(repr, _NAMES))} or a tritonamp.Policy, got "
+        f"{level!r}{_level_hint(level)}"
+    )
+
+
+def _level_hint(level: Any) -> str:
+    """Return which level was meant by a wrong name; "" where none is near."""
+    if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in _NAMES:
+        return f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
+    near = difflib.get_close_matches(str(level).upper(), _NAMES, 1)
+    return f": did you mean {near[0]!r}?" if near else ""

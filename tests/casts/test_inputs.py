@@ -309,7 +309,7 @@ def test_what_the_caller_compares_counts_too(caplog: Any) -> None:
             return {"prediction": super().forward(images), "wanted": [targets.flatten() / 2]}
 
     amp = tritonamp.enable(Gives(4, 4), level="O2")
-    amp._models[0](torch.rand(3, 4), TARGETS)
+    amp._parts.models[0](torch.rand(3, 4), TARGETS)
     amp.disable()
     assert "targets holds 1280.7" in lines(caplog)[0]
 

@@ -139,20 +139,24 @@ def test_from_level_to_level(
     assert all(torch.isfinite(p).all() for p in amp.master_params())
 
 
-def test_counts_have_names_and_older_states_a_list(enabled: Callable[..., Run]) -> None:
+def test_counts_have_names(enabled: Callable[..., Run]) -> None:
     new, old = enabled("O2"), enabled("O2", seed=1)
     train(new, 0, 2)
     state = new[2].state_dict()
     assert state["counts"] == {"clean": 2, "scale_overflows": 0, "forward_faults": 0}
-    old[2].load_state_dict({**state, "counts": [5, 3, 2]})
-    assert old[2].state_dict()["counts"] == {
-        "clean": 5,
-        "scale_overflows": 3,
-        "forward_faults": 2,
-    }
+    counts = {"clean": 5, "scale_overflows": 3, "forward_faults": 2}
+    old[2].load_state_dict({**state, "counts": counts})
+    assert old[2].state_dict()["counts"] == counts
     stats = old[2].stats()
     assert (stats["steps"], stats["skipped"]) == (5, 5)
     assert (stats["scale_overflows"], stats["forward_faults"]) == (3, 2)
+
+
+@pytest.mark.parametrize("counts", [[5, 3, 2], {"clean": 5}, None])
+def test_counts_of_other_names_are_refused(enabled: Callable[..., Run], counts: Any) -> None:
+    amp = enabled("O2")[2]
+    with pytest.raises(ValueError, match=r"expected counts of \['clean', .*, got "):
+        amp.load_state_dict({**amp.state_dict(), "counts": counts})
 
 
 def test_healed_modules_mean_nothing_where_all_is_fp32(enabled: Callable[..., Run]) -> None:

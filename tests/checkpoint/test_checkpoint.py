@@ -342,7 +342,34 @@ def test_a_missing_or_grown_file_is_seen(path, make):
 
 def test_a_file_of_torch_save_is_refused(path):
     torch.save({"step": 1}, path)
-    with pytest.raises(RuntimeError, match=r"checksum missing or wrong.* not from tritonamp"):
+    written = rf"cannot load {path}: it was written by torch.save, not by tritonamp.save.*"
+    with pytest.raises(RuntimeError, match=written + r"torch.load\(path, .*tritonamp.save\(path"):
+        load(path)
+    flip(path, 100)  # which is not what is wrong with it
+    with pytest.raises(RuntimeError, match=written):
+        load(path)
+
+
+def test_a_file_of_torch_save_costs_no_checkpoint_before_it(path):
+    write(path, 1)
+    write(path, 2)
+    torch.save({"step": 3}, path)
+    with pytest.warns(RuntimeWarning, match=rf"{path} is unusable \(written by torch.save"):
+        assert read(path) == 1
+
+
+@pytest.mark.parametrize("bytes_lost", [1, 5, 97])
+def test_one_that_was_cut_off_is_not_taken_for_one_of_torch_save(path, bytes_lost):
+    write(path, 1)
+    Path(path).write_bytes(Path(path).read_bytes()[:-bytes_lost])
+    with pytest.raises(RuntimeError, match="checksum missing or wrong: cut off"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", bytes(100)])
+def test_other_files_are_not_taken_for_ones_of_torch_save(path, content):
+    Path(path).write_bytes(content)
+    with pytest.raises(RuntimeError, match="checksum missing or wrong"):
         load(path)
 
 

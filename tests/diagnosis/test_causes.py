@@ -4,7 +4,9 @@ alarm.
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,8 +324,8 @@ def test_no_false_alarm_in_a_thousand_steps(
 def test_history_is_bounded(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     assert run.amp.history == []
-    assert run.amp._log.history.maxlen == 1000
-    run.amp._log.history = type(run.amp._log.history)(maxlen=3)
+    assert run.amp._parts.log.history.records.maxlen == 1000
+    run.amp._parts.log.history.records = deque(maxlen=3)
     for _ in range(5):
         run.step()
     assert [record.step for record in run.amp.history] == [3, 4, 5]
@@ -369,7 +371,9 @@ def test_the_rank_is_named(
 def test_what_was_noted_stays_with_its_names_and_ranks(device: torch.device) -> None:
     first, second = nn.Linear(2, 1, device=device), nn.Linear(3, 1, device=device)
     known = {first.weight: "first.weight", first.bias: "first.bias"}
-    log = StepLog(lambda: known, dict, torch.float16)
+    log = StepLog(
+        SimpleNamespace(parameters=lambda: known, tensors=dict, writers=dict), torch.float16
+    )
     params = [first.weight, first.bias]
     alone = log.record([params], device)
     alone.numbers[RECORD:] = torch.tensor([1.0, 2.0])

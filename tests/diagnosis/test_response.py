@@ -463,9 +463,9 @@ def test_a_remedy_is_tried_once_for_each_module(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    find = tritonamp.diagnosis.response.find_remedy
+    find = tritonamp.diagnosis.replays.remedy_of
     monkeypatch.setattr(
-        tritonamp.diagnosis.response, "find_remedy", lambda *args: tried.append(1) or find(*args)
+        tritonamp.diagnosis.replays, "remedy_of", lambda *args: tried.append(1) or find(*args)
     )
     run = start(level="O2", on_nonfinite="explain")
     for i in range(3):
@@ -482,7 +482,7 @@ def test_a_trial_that_fails_promises_nothing(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(run.amp._enabled_models.dtypes, "widened", fail)
+    monkeypatch.setattr(run.amp._parts.enabled_models.dtypes, "widened", fail)
     assert "or keep it in FP32: fp32_modules=['attention']." in run.amp.explain(replay=True)
 
 
@@ -571,9 +571,9 @@ def test_one_look_in_the_first_steps_and_none_later(
     device: torch.device, caplog: Any, monkeypatch: pytest.MonkeyPatch, mode: str, looks: int
 ) -> None:
     ran = []
-    find = tritonamp.diagnosis.response.find_fault
+    find = tritonamp.diagnosis.replays.find_fault
     monkeypatch.setattr(
-        tritonamp.diagnosis.response,
+        tritonamp.diagnosis.replays,
         "find_fault",
         lambda *args, **kwargs: ran.append(1) or find(*args, **kwargs),
     )
@@ -581,7 +581,7 @@ def test_one_look_in_the_first_steps_and_none_later(
     for _ in range(4):
         one_step(run)
     assert len(ran) == looks
-    assert run.amp._forwards.holds_recent is False
+    assert run.amp._parts.forwards.holds_recent is False
     run.amp.disable()
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run = saturating(device, Lorentzian(), 2000.0, on_nonfinite=mode)

@@ -22,6 +22,9 @@ SWALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 HARMLESS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda huge: huge.clamp(-1, 1),
+    "clamp max": lambda huge: torch.clamp(huge, max=10),
+    "minimum": lambda huge: torch.minimum(huge, torch.full_like(huge, 10)),
+    "where": lambda huge: torch.where(huge > 10, 10.0, huge),
     "tanh": torch.tanh,
     "relu6": nn.functional.relu6,
     "masked softmax": lambda huge: torch.softmax(
@@ -71,6 +74,43 @@ def test_a_harmless_overflow_is_said_to_be_harmless(name: str, device: torch.dev
     text = report(HARMLESS[name], device, level="O2")
     assert "vanished overflow, forward" in text and "it was harmless" in text
     assert "to do:" not in text
+
+
+UNREAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "compared": lambda huge: (huge > 10).float(),
+    "index": lambda huge: huge.argmax(-1).float(),
+    "shape": torch.ones_like,
+    "thrown away": lambda huge: (huge + 1).new_ones(2),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_an_overflow_that_reaches_no_result(name: str, device: torch.device) -> None:
+    text = report(UNREAD[name], device, level="O2")
+    assert "vanished overflow, forward" in text and "op mul at" in text
+    assert "inf reached no result" in text and "it was harmless" in text
+    assert "to do:" not in text and "nothing overflows" not in text
+
+
+@pytest.mark.parametrize(("name", "op"), [("clamp max", "clamp"), ("minimum", "minimum")])
+def test_where_it_vanished(name: str, op: str, device: torch.device) -> None:
+    text = report(HARMLESS[name], device, level="O2")
+    assert f"inf became a finite number in the model itself (Swallows), op {op} at" in text
+
+
+def test_a_harmless_overflow_is_told_after_a_skip_too(device: torch.device) -> None:
+    model = Swallows(lambda huge: torch.clamp(huge, max=10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    x = torch.full((4, 1), 1.2, device=device)
+    amp.backward(model(x * math.nan).sum())
+    optimizer.step()
+    text = amp.explain(replay=lambda: model(x).mean())
+    amp.disable()
+    assert text.startswith("step 1 skipped (1 of 1): data: ")
+    assert "not reproduced: run again" in text and "vanished overflow, forward" in text
+    assert "op clamp at" in text and "it was harmless" in text
+    assert "replay=lambda" not in text and "to do:" not in text
 
 
 @pytest.mark.parametrize("fields", [{"dtype": torch.bfloat16}, {"dtype": torch.float16}])

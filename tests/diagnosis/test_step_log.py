@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.metrics import metrics
+from tritonamp.diagnosis.skips import Writer
 from tritonamp.kernels.decide import (
     AMAX,
     CLEAN,
@@ -26,6 +28,14 @@ from tritonamp.kernels.decide import (
 RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
 
 
+class Names(NamedTuple):
+    """What a log asks about its model."""
+
+    parameters: Callable[[], Mapping[Tensor, str]]
+    tensors: Callable[[], Mapping[Tensor, str]] = dict
+    writers: Callable[[], Mapping[str, Writer]] = dict
+
+
 class Noted:
     """A log of one parameter, and the decisions that the device notes for it."""
 
@@ -33,9 +43,8 @@ class Noted:
         self, log_skips: bool = False, tensors: Mapping[Tensor, str] | None = None
     ) -> None:
         self.param = nn.Parameter(torch.ones(1))
-        self.log = StepLog(
-            lambda: {self.param: "p"}, lambda: tensors or {}, torch.float16, log_skips
-        )
+        names = Names(lambda: {self.param: "p"}, lambda: tensors or {})
+        self.log = StepLog(names, torch.float16, log_skips)
         self.params = [[self.param]]
         self.numbers = self.log.record(self.params, torch.device("cpu")).numbers
 
@@ -122,7 +131,7 @@ def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> 
         noted.decide(OVERFLOW)
     assert warned(caplog) == []
     assert caplog.messages[-1].startswith("step 8 skipped (4 of 8): scale overflow: ")
-    assert noted.log.history[-1].step == 8
+    assert noted.log.history.records[-1].step == 8
 
 
 def test_steps_and_skips_are_kept_one_by_one() -> None:
@@ -130,7 +139,7 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
     noted.decide(CLEAN, scale=4.0)
     noted.decide(OVERFLOW, scale=8.0)
     noted.decide(rule=RULE)  # nothing new, as where nothing was decided
-    one, two = noted.log.history
+    one, two = noted.log.history.records
     assert one == (1, None, 4.0, 3.0, (), "", None)
     assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last, None)
     assert noted.log.last_scale == 8.0
@@ -200,10 +209,10 @@ def test_the_magnitude_of_the_last_good_step_tells_a_nan() -> None:
     noted.decide(CLEAN)
     noted.numbers[NORM] = 1e6
     noted.decide(OVERFLOW, amax=math.nan, scale=8.0)
-    assert noted.log.history[-1].cause == "backward fault"
+    assert noted.log.history.records[-1].cause == "backward fault"
     noted.numbers[AMAX] = 2.0 * 512
     noted.decide(OVERFLOW, amax=math.nan, scale=8.0)
-    assert noted.log.history[-1].cause == "scale overflow"
+    assert noted.log.history.records[-1].cause == "scale overflow"
 
 
 def test_since_when_parameters_are_bad() -> None:
@@ -227,7 +236,7 @@ def test_since_when_parameters_are_bad() -> None:
 
 def test_numbers_stay_where_they_are_until_the_ranks_are_others() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    log = StepLog(lambda: {first: "first", second: "second"}, dict, torch.float16)
+    log = StepLog(Names(lambda: {first: "first", second: "second"}), torch.float16)
     cpu = torch.device("cpu")
     numbers = log.record([[first]], cpu, [4, 6]).numbers
     assert log.record([[first], [second]], cpu, [4, 6]).numbers is numbers
@@ -277,7 +286,7 @@ def test_metrics_take_what_has_arrived_and_leave_the_rest() -> None:
     noted.decide(CLEAN)
     noted.decide(CLEAN, scale=4096.0, read=False)
     noted.log.decided(RULE, ())
-    (buffer, _), *_ = noted.log._readback._started
+    (buffer, _), *_ = noted.log._device_record._readback._started
     buffer.is_filled = lambda wait: bool(waited.append(wait))  # not yet
     assert metrics(noted.log)["amp/scale"] == 1024.0
     del buffer.is_filled

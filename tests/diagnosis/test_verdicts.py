@@ -9,7 +9,8 @@ import torch
 
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import family
-from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, Operand, Place, judge
+from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, OpInput, judge
+from tritonamp.watched.places import Place
 
 PLACE = Place("encoder.layer.3.attn", "Attention", "matmul", str(Path(__file__)), 1)
 
@@ -17,8 +18,8 @@ PLACE = Place("encoder.layer.3.attn", "Attention", "matmul", str(Path(__file__))
 def event(
     op: str = "mul", phase: str = "forward", dtype: torch.dtype = torch.float16, **fields: object
 ) -> Event:
-    place = Place(PLACE.module, PLACE.kind, op, PLACE.file, PLACE.line)
-    operand = Operand(dtype, (2, 3), 12.5)
+    place = Place(PLACE.module, PLACE.kind, op, PLACE.file, PLACE.number)
+    operand = OpInput(dtype, (2, 3), 12.5)
     return Event(place, phase, dtype, "aten.x", (operand,), **fields)  # type: ignore[arg-type]
 
 

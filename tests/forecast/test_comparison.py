@@ -372,8 +372,8 @@ def test_counterparts_are_let_go_of(monkeypatch):
     references = []
 
     class Spied(Reference):
-        def __init__(self, wholes):
-            super().__init__(wholes)
+        def __init__(self, side, wholes):
+            super().__init__(side, wholes)
             references.append(self)
 
     monkeypatch.setattr("tritonamp.forecast.comparing.Reference", Spied)

@@ -1207,3 +1207,10 @@ def test_one_model_at_a_time() -> None:
         match=r"model: expected one torch.nn.Module, got list: check models one by one",
     ):
         tritonamp.check([nn.Linear(2, 2)], None, (torch.ones(1, 2),))  # type: ignore[arg-type]
+
+
+def test_the_call_of_check_is_no_line_of_the_model():
+    model = nn.Sequential(nn.Linear(4, 4))
+    nn.init.constant_(model[0].weight, 3e4)
+    (found,) = tritonamp.check(model, None, (torch.ones(2, 4),)).problems
+    assert (found.kind, found.where, found.line) == ("overflow", "0", "")

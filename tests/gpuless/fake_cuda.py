@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritonamp.checkpoint import content
-from tritonamp.diagnosis.replay import calls
 from tritonamp.kernels import _launch, _multi_tensor, device
+from tritonamp.watched import ops
 
 
 class FakeCuda(Gpu):
@@ -96,7 +96,7 @@ def in_software(kernels: Kernels = interpreted) -> Iterator[FakeCuda]:
             return not isinstance(x, CudaTensor) and is_wrapper(x)
 
         stack.enter_context(mock.patch.object(_launch, "_is_wrapper", is_really_wrapper))
-        for module in (calls, content):  # which look for tensors that are just memory
+        for module in (ops, content):  # which look for tensors that are just memory
             classes = module.TORCH_CLASSES | {CudaTensor}
             stack.enter_context(mock.patch.object(module, "TORCH_CLASSES", classes))
         stack.enter_context(mock.patch.object(_launch, "_compiled", {}))

@@ -265,6 +265,16 @@ def test_autocast_is_the_op_policy() -> None:
     run.accelerator.free_memory()
 
 
+def test_the_last_of_two_calls_counts() -> None:
+    accelerator = Accelerator(cpu=True)
+    enable(accelerator, level="O1")
+    enable(accelerator, level="O2")
+    model = net()
+    accelerator.prepare(model, make_optimizer(model))
+    assert accelerator.amp.policy.master_weights
+    accelerator.free_memory()
+
+
 def test_trained_again_and_pickled() -> None:
     run, data = Run(level="O2"), batches()
     run.train(data)

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -391,7 +391,7 @@ def test_what_torch_has_done_of_a_failed_step_stays(device: torch.device, after:
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-    waits = bool(amp._pending.fed_optimizers())
+    waits = bool(amp._parts.pending.fed_optimizers())
     if waits:
         optimizer.step()
     masters, halves = [p.half() for p in amp.master_params()], list(model.parameters())
@@ -610,25 +610,43 @@ class InterruptedAt:
         instruction: its number, from 1.
     """
 
+    INNER: ClassVar = [
+        function.__code__
+        for function in (
+            context._enter,
+            context._restore,
+            active.push_policy,
+            active.pop_policies,
+        )
+    ]
+
     def __init__(self, instruction: int) -> None:
         self.left = instruction
         lines, first = inspect.getsourcelines(context.run_under)
         self._guarded = first + [line.strip() for line in lines].index("try:")
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        restores = frame.f_code is context._restore.__code__
-        if not restores and frame.f_code is not context.run_under.__code__:
+        is_inner = frame.f_code in self.INNER
+        if not is_inner and frame.f_code is not context.run_under.__code__:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and (restores or frame.f_lineno > self._guarded):
+        if event == "opcode" and (is_inner or frame.f_lineno > self._guarded):
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
         return self
 
 
+def in_a_block(run: Run) -> None:
+    with run.amp.autocast():
+        torch.ones(2, device=run.device).sum()
+
+
 @pytest.mark.parametrize("outer", [False, True])
-def test_ctrl_c_while_a_policy_is_entered_or_left(start: Callable[..., Run], outer: bool) -> None:
+@pytest.mark.parametrize("enter", [lambda run: run.loss(0), in_a_block], ids=["forward", "block"])
+def test_ctrl_c_while_a_policy_is_entered_or_left(
+    start: Callable[..., Run], enter: Callable[[Run], Any], outer: bool
+) -> None:
     run = start("O1", "AdamW")
     kind, tracing = run.device.type, sys.gettrace()
 
@@ -645,7 +663,7 @@ def test_ctrl_c_while_a_policy_is_entered_or_left(start: Callable[..., Run], out
             tracer = InterruptedAt(interrupted + 1)
             sys.settrace(tracer)
             try:
-                run.loss(0)
+                enter(run)
                 break
             except KeyboardInterrupt:
                 interrupted += 1

@@ -13,7 +13,7 @@ from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NO_RULES = -1  # a number for ``enter``
+NO_RULES = 0  # a number for ``enter``
 MARKS = 128  # changes between kinds of enabled forwards that a backward can look back on
 
 
@@ -46,37 +46,37 @@ class _Thread(threading.local):
         return self.stack
 
 
-class _Known:
-    """What is known in the whole process: it only grows, and never decides anything by itself.
+class _KnownInProcess:
+    """What all threads of the process know: it only grows, and decides nothing by itself.
 
     Attributes:
-        policies: those that ``enter`` knows by number.
-        marks: what the forward followed that autograd's nodes come from, beginning with the node of
-            that sequence number. They count the nodes of one thread: two that train under different
+        policies: those that ``enter`` knows by number; the first stands for NO_RULES.
+        marks: sequence number of a node of autograd, and the policy that forwards follow from that
+            node on. Numbers count the nodes of one thread: two threads that train under different
             policies must not checkpoint at once.
-        latest: what the last mark is of.
+        latest: the policy of the last mark.
         inlined: functions that torch.compile traces as a part of their caller.
         entered: how often ``enter`` was called.
     """
 
     def __init__(self) -> None:
-        self.policies: list[ActivePolicy] = []
+        self.policies: list[ActivePolicy | None] = [None]
         self.marks: deque[tuple[int, ActivePolicy]] = deque(maxlen=MARKS)
         self.latest: ActivePolicy | None = None
         self.inlined: list[Callable[..., Any]] = []
         self.entered = 0
 
     def mark(self, active: ActivePolicy | None) -> None:
-        """Note that from here on forwards follow this."""
-        if active is not None and active != self.latest:
+        """Note that forwards follow this policy from here on."""
+        if active is not None and active is not self.latest:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
             self.latest = active
 
     def origin(self, node: Any) -> ActivePolicy | None:
-        """Return what the forward followed that a node of autograd was made in.
+        """Return the policy of the forward that has made a node of autograd.
 
-        Of a node that a backward's thread has made: the latest.
+        For a node that a backward's thread has made it is the latest.
         """
         marks = list(self.marks)  # another thread may add to it
         if not marks:
@@ -87,7 +87,7 @@ class _Known:
 
 
 thread = _Thread()
-known = _Known()
+known = _KnownInProcess()
 
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:
@@ -116,27 +116,43 @@ inlined_by_dynamo(ScriptedAutocast.on)
 def enter(number: int) -> None:
     """Have ops of this thread that run under autocast follow a policy, until ``leave``.
 
-    Both are leaf calls to torch.compile, which runs them while it traces: the graph holds what the
-    rules chose.
+    The rules are at autocast's keys: turning autocast on is left to the caller. Both are leaf calls
+    to torch.compile, which runs them while it traces: the graph holds what the rules chose.
 
     Args:
         number: of the policy, by ``number_of``; or NO_RULES.
     """
-    active = None if number == NO_RULES else known.policies[number]
-    known.entered += 1
-    known.mark(active)
-    stack = thread.live()
-    if not stack and active is not None and active.device_type == "cpu":
-        scripted.off()
-    stack.append((active, TracingContext.try_get()))
+    push_policy(known.policies[number], TracingContext.try_get())
 
 
 @inlined_by_dynamo
 def leave() -> None:
     """End the innermost ``enter``."""
-    stack = thread.live()
-    if stack:
-        stack.pop()
+    pop_policies(max(len(thread.live()) - 1, 0))
+
+
+@inlined_by_dynamo
+def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None) -> None:
+    """Do what ``enter`` does, for a policy itself.
+
+    Args:
+        active: what ops follow; None: no rules.
+        trace: that the forward is part of; None: it runs.
+    """
+    known.entered += 1
+    if active is not known.latest:
+        known.mark(active)
+    stack = thread.stack and thread.live()
+    if not stack and active is not None and active.device_type == "cpu":
+        scripted.off()
+    stack.append((active, trace))
+
+
+@inlined_by_dynamo
+def pop_policies(depth: int) -> None:
+    """End all enabled forwards of this thread but the outermost ``depth``."""
+    stack = thread.stack
+    del stack[depth:]
     if stack:
         known.mark(stack[-1][0])
     else:

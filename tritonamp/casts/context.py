@@ -3,18 +3,17 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tritonamp.casts import active, dispatch
 from tritonamp.casts.rounded_inputs import InputLook
-from tritonamp.casts.scripted import scripted
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.policy import Policy
 
-Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RunForward = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class ForwardObserver(Protocol):
@@ -40,6 +39,40 @@ class RanksInForward(Protocol):
         """Take note of the DistributedDataParallel that this forward runs in."""
 
 
+class Entry(NamedTuple):
+    """What a thread is put into for a forward.
+
+    Attributes:
+        number: of the policy that its ops follow, by ``active.number_of``; or NO_RULES: autocast is
+            left as it is.
+        followed: this policy; None: no rules.
+        device_type: that autocast is set for.
+        dtype: of autocast.
+        cache: whether autocast caches casts of weights.
+    """
+
+    number: int
+    followed: active.ActivePolicy | None
+    device_type: str
+    dtype: torch.dtype
+    cache: bool
+
+
+def _entry_of(policy: Policy, backend: str, device_type: str) -> Entry:
+    """Return what forwards under a policy enter."""
+    if not torch.amp.is_autocast_available(device_type):
+        return Entry(active.NO_RULES, None, "cpu", policy.dtype, False)
+    # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
+    half_on_cpu = policy.cast_model and device_type == "cpu"
+    number = active.NO_RULES
+    if policy.op_policy or half_on_cpu:
+        number = active.number_of(policy, backend, device_type)
+    # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
+    # can be told from one of torch's own autocast, also where others than torch recompute it
+    cache = device_type == "cuda" and not policy.cast_model
+    return Entry(number, active.known.policies[number], device_type, policy.dtype, cache)
+
+
 class EnabledContext:
     """What an enabled module knows: its policy and backend, and the FP32 values of half tensors.
 
@@ -51,12 +84,11 @@ class EnabledContext:
         fp32_values: of the model's half tensors.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
-        look: at what inputs lose by their cast; None in copies, whose inputs are the original's.
+        input_look: at what inputs lose by their cast; None in copies, which are given the same.
         casts: whether anything is computed in half.
         device_type: where the parameters are.
         autocast: whether forwards run under torch's autocast, at whose keys the op table is.
-        cache: the setting of autocast's cache in forwards.
-        run: takes a function, its ``args`` and ``kwargs``, and runs it under the op policy.
+        run_forward: takes a function, its ``args`` and ``kwargs``, and runs it under the op policy.
         input_cast: what becomes of arguments that are cast.
         output_cast: what becomes of outputs; None: nothing.
     """
@@ -67,13 +99,16 @@ class EnabledContext:
         backend: str,
         device_type: str,
         fp32_values: Fp32Values,
+        observer: ForwardObserver | None = None,
+        ranks: RanksInForward | None = None,
+        input_look: InputLook | None = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
-        self.observer: ForwardObserver | None = None
-        self.ranks: RanksInForward | None = None
-        self.look: InputLook | None = None
+        self.observer = observer
+        self.ranks = ranks
+        self.input_look = input_look
         self.move(device_type)
 
     @contextlib.contextmanager
@@ -91,19 +126,11 @@ class EnabledContext:
         """Note that the parameters are on a device of this type now."""
         self.device_type = device_type
         self.casts = self.policy.cast_model or self.policy.op_policy
-        self._number = active.number_of(self.policy, self.backend, device_type)
-        # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
-        half_on_cpu = self.policy.cast_model and device_type == "cpu"
-        available = torch.amp.is_autocast_available(device_type)
-        self.autocast = available and (self.policy.op_policy or half_on_cpu)
-        # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
-        # can be told from one of torch's own autocast, also where others than torch recompute it
-        self.cache = device_type == "cuda" and not self.policy.cast_model
+        entry = self._entry = _entry_of(self.policy, self.backend, device_type)
+        self.autocast = entry.number != active.NO_RULES
         # without a method of its own between: each call of a function counts
-        self.run: Run = (
-            functools.partial(run_under, self._number, self.cache)
-            if self.autocast
-            else functools.partial(_run_without_rules, self.casts)
+        self.run_forward: RunForward = (
+            functools.partial(run_under, entry) if self.casts else _run_plainly
         )
         self.input_cast = to_half(self.policy.dtype)
         cast_outputs = self.policy.cast_outputs
@@ -112,118 +139,102 @@ class EnabledContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
         return EnabledContext(self.policy, self.backend, self.device_type, Fp32Values())
 
+    @contextlib.contextmanager
+    @active.inlined_by_dynamo
+    def entered(self) -> Iterator[None]:
+        """Put the op policy around a ``with`` block."""
+        if not self.autocast:
+            yield
+        elif torch.compiler.is_compiling():
+            with self._traced():
+                yield
+        else:
+            with restored(self.device_type):
+                _enter(self._entry)
+                yield
+
     @active.inlined_by_dynamo
     def run_compiled(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what ``run`` does in a way that torch.compile traces, into the function, too."""
-        if not self.autocast:
-            return _run_without_rules(self.casts, function, args, kwargs)
-        if not dispatch.is_registered():
-            dispatch.ensure()
-        active.enter(self._number)
-        try:
-            with torch.autocast(
-                self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
-            ):
-                result = function(*args, **kwargs)
-        finally:
-            active.leave()
-        return result
+        """Do what ``run_forward`` does so that torch.compile traces it, and the function."""
+        if not self.casts:
+            return function(*args, **kwargs)
+        with self._traced():
+            return function(*args, **kwargs)
 
     @contextlib.contextmanager
     @active.inlined_by_dynamo
-    def context(self) -> Iterator[None]:
-        """Put the op policy around a ``with`` block."""
-        if not self.autocast:
-            yield
-            return
-        if torch.compiler.is_compiling():
-            active.tell_dynamo()
-        active.enter(self._number)
+    def _traced(self) -> Iterator[None]:
+        """Do what ``_enter`` and ``_restore`` do by what torch.compile has graph nodes for."""
+        active.tell_dynamo()
+        if not dispatch.is_registered():  # a copy that outlived its original
+            dispatch.ensure()
+        entry = self._entry
+        active.enter(entry.number)
         try:
-            with torch.autocast(
-                self.device_type, dtype=self.policy.dtype, cache_enabled=self.cache
-            ):
+            if entry.followed is None:
                 yield
+            else:
+                with torch.autocast(
+                    entry.device_type, dtype=entry.dtype, cache_enabled=entry.cache
+                ):
+                    yield
         finally:
             active.leave()
-
-
-@active.inlined_by_dynamo
-def _run_without_rules(
-    casts: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if not casts:
-        return function(*args, **kwargs)
-    active.enter(active.NO_RULES)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        active.leave()
 
 
 @active.inlined_by_dynamo
 def run_under(
-    number: int,
-    cache: bool,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    entry: Entry, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return ``function(*args, **kwargs)``, run under a policy and its autocast.
 
-    Does what ``active.enter`` and ``leave`` and ``torch.autocast`` do, at less than half the price.
-    Whatever is raised, this thread is left as it was: also by a Ctrl-C that comes while it is being
-    changed.
+    As in ``EnabledContext.entered``, without a generator. Whatever is raised, this thread is left
+    as it was: also by a Ctrl-C that comes while it is being changed.
 
     Args:
-        number: of the policy, by ``number_of``.
-        cache: whether autocast caches casts of weights.
+        entry: of the policy.
         function: what is run.
         args: of it, by position.
         kwargs: of it, by name.
     """
-    known = active.known
-    followed = known.policies[number]
-    device_type = followed.device_type
-    if not dispatch.registration.libraries:  # a copy that outlived its original
-        dispatch.ensure()
-    stack = active.thread.stack and active.thread.live()
-    before = _begin(stack, device_type)
+    before = _begin(entry.device_type)
     try:
-        known.entered += 1
-        if known.latest is not followed:
-            known.mark(followed)
-        if not stack and device_type == "cpu":
-            scripted.off()
-        stack.append((followed, None))
-        torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, followed.policy.dtype)
-        torch.set_autocast_cache_enabled(cache)
+        _enter(entry)
         result = function(*args, **kwargs)
-        _restore(stack, device_type, *before)
+        _restore(*before)
     except BaseException:
-        _restore(stack, device_type, *before)
+        _restore(*before)
         raise
     return result
+
+
+@active.inlined_by_dynamo
+def _run_plainly(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def restored(device_type: str) -> Iterator[None]:
     """Leave this thread as it is, also where a Ctrl-C comes while autocast is entered or left."""
-    before = _begin(active.thread.stack, device_type)
+    before = _begin(device_type)
     try:
         yield
-    finally:
-        _restore(active.thread.stack, device_type, *before)
+        _restore(*before)
+    except BaseException:
+        _restore(*before)
+        raise
 
 
 @active.inlined_by_dynamo
-def _begin(stack: list[Any], device_type: str) -> tuple[int, bool, torch.dtype, bool, int]:
+def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
     """Return what ``_restore`` puts back, and count one more autocast block."""
     return (
-        len(stack),
+        len(active.thread.stack and active.thread.live()),
+        device_type,
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
@@ -232,31 +243,34 @@ def _begin(stack: list[Any], device_type: str) -> tuple[int, bool, torch.dtype, 
 
 
 @active.inlined_by_dynamo
+def _enter(entry: Entry) -> None:
+    """Have this thread follow a policy, and turn on its autocast."""
+    _, followed, device_type, dtype, cache = entry
+    active.push_policy(followed)
+    if followed is None:
+        return
+    if not dispatch.registration.libraries:  # a copy that outlived its original
+        dispatch.ensure()
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+@active.inlined_by_dynamo
 def _restore(
-    stack: list[Any],
-    device_type: str,
-    depth: int,
-    enabled: bool,
-    dtype: torch.dtype,
-    cache: bool,
-    nesting: int,
+    depth: int, device_type: str, enabled: bool, dtype: torch.dtype, cache: bool, nesting: int
 ) -> None:
-    """Put back what ``run_under`` changes in a thread, from wherever it is.
+    """Put back what ``_enter`` changes in a thread, from wherever it is.
 
     Args:
-        stack: of the thread.
+        depth: how many enabled forwards the thread was in.
         device_type: that autocast is set for.
-        depth: of the stack.
         enabled: whether autocast was on.
         dtype: of autocast.
         cache: whether autocast cached casts of weights.
         nesting: how many autocast blocks the thread was in.
     """
-    del stack[depth:]
-    if stack:
-        active.known.mark(stack[-1][0])
-    else:
-        scripted.on()
+    active.pop_policies(depth)
     torch.set_autocast_enabled(device_type, enabled)
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)

@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.op_table import Rule, op_table
-from tritonamp.frames import Role, plays
+from tritonamp.watched.frames import Role, plays
 
 
 class _Registration:
@@ -102,9 +102,9 @@ class _Op:
             self.kernel = torch.library.get_kernel(self.target, key_name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.target, *args, **kwargs)
+        return self.run_without_rules(self.target, *args, **kwargs)
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
         before, thread.in_rule = thread.in_rule, True
         try:

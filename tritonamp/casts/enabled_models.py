@@ -67,7 +67,7 @@ class EnabledModels:
         """Give tensors the dtype, and modules the class, that they came with.
 
         Returns:
-            what is half then, and had an FP32 value, to this value.
+            each tensor that is half afterwards, to its FP32 value from before.
         """
         fp32_values = self.dtypes.restore()
         for model in self._models:

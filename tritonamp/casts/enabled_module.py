@@ -16,8 +16,8 @@ from tritonamp.casts.rounded_inputs import types_of
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
-from tritonamp.frames import Role, plays
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.watched.frames import Role, plays
 
 
 class _WithForward(Swapped):
@@ -39,7 +39,7 @@ class _WithForward(Swapped):
             own = self._tritonamp_forward
             if own is not None:
                 return run(self, own, (), args, kwargs)
-            return run(self, base_forward, (self,), args, kwargs)
+            return run(self, base.forward, (self,), args, kwargs)  # type: ignore[attr-defined]
 
         return {"forward": forward}
 
@@ -93,56 +93,82 @@ def enabled_forward(
         kwargs: the caller's.
         method: by which the caller calls the model; None: its forward.
     """
-    context = module._tritonamp
-    in_fp32: Callable[..., Any]
     if torch.compiler.is_compiling():
-        active.tell_dynamo()
-        observer = look = None
-        run, in_fp32 = context.run_compiled, _fp32_forward
-    else:
-        context.fp32_values.push()
-        observer, look = context.observer, context.look if method is None else None
-        run, in_fp32 = context.run, _healed_forward
+        return _traced_forward(module, forward, bound, args, kwargs, method)
+    context = module._tritonamp
+    context.fp32_values.push()
     if context.ranks is not None:
         context.ranks.on_forward()
-    noted = None
+    observer, noted = context.observer, None
     if observer is not None:
         noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
+    look = context.input_look if method is None else None
     try:
         if module._tritonamp_fp32:
-            output = in_fp32(module, forward, bound, args, kwargs)
+            output = _healed_forward(module, forward, bound, args, kwargs)
         elif look is not None and types_of(module, args, kwargs) not in look.settled:
             output = _watched_forward(module, forward, bound, args, kwargs)
         else:
-            wanted, signature = context.policy.cast_inputs, module._tritonamp_inputs
-            if method is not None:
-                wanted, signature = method.wanted(wanted, signature), method.signature
-            if wanted:
-                args, kwargs = cast_arguments(args, kwargs, wanted, signature, context.input_cast)
-            output = run(forward, (*bound, *args), kwargs)
+            if context.policy.cast_inputs:
+                args, kwargs = _cast_inputs(module, args, kwargs, method)
+            output = context.run_forward(forward, (*bound, *args), kwargs)
     except BaseException:
-        if observer is not None and noted is not None:
+        if noted is not None:
             observer.failed(noted)
         raise
-    cast = context.output_cast
-    if cast is not None:
-        if method is not None:  # which may be there to hand parameters out
-            cast = cast._replace(passes=(nn.Parameter,))
-        output = cast_tree(output, cast)
-    if observer is not None and noted is not None:
+    output = _cast_outputs(context, output, method)
+    if noted is not None:
         observer.after(noted, output)
     return output
+
+
+def _traced_forward(
+    module: Any,
+    forward: Callable[..., Any],
+    bound: Any,
+    args: Any,
+    kwargs: Any,
+    method: Method | None,
+) -> Any:
+    """Run the same where torch.compile traces it: nothing is noted, no input is watched."""
+    context = module._tritonamp
+    if context.ranks is not None:
+        context.ranks.on_forward()
+    if module._tritonamp_fp32:
+        output = _fp32_forward(module, forward, bound, args, kwargs)
+    else:
+        args, kwargs = _cast_inputs(module, args, kwargs, method)
+        output = context.run_compiled(forward, (*bound, *args), kwargs)
+    return _cast_outputs(context, output, method)
+
+
+def _cast_inputs(module: Any, args: Any, kwargs: Any, method: Method | None) -> tuple[Any, Any]:
+    """Return the arguments of a forward, or of a method, as the policy wants them cast."""
+    context, signature = module._tritonamp, module._tritonamp_inputs
+    wanted = context.policy.cast_inputs
+    if method is not None:
+        wanted, signature = method.wanted(wanted, signature), method.signature
+    return cast_arguments(args, kwargs, wanted, signature, context.input_cast)
+
+
+def _cast_outputs(context: EnabledContext, output: Any, method: Method | None) -> Any:
+    """Return what a forward, or a method, returns as the policy wants it cast, if it does."""
+    cast = context.output_cast
+    if cast is None:
+        return output
+    if method is not None:  # which may be there to hand parameters out
+        cast = cast._replace(passes=(nn.Parameter,))
+    return cast_tree(output, cast)
 
 
 def _watched_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run the forward on cast inputs, and look at what these lose; else as ``enabled_forward``."""
+    """Run the forward on cast inputs, and watch what reads those that lose something."""
     context, signature = module._tritonamp, module._tritonamp_inputs
-    wanted = context.policy.cast_inputs
-    with context.look.around(module, signature, args, kwargs) as readers:
-        args, kwargs = cast_arguments(args, kwargs, wanted, signature, context.input_cast)
-        output = context.run(forward, (*bound, *args), kwargs)
+    with context.input_look.around(module, signature, args, kwargs) as readers:
+        args, kwargs = _cast_inputs(module, args, kwargs, None)
+        output = context.run_forward(forward, (*bound, *args), kwargs)
         if readers is not None:
             readers.returned(output)
     return output
@@ -180,10 +206,9 @@ class EnabledModule(_WithForward):
         "_tritonamp_inputs",
         "_tritonamp_fp32",
     )
-    # in pickles of earlier versions there are none
-    _tritonamp_saved = SavedDtypes()
-    _tritonamp_inputs = Signature()
-    _tritonamp_fp32 = False  # healed as a whole
+    _tritonamp_saved: SavedDtypes
+    _tritonamp_inputs: Signature
+    _tritonamp_fp32: bool  # healed as a whole
     _run = staticmethod(enabled_forward)
 
     @classmethod
@@ -201,8 +226,8 @@ class EnabledModule(_WithForward):
     ) -> Any:
         """Return what the plain model's would be.
 
-        What trains, or came in FP32, is FP32 (or of ``policy.state_dict_dtype``), the rest is as it
-        is stored.
+        Parameters that train, and tensors that came in FP32, are FP32 in it, unless
+        ``policy.state_dict_dtype`` is half. All others are as they are stored.
         """
         if args:  # positional as torch still allows
             defaults: tuple[Any, ...] = (destination, prefix, keep_vars)

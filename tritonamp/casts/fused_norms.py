@@ -1,7 +1,7 @@
-"""RMSNorms that people write: told by what they compute, and run as ``rms_norm``."""
+"""RMSNorms that people write: told by their code, and run as ``rms_norm``."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from tritonamp import functional
 from tritonamp.casts.enabled_module import NormModule
-from tritonamp.casts.straight_code import attributes_read
+from tritonamp.casts.norm_terms import Term
+from tritonamp.casts.straight_code import Computed, computed_by
+from tritonamp.policy import HALF_DTYPES
 
-_SHAPES = ((6,), (2, 3), (1, 2, 3))  # of probes, in front of the last dimension
-_SIZES = (1.0, 1e-4)  # of their values; eps shows in small ones
-_LEAST_EPS, _MOST_EPS = 1e-12, 0.1
+_PROBES = (((6,), 1.0), ((2, 3), 1e-4), ((1, 2, 3), 1e4), ((70,), 1.0))
+"""Shapes, in front of the last dimension, and sizes of values; eps shows in small ones."""
 _CLOSE = 16 * torch.finfo(torch.float32).eps  # of the largest value: each has some ten roundings
 
 Norm = Callable[[Tensor, Tensor], Tensor]
@@ -27,81 +28,90 @@ class Recipe(NamedTuple):
         weight: name of the parameter.
         offset: 1 where the parameter is the weight's distance from 1; else 0.
         eps: added to the mean square.
-        read: plain attributes that the forward reads, as they were when it was recognised.
+        computed: what the code says, and what that is true for.
     """
 
     weight: str
     offset: float
     eps: float
-    read: tuple[tuple[str, Any], ...] = ()
+    computed: Computed | None = None
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the norm of ``x``, in its dtype; half is computed in FP32, and rounded once."""
+        if self.offset and weight.dtype in HALF_DTYPES:  # half has no numbers between 1 and 1.001
+            weight = weight.float()
         weight = weight.to(torch.promote_types(weight.dtype, x.dtype))
         if self.offset:
             weight = weight + self.offset
         return functional.rms_norm(x, x.shape[-1:], weight, self.eps)
 
+    def holds(self, module: Any, forward: Any) -> bool:
+        """Tell whether the module still computes it, where ``forward`` is what would run."""
+        return self.computed is None or self.computed.holds(module, forward)
+
+
+def proved(module: nn.Module) -> Recipe | None:
+    """Return what an RMSNorm computes, if its code proves that it is one; see ``computed_by``."""
+    own = list(module.named_parameters())
+    if len(own) != 1 or own[0][1].dim() != 1 or [*module.children(), *module.buffers()]:
+        return None
+    n = len(own[0][1])
+    computed = computed_by(module, n)
+    if computed is None:
+        return None
+    eps, offset = computed.result.eps, computed.result.offset
+    if computed.result != Term(n, x=1, mean=-0.5, eps=eps, weight=1, offset=offset):
+        return None
+    return Recipe(computed.weight, offset, eps, computed)
+
 
 def recipe_of(module: nn.Module) -> Recipe | None:
     """Return what an RMSNorm computes; None where it is another module, or cannot be told.
 
-    Its forward has to be straight-line code, see ``attributes_read``. Then a copy runs on a few
-    numbers in main memory, in FP32, and is compared with ``rms_norm`` in float64, gradients
-    included. Hooks do not run.
+    Its code has to prove it. Then a copy runs on a few numbers in main memory, in FP32, and is
+    compared with ``rms_norm`` in float64, gradients included: torch may do something else than the
+    proof says. Hooks do not run.
     """
-    read = attributes_read(module)
-    if read is None:
+    recipe = proved(module)
+    if recipe is None:
         return None
-    own = list(module.named_parameters())
-    if len(own) != 1 or own[0][1].dim() != 1 or [*module.children(), *module.buffers()]:
-        return None
-    ((name, param),) = own
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         twin: Any = copy.copy(module)
-        twin._parameters = {name: weight}
+        twin._parameters = {recipe.weight: weight}
         result: Tensor = twin.forward(x)
         return result
 
+    n = len(getattr(module, recipe.weight))
     try:
         with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             torch.manual_seed(0)
-            guesses = _guesses(norm, name, len(param), vars(module).values())
-            found = next((r for r in guesses if _is_same(norm, r.norm, len(param))), None)
+            return recipe if _is_same(norm, recipe.norm, n) else None
     except Exception:  # the user's code wants other arguments, or its tensors are elsewhere
         return None
-    return None if found is None else found._replace(read=tuple(read.items()))
-
-
-def _guesses(norm: Norm, name: str, n: int, attributes: Any) -> Iterator[Recipe]:
-    """Yield what would explain the result of one probe: y / (x * weight) tells eps."""
-    x, weight = min(_SIZES) * _probe(6, n), _probe(n).abs()
-    y = norm(x, weight).double()
-    x, weight = x.double(), weight.double()
-    for offset in (0.0, 1.0):
-        rates = (y / (x * (offset + weight))).mean(1)
-        seen = float((rates**-2 - x.square().mean(1)).mean())
-        # it is written somewhere, mostly in an attribute
-        written = [a for a in attributes if isinstance(a, float)]
-        known = *written, torch.finfo(torch.float32).eps, float(f"{seen:.3g}")
-        eps = min(known, key=lambda value: abs(value - seen))
-        if _LEAST_EPS <= eps <= _MOST_EPS:
-            yield Recipe(name, offset, eps)
 
 
 def _is_same(norm: Norm, other: Norm, n: int) -> bool:
-    """Tell whether two norms have the same values and gradients."""
-    for shape, size in [(shape, size) for shape in _SHAPES for size in _SIZES]:
+    """Tell whether two norms have the same values and gradients, and half results of half."""
+    half = _probe(2, n).half()
+    if norm(half, half[0]).dtype is not half.dtype:
+        return False
+    for shape, size in _PROBES:
         given = size * _probe(*shape, n), _probe(n), _probe(*shape, n)
         found = _values(norm, *given)
         expected = _values(other, *(t.double() for t in given))
-        for a, b in zip(found, expected, strict=True):
-            if a.dtype is not torch.float32 or a.shape != b.shape:
-                return False
-            if not bool((a - b).abs().max() <= _CLOSE * b.abs().max()):  # NaN is not close
-                return False
-    return True
+        if not all(map(_is_close, found, expected)):
+            return False
+    # to the format's end, where squares still have a sum; gradients need their third power
+    largest = (torch.finfo(torch.float32).max / n) ** 0.5 / 2
+    x, weight = largest * _probe(2, n), _probe(n)
+    return _is_close(norm(x, weight), other(x.double(), weight.double()))
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not torch.float32 or a.shape != b.shape:
+        return False
+    return bool((a - b).abs().max() <= _CLOSE * b.abs().max())  # NaN is not close
 
 
 def _values(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -123,14 +133,18 @@ def _fused_forward(
     """Run the forward of a recognised norm; arguments as for ``enabled_forward``."""
     recipe: Recipe = module._tritonamp_recipe
     weight: Tensor = getattr(module, recipe.weight)
-    as_recognised = all(vars(module).get(name) == value for name, value in recipe.read)
-    if as_recognised and len(args) == 1 and not kwargs and _fits(args[0], weight):
+    if len(args) == 1 and not kwargs and _fits(args[0], weight) and recipe.holds(module, forward):
         return recipe.norm(args[0], weight)
     return NormModule._run(module, forward, bound, args, kwargs)
 
 
-def _fits(x: Any, weight: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1:] == weight.shape
+def _fits(x: Any, weight: Any) -> bool:
+    """Tell whether the norm of ``x`` has its dtype, whatever the code's casts are."""
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        return False
+    if x.shape[-1:] != weight.shape or x.device != weight.device:
+        return False
+    return x.dtype in HALF_DTYPES or x.dtype is weight.dtype is torch.float32
 
 
 class FusedRMSNorm(NormModule):

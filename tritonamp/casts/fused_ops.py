@@ -92,7 +92,7 @@ def _kind(weight: Tensor | None) -> Hashable:
     return type(weight), weight.shape, weight.dtype, weight.get_device()
 
 
-def _run(
+def _apply(
     key: Hashable,
     function: Any,
     operation: TraceableOp,
@@ -107,7 +107,7 @@ def _run(
     """
     compute = operation.chosen(active.backend, tensors[0])
     if compute is operation.torch_function:
-        return stock.run(function.apply, *tensors, (*args, "eager"))
+        return stock.run_without_rules(function.apply, *tensors, (*args, "eager"))
     args = *args, active.backend
     if key is None or compute is operation.traceable or operation.prepared is None:
         result: Tensor = function.apply(*tensors, args)
@@ -131,7 +131,7 @@ def _softmax_rule(
     dtype = dtype or policy.softmax_dtype or input.dtype
     if not is_ours(input, dtype):
         return stock(input, dim, None if dtype is input.dtype else dtype)
-    return _run(key, Softmax, _softmax.SOFTMAX, stock, active, (input,), dim, dtype)
+    return _apply(key, Softmax, _softmax.SOFTMAX, stock, active, (input,), dim, dtype)
 
 
 def _log_softmax_rule(
@@ -146,7 +146,7 @@ def _log_softmax_rule(
     dtype = dtype or torch.float32
     if not is_ours(input, dtype):
         return stock(input, dim, dtype)
-    return _run(key, LogSoftmax, _softmax.LOG_SOFTMAX, stock, active, (input,), dim, dtype)
+    return _apply(key, LogSoftmax, _softmax.LOG_SOFTMAX, stock, active, (input,), dim, dtype)
 
 
 def _sum_rule(
@@ -171,7 +171,7 @@ def _sum_rule(
         return stock(input, *args, dtype=dtype)
     if not dense:
         active = active._replace(backend="eager")
-    return _run(key, Sum, _reduce.SUM, stock, active, (input,), dims, keepdim, dtype)
+    return _apply(key, Sum, _reduce.SUM, stock, active, (input,), dims, keepdim, dtype)
 
 
 def _layer_norm_rule(
@@ -193,7 +193,7 @@ def _layer_norm_rule(
         args = input, normalized_shape, weight, bias, eps, cudnn_enable
         return storage_rule(stock, active, *args)
     n = norms.numel(normalized_shape)
-    return _run(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, True, input.dtype)
+    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, True, input.dtype)
 
 
 def _rms_norm_rule(
@@ -212,7 +212,7 @@ def _rms_norm_rule(
     if not active.policy.op_policy or not norms.is_ours(input, normalized_shape, weight):
         return storage_rule(stock, active, input, normalized_shape, weight, eps)
     n, eps = norms.numel(normalized_shape), norms.RMS_EPS if eps is None else eps
-    return _run(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, False, input.dtype)
+    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, False, input.dtype)
 
 
 def _group_norm_rule(
@@ -233,7 +233,7 @@ def _group_norm_rule(
     if not active.policy.op_policy or not group_norms.is_ours(input, num_groups, weight, bias):
         return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
     function, operation = group_norms.GroupNorm, _group_norm.GROUP_NORM
-    return _run(key, function, operation, stock, active, tensors, num_groups, eps)
+    return _apply(key, function, operation, stock, active, tensors, num_groups, eps)
 
 
 def _cross_entropy_rule(
@@ -255,7 +255,7 @@ def _cross_entropy_rule(
         )
     name = _losses.REDUCTIONS[reduction]
     args = input, target, ignore_index, name, label_smoothing, backend
-    return stock.run(_losses.fused, *args)
+    return stock.run_without_rules(_losses.fused, *args)
 
 
 FUSED: dict[str, Rule] = {

@@ -15,8 +15,8 @@ class Signature(NamedTuple):
     """How the arguments of a forward are called.
 
     Attributes:
-        positional: names of those that can be given by position, in order.
-        keywords: names of those that cannot.
+        positional: names of the arguments that can be given by position, in order.
+        keywords: names of the arguments that cannot.
         rest: name of ``*args``; "" where there is none.
         takes_any: whether there is ``**kwargs``.
     """
@@ -72,7 +72,7 @@ def cast_arguments(
     signature: Signature,
     cast: Cast,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with what is in those that are wanted cast.
+    """Return the arguments; the tensors in the wanted ones are cast.
 
     Args:
         args: of a forward, by position.

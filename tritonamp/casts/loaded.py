@@ -1,4 +1,4 @@
-"""What follows from the dtypes that a model was loaded in."""
+"""The dtypes that a model was loaded in: which one is taken, and which values do not fit."""
 
 import itertools
 import logging
@@ -67,7 +67,7 @@ def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
 
 
 def check_half_dtypes(half: HalfParameters, policy: Policy) -> None:
-    """Refuse several half dtypes among what trains.
+    """Refuse several half dtypes among the parameters that train.
 
     Raises:
         ValueError: names one parameter of each.
@@ -129,7 +129,7 @@ def bfloat16_in_float16(half: HalfParameters, policy: Policy) -> list[InFloat16]
     if not used:
         return []
     device = used[0].tensor.device
-    rows = torch.stack([_look(s.tensor.detach()).to(device) for s in used]).tolist()
+    rows = torch.stack([_extremes_in_float16(s.tensor.detach()).to(device) for s in used]).tolist()
     return [
         InFloat16(s.name, largest, int(subnormal), int(zero))
         for s, (largest, subnormal, zero) in zip(used, rows, strict=True)
@@ -151,7 +151,8 @@ def _to_float16(model: nn.Module, half: Sequence[Castable], policy: Policy) -> l
     ]
 
 
-def _look(x: Tensor) -> Tensor:
+def _extremes_in_float16(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude, and how many values become subnormal, and 0: (3,)."""
     sizes = x.float().abs()
     sizes = torch.where(sizes.isfinite(), sizes, 0)
     rounded = sizes.half()

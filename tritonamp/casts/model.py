@@ -14,8 +14,8 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules inside ``model`` that stay FP32.
 
-    Those that ``policy.fp32_modules`` names, those that the model asks to keep and, without an op
-    policy, the norms that are kept.
+    They are named by ``policy.fp32_modules``, or kept by the model itself; without an op policy
+    norm layers that stay FP32 are among them.
 
     Raises:
         ValueError: a name or class that matches nothing in ``model``.

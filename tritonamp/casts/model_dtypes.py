@@ -46,8 +46,8 @@ class Castable(NamedTuple):
 def castable_tensors(model: nn.Module) -> Iterator[Castable]:
     """Yield the parameters and buffers that ``enable`` may cast: FP32 and half ones, each once.
 
-    Those of quantised modules are left out, and tensor subclasses that hold other tensors, such as
-    torchao's: the half tensors among them are what their kernels take.
+    Tensors of quantised modules are left out. So are tensor subclasses that hold other tensors, as
+    torchao's do: their kernels take the half tensors inside.
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -74,7 +74,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def is_frozen_half(stored: Castable) -> bool:
-    """Tell whether a tensor belongs to a half module that is used as it is, and not trained."""
+    """Tell whether it is a frozen half parameter, or a half buffer whose module holds one."""
     if stored.tensor.dtype not in HALF_DTYPES:
         return False
     own = [stored.tensor] if stored.is_parameter else stored.module._parameters.values()
@@ -82,7 +82,7 @@ def is_frozen_half(stored: Castable) -> bool:
 
 
 def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
-    """Return the tensors of ``model`` that are of another dtype under ``policy``, with that dtype.
+    """Return the tensors of ``model`` whose dtype ``policy`` changes, each with its new dtype.
 
     Raises:
         ValueError: ``policy.fp32_modules`` names what is not there.
@@ -114,18 +114,18 @@ def _wanted_dtype(stored: Castable, policy: Policy, in_fp32_module: bool) -> tor
 
 
 class ModelDtypes:
-    """Casts the tensors of models in place, each the same object, and gives them back as they came.
+    """Casts the tensors of models in place, and back again; each stays the same object.
 
     Args:
-        policy: says what is stored in which dtype.
-        fp32_values: gets the FP32 values of what becomes half.
+        policy: says in which dtype each tensor is stored.
+        fp32_values: gets the FP32 value of each tensor that becomes half.
     """
 
     def __init__(self, policy: Policy, fp32_values: Fp32Values) -> None:
         self._policy = policy
         self._fp32_values = fp32_values
-        self._came: dict[Tensor, torch.dtype] = {}
-        self._widened: dict[Tensor, torch.dtype] = {}  # to what they are under the policy
+        self._came: dict[Tensor, torch.dtype] = {}  # the dtypes before ``enable``
+        self._widened: dict[Tensor, torch.dtype] = {}  # the dtypes under the policy
 
     @property
     def has_changed(self) -> bool:
@@ -136,9 +136,9 @@ class ModelDtypes:
         """Cast the tensors of ``model``.
 
         Args:
-            model: whatever its device.
-            stepped: parameters that will get masters: made of the values they came with, on their
-                device. Those of others wait in main memory.
+            model: on any device.
+            stepped: parameters that get masters. Their FP32 values stay on their device; the FP32
+                values of all other tensors go to main memory.
         """
         for tensor, dtype in wanted_dtypes(model, self._policy).items():
             original = tensor.detach()
@@ -146,12 +146,12 @@ class ModelDtypes:
             set_data(tensor, TO[dtype](original))
             if dtype in HALF_DTYPES:
                 at = original.device if tensor in stepped else "cpu"
-                # ``data`` counts its writes apart from those to the half tensor
+                # ``.data`` has a version counter of its own, not the half tensor's
                 self._fp32_values.add(tensor, original.to(at, torch.float32).data)
         flatten_rnns(model)
 
     def widen(self, module: nn.Module) -> None:
-        """Make the half tensors of ``module`` FP32, against the policy."""
+        """Make the half tensors of ``module`` FP32, whatever the policy says."""
         for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor.dtype in HALF_DTYPES:
                 self._came.setdefault(tensor, tensor.dtype)
@@ -160,7 +160,7 @@ class ModelDtypes:
         flatten_rnns(module)
 
     def unwiden(self, module: nn.Module) -> None:
-        """Undo ``widen``: give the tensors the dtypes of the policy again."""
+        """Undo ``widen``: the tensors have the dtypes of the policy again."""
         for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor in self._widened:
                 dtype = self._widened.pop(tensor)
@@ -169,13 +169,13 @@ class ModelDtypes:
 
     @contextlib.contextmanager
     def widened(self, module: nn.Module, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Put FP32 tensors in the place of the half ones of ``module`` inside the block.
+        """Replace the half tensors of ``module`` by FP32 copies inside the block.
 
-        The half ones are not touched: DDP would lose its hooks on one whose dtype changes.
+        The half tensors keep their dtype: DDP would lose its hooks on a tensor that changes it.
 
         Args:
-            module: in one of the models.
-            models: in which others may hold the same tensors.
+            module: a module of one of the models.
+            models: all of them; other modules may hold the same tensors.
         """
         wide: dict[int, Tensor] = {}
         for half in (s.tensor for s in castable_tensors(module) if s.tensor.dtype in HALF_DTYPES):
@@ -196,14 +196,15 @@ class ModelDtypes:
                 setattr(holder, name, tensor)
 
     def _value(self, tensor: Tensor) -> Tensor:
-        known = tensor in self._fp32_values
-        return (self._fp32_values.get(tensor) if known else tensor).detach()
+        """Return the FP32 value of a tensor, or the tensor itself where it has none."""
+        has_fp32 = tensor in self._fp32_values
+        return (self._fp32_values.get(tensor) if has_fp32 else tensor).detach()
 
     def restore(self) -> dict[Tensor, Tensor]:
-        """Give every tensor the dtype that it came in, rounded once.
+        """Give every tensor the dtype that it came in; FP32 values are rounded once.
 
         Returns:
-            what is half then, and had an FP32 value, to this value.
+            each tensor that is half afterwards, to its FP32 value from before.
         """
         self._fp32_values.push()
         values = {t: self._value(t) for t in (*self._fp32_values, *self._came)}

@@ -29,7 +29,7 @@ class Stock(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op returns where no rule and no autocast applies."""
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
 
 
@@ -114,10 +114,14 @@ refuses them (where makes them inf), and a mask of -1e9 is meant as a low value.
 """
 
 
+AUTOCAST = *HALF_DTYPES, torch.float32
+"""The dtypes that autocast casts."""
+
+
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
     if isinstance(value, Tensor):
-        return to(value) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
+        return to(value) if value.dtype in AUTOCAST else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, to) for item in value)
     return value
@@ -125,7 +129,7 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
 
 def _dtypes(value: Any) -> Iterator[torch.dtype]:
     """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32):
+    if isinstance(value, Tensor) and value.dtype in AUTOCAST:
         yield value.dtype
     elif isinstance(value, (list, tuple)):
         for item in value:

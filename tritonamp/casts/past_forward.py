@@ -9,6 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from tritonamp.casts.active import known
 from tritonamp.casts.methods import other_users
 from tritonamp.names import parameter_names
+from tritonamp.watched.graph import leaves, nodes
 
 logger = logging.getLogger("tritonamp")
 
@@ -58,18 +59,8 @@ def _parameters_used(loss: Tensor) -> set[Tensor]:
 
     Those are torch.compile's, too, whose graphs may have been traced before.
     """
-    leaves, seen, todo = set[Tensor](), set[object](), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, BackwardCFunction):
-            return set()
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        todo += [following for following, _ in node.next_functions]
-    return leaves
+    found = list(nodes(loss))
+    return set() if any(isinstance(node, BackwardCFunction) for node in found) else leaves(found)
 
 
 def _some(names: list[str]) -> str:

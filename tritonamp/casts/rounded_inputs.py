@@ -22,8 +22,10 @@ from tritonamp.ambient import is_traced
 from tritonamp.casts.inputs import InputTensor, Signature, input_tensors, wanted_names
 from tritonamp.kernels._launch import has_torch_dispatch
 from tritonamp.kernels.device import is_capturing
+from tritonamp.names import short
 from tritonamp.policy import Policy
 from tritonamp.readback import Readback
+from tritonamp.watched.ops import schema_of
 
 logger = logging.getLogger("tritonamp")
 
@@ -127,7 +129,7 @@ def describe(rounded: Sequence[RoundedInput], dtype: torch.dtype) -> str:
     more = f" ({len(rounded) - 1} more)" if len(rounded) > 1 else ""
     return (
         f"{worst.path}{more} holds {worst.value:.7g}, which is {worst.rounded:.7g} in "
-        f"{str(dtype).removeprefix('torch.')}, and no matmul or convolution reads it first"
+        f"{short(dtype)}, and no matmul or convolution reads it first"
     )
 
 
@@ -174,10 +176,10 @@ class Readers(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not carried or not isinstance(func, torch._ops.OpOverload):
             return result
-        name = func._schema.name.partition("::")[2]
-        if name in PRODUCTS or any(part in name for part in PRODUCT_PARTS):
+        schema = schema_of(func)
+        if schema.aten in PRODUCTS or any(part in schema.aten for part in PRODUCT_PARTS):
             self._multiplied |= carried
-        elif name in CARRIES or func.is_view:
+        elif schema.aten in CARRIES or schema.is_view:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self._carriers[id(leaf)] = leaf, carried

@@ -17,14 +17,14 @@ _CASTS_ADAPTERS = "autocast_adapter_dtype"  # an argument of PEFT's load_adapter
 
 
 class SavedDtypes:
-    """The dtypes of what is saved, by name, so that copies and pickles of a model know them, too.
+    """The dtypes of saved tensors by name, which copies and pickles of a model know, too.
 
-    A state is what training goes on from: FP32 where something trains, or came in FP32. The files
-    of ``save_pretrained`` are what a plain model would have written: as it was loaded.
+    Training resumes from a state: tensors that train, or came in FP32, are FP32 in it. The files of
+    ``save_pretrained`` hold the dtypes that the model was loaded in, as a plain model's do.
 
     Args:
         model: before its tensors are cast; None: all half tensors are FP32 in a state.
-        policy: says what trains in FP32.
+        policy: says which tensors train in FP32.
 
     Attributes:
         loaded: name to the dtype that a tensor came in.
@@ -76,7 +76,7 @@ def named_tensors(module: Any) -> list[tuple[str, Tensor]]:
 def changed_values(
     module: Any, saved: SavedDtypes, values: Fp32Values
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, tensor and saved value of those that a state has in another dtype."""
+    """Yield name, tensor and saved value of each tensor that a state holds in another dtype."""
     made: dict[Tensor, Tensor] = {}  # what is tied stays tied
     for name, tensor in named_tensors(module):
         dtype = saved.in_state(name, tensor, values)

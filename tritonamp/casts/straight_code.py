@@ -1,94 +1,261 @@
-"""Whether a method is straight-line code: then a few runs tell what it computes for every input."""
+"""What the forward of a norm computes, read from its code: a proof, where that is possible."""
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-_NODES = (
-    *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.AnnAssign, ast.Return, ast.Expr),
-    *(ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.Call, ast.keyword, ast.BinOp),
-    *(ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.Load, ast.Store),
+from tritonamp.casts.norm_terms import (
+    GIVEN,
+    OPS,
+    Term,
+    Unproved,
+    add,
+    divide,
+    is_number,
+    multiply,
+    power,
+    subtract,
 )
-_OPS = {"add", "div", "float", "mean", "mul", "norm", "pow", "rms_norm", "rsqrt", "sqrt"} | {
-    *("square", "sum", "to", "type_as", "reciprocal")
+
+_MODULES = torch, torch.nn, torch.nn.functional
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: add,
+    ast.Sub: subtract,
+    ast.Mult: multiply,
+    ast.Div: divide,
+    ast.Pow: power,
 }
-_MODULES = torch, torch.nn.functional
-_PLAIN = int, float, bool, str, tuple, torch.dtype, type(None)
+
+_PARTS = "co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount"
+
+Values = dict[str, Any]
+"""Values of local variables: terms, numbers, dtypes, shapes, None, and the module itself."""
 
 
-def attributes_read(module: nn.Module) -> dict[str, Any] | None:
-    """Return the plain attributes that ``forward`` reads, with their values of now.
+class Computed(NamedTuple):
+    """What a forward computes, and what that is true for.
 
-    None where ``forward`` is anything but straight-line code: a branch, a loop, a write to an
-    attribute, a global, a call outside a short list of torch's operations (methods of the module
-    that are straight-line code themselves may be called), or an attribute that is neither plain
-    nor a parameter.
+    Attributes:
+        result: of ``forward(x)``.
+        weight: name of the parameter in it; "" where there is none.
+        attributes: plain ones that the code reads, and their values of now.
+        methods: that the forward calls, itself among them, and their code and defaults of now.
     """
-    if "forward" in vars(module):
-        return None
+
+    result: Term
+    weight: str
+    attributes: tuple[tuple[str, Any], ...]
+    methods: tuple[tuple[str, CodeType, Any], ...]
+
+    def holds(self, module: Any, forward: Any) -> bool:
+        """Tell whether it is still true: attributes and methods are what they were.
+
+        Args:
+            module: whose code was read.
+            forward: that would run.
+        """
+        own = vars(module)
+        for name, value in self.attributes:
+            now = own.get(name)
+            if type(now) is not type(value) or now != value:
+                return False
+        for name, code, defaults in self.methods:
+            method: Any = forward if name == "forward" else getattr(type(module), name, None)
+            if name in own or getattr(method, "__code__", None) is not code:
+                return False
+            if method.__defaults__ is not defaults:
+                return False
+        return True
+
+
+def computed_by(module: nn.Module, n: int) -> Computed | None:
+    """Return what ``module.forward(x)`` computes for every ``x`` whose rows have ``n`` elements.
+
+    None where that cannot be told. It can where the code that runs is straight-line: assignments
+    to local names, the operations of ``norm_terms``, methods of the module that are such code
+    themselves, its parameter, and attributes that are numbers, dtypes or shapes. An ``if`` that
+    asks for dtypes may be in it, where both ways compute the same.
+    """
+    reader = _Reader(module, n)
     try:
-        names = set(_read_by(module, "forward", ()))
-    except (AttributeError, LookupError, OSError, SyntaxError, TypeError):
+        result = reader.call("forward", (Term(n, x=1),), {})
+    except Exception:  # Unproved, or what Python says of code that could not run either
         return None
-    return {name: vars(module)[name] for name in names if name not in module._parameters}
+    if not isinstance(result, Term) or len(reader.weights) > 1:
+        return None
+    weight = next(iter(reader.weights), "")
+    return Computed(result, weight, (*reader.attributes.items(),), (*reader.methods,))
 
 
-def _read_by(module: nn.Module, method: str, callers: tuple[str, ...]) -> Iterator[str]:
-    """Yield names of attributes; raise LookupError where the method is no straight-line code."""
-    function: Any = inspect.unwrap(inspect.getattr_static(type(module), method))
-    if not inspect.isfunction(function) or function.__closure__ or method in callers:
-        raise LookupError(method)
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
-        raise LookupError(method)
-    own = tree.args.args[0].arg
-    code = [node for statement in tree.body for node in _without_annotations(statement)]
-    written = {n.id for n in code if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    local = {arg.arg for arg in tree.args.args} | written
-    called = [node.func for node in code if isinstance(node, ast.Call)]
-    for node in code:
-        if not isinstance(node, _NODES) or own in written:
-            raise LookupError(type(node).__name__)
-        is_global = isinstance(node, ast.Name) and node.id not in local
-        if is_global and not any(function.__globals__.get(node.id) is m for m in _MODULES):
-            raise LookupError(node.id)
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.ctx, ast.Store):
-                raise LookupError(node.attr)
-            is_own = isinstance(node.value, ast.Name) and node.value.id == own
-            if is_own and node in called:
-                yield from _read_by(module, node.attr, (*callers, method))
-            elif is_own:
-                _check_plain(module, node.attr)
-                yield node.attr
-    for target in called:
-        is_helper = (
-            isinstance(target, ast.Attribute)
-            and isinstance(target.value, ast.Name)
-            and target.value.id == own
-        )
-        if not isinstance(target, ast.Attribute) or not (is_helper or target.attr in _OPS):
-            raise LookupError(ast.dump(target))
+class _Reader:
+    """Evaluates code of a module; what it does not know raises ``Unproved``."""
+
+    def __init__(self, module: nn.Module, n: int) -> None:
+        self.module, self.n = module, n
+        self.weights: set[str] = set()
+        self.attributes: Values = {}
+        self.methods: list[tuple[str, CodeType, Any]] = []
+
+    def call(self, method: str, args: tuple[Any, ...], keywords: Values) -> Any:
+        """Return what a method of the module computes."""
+        cls: Any = type(self.module)
+        function = inspect.getattr_static(cls, method)
+        if method in vars(self.module) or method in [name for name, *_ in self.methods]:
+            raise Unproved(method)
+        if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not _getattr:
+            raise Unproved(cls)
+        statements = _statements(function)
+        self.methods.append((method, function.__code__, function.__defaults__))
+        bound = inspect.signature(function).bind(self.module, *args, **keywords)
+        bound.apply_defaults()
+        return self._run(statements, dict(bound.arguments), function.__globals__)
+
+    def _run(self, statements: list[ast.stmt], local: Values, outer: Values) -> Any:
+        """Return the value of the ``return`` among statements; None where there is none."""
+        for statement in statements:
+            match statement:
+                case ast.Return(value=ast.expr() as value):
+                    return self._value(value, local, outer)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
+                    local[name] = self._value(value, local, outer)
+                case ast.If(test=test, body=body, orelse=orelse):
+                    self._check_dtypes(test, local, outer)
+                    other = dict(local)
+                    results = self._run(body, local, outer), self._run(orelse, other, outer)
+                    if results != (None, None) or local != other:
+                        raise Unproved("two ways")
+                case ast.Expr(value=ast.Constant()):
+                    pass
+                case _:
+                    raise Unproved(type(statement))
+        return None
+
+    def _check_dtypes(self, test: ast.expr, local: Values, outer: Values) -> None:
+        """Raise where a condition asks for anything but dtypes: it could have an effect."""
+        if not isinstance(test, ast.Compare):
+            raise Unproved(type(test))
+        for node in (test.left, *test.comparators):
+            value = self._value(node, local, outer)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not GIVEN and not isinstance(one, torch.dtype):
+                    raise Unproved(one)
+
+    def _value(self, node: ast.expr, local: Values, outer: Values) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return local[name] if name in local else _torch_or_error(outer[name])
+            case ast.Tuple(elts=nodes) | ast.List(elts=nodes):
+                return tuple(self._value(n, local, outer) for n in nodes)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return multiply(-1, self._value(operand, local, outer))
+            case ast.BinOp(left=left, op=op, right=right):
+                values = (self._value(n, local, outer) for n in (left, right))
+                return _OPERATORS[type(op)](*values)
+            case ast.Attribute(value=base, attr=name):
+                return self._attribute(self._value(base, local, outer), name)
+            case ast.Subscript(value=base, slice=index):
+                return _indexed(self._value(base, local, outer), ast.unparse(index))
+            case ast.Call(func=ast.Attribute(value=base, attr=name), args=args, keywords=keywords):
+                given = [self._value(n, local, outer) for n in args]
+                named = {str(k.arg): self._value(k.value, local, outer) for k in keywords}
+                return self._called(self._value(base, local, outer), name, given, named)
+        raise Unproved(type(node))
+
+    def _called(self, base: Any, name: str, args: list[Any], keywords: Values) -> Any:
+        if base is self.module:
+            return self.call(name, (*args,), keywords)
+        if any(base is m for m in _MODULES):
+            return OPS[name](*args, **keywords)
+        if isinstance(base, Term):
+            return OPS[name](base, *args, **keywords)
+        raise Unproved(name)
+
+    def _attribute(self, base: Any, name: str) -> Any:
+        if base is self.module:
+            return self._own(name)
+        if isinstance(base, Term) and name in ("dtype", "shape"):
+            return GIVEN if name == "dtype" else base.shape
+        if any(base is m for m in _MODULES):
+            return _torch_or_error(getattr(base, name))
+        raise Unproved(name)
+
+    def _own(self, name: str) -> Any:
+        """Return the value of an attribute of the module: its parameter, or a plain one."""
+        own = vars(self.module)
+        if hasattr(type(self.module), name):
+            raise Unproved(name)
+        if name in own["_parameters"] and name not in own:
+            self.weights.add(name)
+            return Term(self.n, weight=1)
+        value = own[name]
+        is_shape = isinstance(value, tuple) and all(type(size) is int for size in value)
+        if not (is_number(value) or value is None or value is torch.float32 or is_shape):
+            raise Unproved(name)
+        self.attributes[name] = value
+        return tuple(value) if is_shape else value
 
 
-def _without_annotations(statement: ast.stmt) -> Iterator[ast.AST]:
-    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        yield from ast.walk(statement.target)
-        yield from ast.walk(statement.value)
-    else:
-        yield from ast.walk(statement)
+_getattr = nn.Module.__getattr__
 
 
-def _check_plain(module: nn.Module, name: str) -> None:
-    if name in module._parameters:
-        return
-    if name == "training" or hasattr(type(module), name):
-        raise LookupError(name)
-    value = vars(module)[name]
-    if not isinstance(value, _PLAIN) or isinstance(value, Tensor):
-        raise LookupError(name)
+def _torch_or_error(value: Any) -> Any:
+    """Return what a global name, or a name of torch's, may stand for outside of a call."""
+    if any(value is m for m in _MODULES) or isinstance(value, torch.dtype):
+        return value
+    raise Unproved(value)
+
+
+def _indexed(shape: Any, index: str) -> Any:
+    """Return the last size of a shape, or the shape of the last dimension."""
+    if not isinstance(shape, tuple) or not shape or index not in ("-1", "-1:"):
+        raise Unproved(index)
+    return shape[-1] if index == "-1" else shape[-1:]
+
+
+def _statements(function: Any) -> list[ast.stmt]:
+    """Return the statements of a function, where its source is what runs."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        raise Unproved(function)
+    if function.__closure__ or function.__kwdefaults__:
+        raise Unproved(function)
+    source = inspect.getsource(function)
+    if source[0].isspace():
+        source = "if True:\n" + source
+    (tree,) = ast.parse(source).body
+    if isinstance(tree, ast.If):
+        (tree,) = tree.body
+    if not isinstance(tree, ast.FunctionDef):
+        raise Unproved(function)
+    _check_same_code(tree, function)
+    return tree.body
+
+
+def _check_same_code(tree: ast.FunctionDef, function: FunctionType) -> None:
+    """Raise where the source is not what runs: a file that has changed, say."""
+    code, outer = function.__code__, function.__globals__
+    modules = [name for name in code.co_names if inspect.ismodule(outer.get(name))]
+    # Python compiles ``torch.rsqrt(x)`` by whether torch was imported in the same file, or cell
+    for count in range(len(modules) + 1):
+        for imported in itertools.combinations(modules, count):
+            imports = [ast.Import([ast.alias(name)]) for name in imported]
+            source = ast.fix_missing_locations(ast.Module([*imports, tree], []))
+            compiled = compile(source, "<source>", "exec", dont_inherit=True)
+            if any(_is_same(found, code) for found in compiled.co_consts):
+                return
+    raise Unproved(code)
+
+
+def _is_same(found: Any, code: CodeType) -> bool:
+    is_it = isinstance(found, CodeType) and found.co_name == code.co_name
+    return is_it and all(getattr(found, part) == getattr(code, part) for part in _PARTS)

@@ -63,6 +63,10 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
+class WrittenByTorchError(ValueError):
+    """A file is a whole one of ``torch.save``, which has no checksum."""
+
+
 def write(path: str, content: dict[str, Any]) -> None:
     """Write a new file, and return when it is on the disk."""
     outer = sys.exc_info()[1]  # of a caller that saves in its except block
@@ -81,12 +85,14 @@ def read(file: BinaryIO) -> dict[str, Any]:
     """Return the content of a file that `write` has written.
 
     Raises:
-        ValueError: it is not as it was written. What unpickling raises, for one that is no such
-            file at all.
+        ValueError: it is not as it was written, or ``torch.save`` has written it. What unpickling
+            raises, for one that is no such file at all.
     """
     end = max(file.seek(0, os.SEEK_END) - len(_comment(file, 0)), 0)
     file.seek(end)
     if file.read() != _comment(file, end):
+        if _is_of_torch_save(file):
+            raise WrittenByTorchError("written by torch.save, not by tritonamp.save")
         raise ValueError(
             "checksum missing or wrong: cut off, changed on the disk, or not from tritonamp.save"
         )
@@ -94,6 +100,16 @@ def read(file: BinaryIO) -> dict[str, Any]:
     # it is open already
     content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
     return content
+
+
+def _is_of_torch_save(file: BinaryIO) -> bool:
+    """Tell whether a file begins as those of ``torch.save``, and ends as a zip without comment."""
+    file.seek(0)
+    head = file.read(256)
+    file.seek(-min(22, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    tail = file.read()
+    is_zip = head.startswith(b"PK\3\4") and tail.startswith(b"PK\5\6") and tail.endswith(b"\0\0")
+    return is_zip and b"/data.pkl" in head
 
 
 def _comment(file: BinaryIO, end: int) -> bytes:

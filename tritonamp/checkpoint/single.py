@@ -93,6 +93,13 @@ def _read_newest(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise FileNotFoundError(
                 f"no checkpoint: neither {current} nor {previous} exists; check the path"
             ) from None
+        if isinstance(fault, durable.WrittenByTorchError):
+            raise RuntimeError(
+                f"cannot load {current}: it was {fault}, so there is no checksum, and no order in "
+                "which to load: saved = torch.load(path, weights_only=True), then, after "
+                "tritonamp.enable, model.load_state_dict(...) before optimizer.load_state_dict(...)"
+                "; tritonamp.save(path, model=model, optimizer=optimizer, amp=amp) from then on"
+            ) from fault
         found = f"{current}: {fault}; {previous}: {error}"
         raise RuntimeError(
             f"no usable checkpoint ({found}); restore one from a copy or start afresh"

@@ -22,14 +22,14 @@ MOST = 4  # forwards of one decision; of more micro-batches the last ones
 class Forwards:
     """Snapshots of the forwards since the last decision.
 
-    They hold the batch until its decision is known.
+    A snapshot holds its batch until the decision is known.
 
     Args:
         gradients: also keep the gradients that arrive at the outputs, to run the backward again.
 
     Attributes:
-        recent: those of the last decision, their batches held only while somebody else does.
-        holds_recent: hold these batches until the next decision.
+        recent: snapshots of the last decision.
+        holds_recent: they hold their batches until the next decision; else only weakly.
     """
 
     def __init__(self, gradients: bool) -> None:

@@ -173,7 +173,7 @@ def _largest_finite(param: Tensor) -> Tensor:
 
 
 def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return those that are finite, as numbers."""
+    """Return the finite sizes as numbers. Reads the device."""
     if not sizes:
         return {}
     device = next(iter(sizes.values())).device

@@ -10,13 +10,17 @@ def metrics(log: StepLog) -> dict[str, float]:
         log: of the run.
     """
     log.collect()
-    if not log.history:
+    history = log.history
+    if not history.records:
         return {}
-    norms = (record.grad_norm for record in reversed(log.history))
+    norms = (record.grad_norm for record in reversed(history.records))
     norm = next((norm for norm in norms if norm is not None), None)
     return {
-        "amp/scale": log.history[-1].scale,
-        "amp/skipped": float(log.skipped),
+        "amp/scale": history.records[-1].scale,
+        "amp/skipped": float(history.skipped),
         **({} if norm is None else {"amp/grad_norm": norm}),
-        **{f"amp/skipped_{cause.replace(' ', '_')}": float(n) for cause, n in log.causes.items()},
+        **{
+            f"amp/skipped_{cause.replace(' ', '_')}": float(n)
+            for cause, n in history.causes.items()
+        },
     }

@@ -1,6 +1,6 @@
 """What cures a fault: tried on the batch that showed it, before anybody is advised to do it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -14,7 +14,7 @@ CURED_BY_FP32 = frozenset(
 )
 
 
-class Trials(Protocol):
+class TrialBlocks(Protocol):
     """Blocks in which the model computes otherwise."""
 
     def in_fp32(self, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
@@ -24,24 +24,50 @@ class Trials(Protocol):
         """Compute everything in bfloat16."""
 
 
-Again = Callable[[AbstractContextManager[None]], FaultReport | None]
-"""Runs the batch again inside of a block, and returns what is wrong then."""
+def find_remedy(
+    wrong: Collection[str | None],
+    again: Callable[[Remedy], Collection[str | None]],
+    most: int,
+) -> Remedy:
+    """Return what cures a batch: modules in FP32, with those that a fault moves on to, or bfloat16.
+
+    Where neither helps, a remedy that does not.
+
+    Args:
+        wrong: full names of the modules in which something is wrong; None: in none with a name.
+        again: runs the batch again with a remedy, and returns what is wrong then.
+        most: how often it runs with modules in FP32.
+    """
+    modules: tuple[str, ...] = ()
+    for _ in range(most):
+        more = [name for name in wrong if name is not None and name not in modules]
+        if not more or None in wrong:
+            break
+        modules = (*modules, *more)
+        wrong = again(Remedy(modules))
+        if not wrong:
+            return Remedy(modules)
+    return Remedy(bfloat16=not again(Remedy(bfloat16=True)))
 
 
-def find_remedy(fault: FaultReport, again: Again, trials: Trials) -> Remedy | None:
+def remedy_of(
+    fault: FaultReport,
+    search: Callable[[AbstractContextManager[None]], FaultReport | None],
+    trials: TrialBlocks,
+) -> Remedy | None:
     """Return what cures a fault; None: nothing is there to try.
 
-    First the module in FP32; where the fault only moves on, the one it moves to as well; then
-    bfloat16.
+    Args:
+        fault: of a batch.
+        search: runs the batch again inside of a block, and returns the fault of that.
+        trials: gives the blocks.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
         return None
-    modules = [fault.module]
-    while len(modules) <= MOST_MODULES:
-        left = again(trials.in_fp32(modules))
-        if left is None or left.kind == "scale_too_high":  # the scale comes down by itself
-            return Remedy(tuple(modules))
-        if left.module is None or left.module in modules:
-            break
-        modules.append(left.module)
-    return Remedy(bfloat16=again(trials.in_bfloat16()) is None)
+
+    def again(tried: Remedy) -> list[str | None]:
+        left = search(trials.in_bfloat16() if tried.bfloat16 else trials.in_fp32(tried.modules))
+        # a loss scale comes down by itself
+        return [] if left is None or left.kind == "scale_too_high" else [left.module]
+
+    return find_remedy([fault.module], again, MOST_MODULES)

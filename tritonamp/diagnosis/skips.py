@@ -10,6 +10,7 @@ import torch
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.kernels.decide import FAULT
+from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _REPLAY = (
@@ -122,7 +123,7 @@ class Writer(NamedTuple):
         if self.zero_eps is None:
             return _OUR_STEP
         fits = 10.0 ** math.ceil(math.log10(torch.finfo(self.dtype).smallest_normal))
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = short(self.dtype)
         return _ZERO_EPS.format(eps=self.zero_eps, dtype=dtype, fits=fits)
 
 
@@ -149,7 +150,7 @@ class Skip(NamedTuple):
     Attributes:
         outcome: FAULT or OVERFLOW.
         step: its number, from 1.
-        exact: False: it was that step or one before, whose numbers nobody has read.
+        exact: False: it was that step or one before it, whose numbers were not read.
         skipped: how many steps were skipped so far, this one included.
         since: where bad parameters skipped the steps before, the number of the first of those;
             else ``step``.
@@ -201,7 +202,7 @@ class Explanation(NamedTuple):
         skip: the skip it explains.
         cause: why the step was skipped.
         reason: why in words, and what to do.
-        parameters: the names of those that were not finite.
+        parameters: names of the parameters whose gradients, or values, were not finite.
     """
 
     skip: Skip

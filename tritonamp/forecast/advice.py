@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
-from tritonamp.forecast.findings import Finding, bce, short
+from tritonamp.forecast.findings import Finding, bce
 from tritonamp.forecast.unrounded import rounds_to_zero
 from tritonamp.forecast.weights import (
     averages,
@@ -20,6 +20,7 @@ from tritonamp.forecast.weights import (
     loaded_half,
     parameters,
 )
+from tritonamp.names import short
 from tritonamp.optim import Adam, AdamW
 from tritonamp.policy import HALF_DTYPES, Policy
 

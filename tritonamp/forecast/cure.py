@@ -2,16 +2,17 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from tritonamp.forecast.dry_run import DryRun, dry_run
+from tritonamp.diagnosis.remedies import find_remedy
+from tritonamp.diagnosis.replay import Remedy
+from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import fitting_scale
 from tritonamp.forecast.predictions import BATCH, predictions
-from tritonamp.forecast.running import Batch
+from tritonamp.forecast.running import Batch, LossFn
 from tritonamp.forecast.weights import parameters
 from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
 from tritonamp.policy import INIT_SCALE, O0, Policy, resolve
@@ -22,63 +23,60 @@ ROUNDS = 6  # of trying which modules have to stay FP32
 def cure(
     model: nn.Module,
     batch: Batch,
-    loss_fn: Any,
+    loss_fn: LossFn | None,
     policy: Policy,
     run: DryRun,
     findings: Sequence[Finding],
 ) -> Policy:
     """Return the policy with as many modules in FP32 as it takes, else in bfloat16, else FP32.
 
-    Each is tried out.
+    Each is tried out, as is what ``cast_inputs`` leaves in FP32.
     """
-    tried = policy
-    for number in range(ROUNDS):
-        # what follows from an overflow is often mended with it
-        late = number >= ROUNDS // 2
-        causes = [f for f in findings if f.problem and (f.kind != "follows" or late)]
-        wanted = {path for finding in causes for path in finding.modules}
-        in_batch = any(finding.where == BATCH for finding in findings)
-        if tried.cast_inputs and tried.op_policy and in_batch:
-            tried = dataclasses.replace(tried, cast_inputs=False)
-        elif run.rounded:
-            tried = dataclasses.replace(tried, cast_inputs=run.cast_inputs)
-        elif not wanted:
-            return _with_scale(tried, run)
-        elif "" in wanted or (wanted <= {*tried.fp32_modules} and late):
-            break  # the model's own forward cannot stay FP32 alone
-        else:
-            tried = dataclasses.replace(tried, fp32_modules=_with(tried.fp32_modules, wanted))
-        run = dry_run(model, batch, loss_fn, tried)
-        findings = [*predictions(run, tried), *parameters(model, tried)]
-    return _wider(model, batch, loss_fn, policy)
+    asked = policy
+    wrong = _wrong(findings, policy)
 
+    def tried(new: Policy) -> set[str | None]:
+        nonlocal policy, run
+        policy, run = new, DryRun(model, batch, loss_fn, new)
+        return _wrong([*predictions(run, new), *parameters(model, new)], new)
 
-def _with_scale(policy: Policy, run: DryRun) -> Policy:
-    """Return ``policy`` with a dynamic loss scale that begins where it fits."""
+    def again(remedy: Remedy) -> set[str | None]:
+        if remedy.modules:
+            return tried(with_fp32(policy, remedy.modules))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        try:
+            check_dtype(torch.bfloat16, device)
+        except UnsupportedDeviceError:
+            return {None}
+        return tried(resolve(asked, torch.bfloat16, loss_scale=1.0, init_scale=INIT_SCALE))
+
+    if policy.cast_inputs and policy.op_policy and any(f.where == BATCH for f in findings):
+        wrong = tried(dataclasses.replace(policy, cast_inputs=False))
+    elif run.rounded:
+        wrong = tried(dataclasses.replace(policy, cast_inputs=run.cast_inputs))
+    if wrong and not find_remedy(wrong, again, ROUNDS).helps:
+        return O0
+    policy = dataclasses.replace(policy, cast_inputs=run.cast_inputs)
     if policy.loss_scale != "dynamic":
         return policy
     return dataclasses.replace(policy, init_scale=fitting_scale(policy, run.records))
 
 
-def _with(fp32_modules: Iterable[str | type], more: set[str]) -> tuple[str | type, ...]:
-    """Return ``fp32_modules`` and ``more``, without modules inside others that are named."""
-    classes = [kind for kind in fp32_modules if isinstance(kind, type)]
-    names = more | {name for name in fp32_modules if isinstance(name, str)}
-    return *classes, *(
-        n for n in sorted(names) if not any(n.startswith(f"{other}.") for other in names)
-    )
+def _wrong(findings: Iterable[Finding], policy: Policy) -> set[str | None]:
+    """Return the modules that have to stay FP32; None: the model's own forward would have to.
+
+    What follows from an overflow is often mended with it: it counts where the causes are kept.
+    """
+    problems = [finding for finding in findings if finding.problem]
+    causes = {path for f in problems if f.kind != "follows" for path in f.modules}
+    if causes <= {*policy.fp32_modules}:
+        causes = {path for f in problems for path in f.modules}
+    return {path or None for path in causes}
 
 
-def _wider(model: nn.Module, batch: Batch, loss_fn: Any, policy: Policy) -> Policy:
-    """Return ``policy`` in bfloat16, where the device has it and that is enough, or O0."""
-    wider = resolve(policy, torch.bfloat16, loss_scale=1.0, init_scale=INIT_SCALE)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        check_dtype(torch.bfloat16, device)
-    except UnsupportedDeviceError:
-        return O0
-    run = dry_run(model, batch, loss_fn, wider)
-    findings = [*predictions(run, wider), *parameters(model, wider)]
-    if any(finding.modules and finding.problem for finding in findings):
-        return O0
-    return dataclasses.replace(wider, cast_inputs=run.cast_inputs)
+def with_fp32(policy: Policy, more: Iterable[str]) -> Policy:
+    """Return ``policy`` with more modules in FP32, without those inside others that are named."""
+    classes = [kind for kind in policy.fp32_modules if isinstance(kind, type)]
+    names = {*more, *(name for name in policy.fp32_modules if isinstance(name, str))}
+    outermost = [n for n in sorted(names) if not any(n.startswith(f"{m}.") for m in names)]
+    return dataclasses.replace(policy, fp32_modules=(*classes, *outermost))

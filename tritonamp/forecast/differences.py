@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tritonamp.forecast.findings import short
 from tritonamp.forecast.ulps import PARTS, Difference, Drift, drifts
+from tritonamp.names import short
 
 GROWN = 1.5  # times what its inputs were off: what the text shows
 UNMATCHED = 0.1  # share of results: some are only how a level computes the same
@@ -82,7 +82,12 @@ class Comparison:
             "tried": None if self.tried is None else self.tried.as_dict(),
             "losses": list(self.losses),
             "differences": [
-                {**dataclasses.asdict(each), **each.place._asdict()} for each in self.differences
+                {
+                    **dataclasses.asdict(each),
+                    "module": each.place.module or "",
+                    "line": each.place.line,
+                }
+                for each in self.differences
             ],
             "first": None if self.first is None else self.differences.index(self.first),
             "parted": None if self.parted is None else self.differences.index(self.parted),
@@ -139,8 +144,7 @@ def _parting(compared: Comparison) -> Iterator[str]:
 
 
 def _to_do(compared: Comparison, parted: Difference) -> Iterator[str]:
-    file, _, number = parted.place.line.rpartition(":")
-    code = linecache.getline(file, int(number)).strip() if file else ""
+    code = linecache.getline(parted.place.file or "", parted.place.number).strip()
     if code:
         yield f"  code: {code}"
     if compared.tried is not None:
@@ -195,7 +199,7 @@ def _where(each: Difference) -> str:
 def _row(each: Difference) -> tuple[str, ...]:
     return (
         "backward" if each.backward else "",
-        each.place.module,
+        each.place.module or "",
         each.op,
         each.place.line,
         *map(_number, (each.before, each.ulps, each.worst)),

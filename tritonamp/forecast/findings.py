@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -55,8 +53,3 @@ def keep(module: str) -> str:
         "make this part a module of its own and keep it in FP32, or compute it on x.float() in "
         "disable_casts()"
     )
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")

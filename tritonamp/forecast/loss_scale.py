@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonamp.forecast.findings import Finding, short
+from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.unrounded import pooled, rounds_to_inf
+from tritonamp.names import short
 from tritonamp.policy import Policy
 
 MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-24  # of GradScaler
@@ -75,7 +76,7 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
         subnormal=values.subnormal(dtype),
         grad_vanishing=slopes.vanishing(dtype),
         max_scale=max_scale,
-        limited_by="" if top is None else top.parameter or top.place.module or LOSS,
+        limited_by="" if top is None else top.parameter or top.module or LOSS,
         scale=scale,
         scaled_vanishing=slopes.vanishing(dtype, scale),
         lost=_lost(records, dtype, max_scale),
@@ -155,9 +156,7 @@ def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Find
             why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
         cures = tuple(
-            sorted(
-                {r.place.module for r in records if r.half and r.scaled and r.sizes.amax >= limit}
-            )
+            sorted({r.module for r in records if r.half and r.scaled and r.sizes.amax >= limit})
         )
         advice = f"keep {seen.limited_by!r} in FP32, or use bfloat16"
         yield Finding("loss scale", seen.limited_by, why, advice, True, 1.2, cures)

@@ -7,9 +7,10 @@ import torch
 
 from tritonamp.casts.rounded_inputs import RoundedInput, describe
 from tritonamp.forecast.dry_run import DryRun
-from tritonamp.forecast.findings import Finding, bce, keep, short
+from tritonamp.forecast.findings import Finding, bce, keep
 from tritonamp.forecast.loss_scale import GONE, loss_scale
-from tritonamp.forecast.recording import Note, TensorRecord
+from tritonamp.forecast.recording import Hazard, TensorRecord
+from tritonamp.names import short
 from tritonamp.policy import Policy
 
 GATES = "sigmoid softmax exp softplus silu gelu elu erfc dropout threshold relu".split()
@@ -36,12 +37,12 @@ REMEDIES = {
 
 def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
     """Yield what would go wrong in ``policy.dtype``."""
-    if not any(note.kind == "infinite" for note in run.notes):  # which FP32 would not have
+    if not any(hazard.kind == "infinite" for hazard in run.hazards):  # which FP32 would not have
         yield from _non_finite(run)
     if policy.cast_model or policy.op_policy:
         yield from _overflows(run.records, policy.dtype)
         yield from _vanishing(run.records, policy.dtype)
-        yield from (_of_note(note, policy.dtype) for note in run.notes)
+        yield from (_of_hazard(hazard, policy.dtype) for hazard in run.hazards)
         yield from loss_scale(run.records, policy)
         yield from _rounded(run, policy)
 
@@ -58,7 +59,7 @@ def _non_finite(run: DryRun) -> Iterator[Finding]:
         ):
             why = f"{_op(r)} gives NaN in FP32 already"
             yield Finding(
-                "non-finite", r.place.module, why, "mend this first", weight=1e29, line=r.place.line
+                "non-finite", r.module, why, "mend this first", weight=1e29, line=r.place.line
             )
             return
     if not math.isfinite(run.loss):
@@ -97,8 +98,8 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
         remedy = next(
             (remedy for remedy, ops in REMEDIES.items() if NAMES.get(r.op, r.op) in ops.split()), ""
         )
-        advice = f"{remedy}. Or {keep(r.place.module)}" if remedy else keep(r.place.module)
-        cures = () if r.op == "input" else (r.place.module,)
+        advice = f"{remedy}. Or {keep(r.module)}" if remedy else keep(r.module)
+        cures = () if r.op == "input" else (r.module,)
         if r.op == "input":
             advice = (
                 "scale the data; cast_inputs=False keeps it in FP32 up to the first matrix product"
@@ -133,16 +134,16 @@ def _vanishing(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
                 "vanishing",
                 _where(r),
                 why,
-                keep(r.place.module),
+                keep(r.module),
                 True,
                 1.0,
-                (r.place.module,),
+                (r.module,),
                 r.place.line,
             )
 
 
 def _where(r: TensorRecord) -> str:
-    return BATCH if r.op == "input" else r.place.module
+    return BATCH if r.op == "input" else r.module
 
 
 def _op(r: TensorRecord) -> str:
@@ -150,8 +151,9 @@ def _op(r: TensorRecord) -> str:
     return name + (" in backward" if r.backward else "")
 
 
-def _of_note(note: Note, dtype: torch.dtype) -> Finding:
-    kind, (module, line), detail = note
+def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
+    kind, place, detail = hazard
+    module, line = place.module or "", place.line
     half, info = short(dtype), torch.finfo(dtype)
     if kind == "bce":
         return bce(module, line)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.forecast.places import MOVES, Location, PlacedOps, is_view
+from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.unrounded import (
     Magnitudes,
     Unrounded,
@@ -18,18 +18,17 @@ from tritonamp.forecast.unrounded import (
     values_of,
 )
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
+from tritonamp.watched.places import Place
 
 FILLS = """
-    masked_fill masked_fill_ fill fill_ full full_like new_full clamp clamp_ clamp_min clamp_min_
-    clamp_max clamp_max_ hardtanh hardtanh_ threshold threshold_ constant_pad_nd index_fill
-    index_fill_
+    masked_fill fill full full_like new_full clamp clamp_min clamp_max hardtanh threshold
+    constant_pad_nd index_fill
 """.split()
 """torch refuses their scalar where the dtype does not hold it, whatever the tensor's values are."""
-ADDS = "add add_ sub sub_ rsub clamp clamp_ clamp_min clamp_min_".split()
-"""What an eps is given to."""
-AT_ZERO = "div div_ reciprocal rsqrt log log2 log10 sqrt".split()
+AT_ZERO = "div reciprocal rsqrt log log2 log10 sqrt".split()
 """The value or the slope is infinite where the last argument is zero."""
-SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
+SOFTMAX = ("softmax", "log_softmax", "safe_softmax")
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
 NORMS = (
@@ -58,7 +57,7 @@ class TensorRecord:
         excused: its overflow does no harm: a mask that a softmax takes as -inf.
     """
 
-    place: Location
+    place: Place
     op: str
     shape: tuple[int, ...]
     sizes: Magnitudes
@@ -69,8 +68,13 @@ class TensorRecord:
     excused: bool = False
     sources: list["TensorRecord"] = field(default_factory=list, repr=False)
 
+    @property
+    def module(self) -> str:
+        """The path of its module; "" is the model's own forward, and the loss."""
+        return self.place.module or ""
 
-class Note(NamedTuple):
+
+class Hazard(NamedTuple):
     """Something that is wrong whatever the sizes.
 
     Attributes:
@@ -80,33 +84,59 @@ class Note(NamedTuple):
     """
 
     kind: str
-    place: Location
+    place: Place
     detail: str
 
 
-class Recorder(PlacedOps):
+class Recorder(WatchedCopy):
     """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
 
+    Args:
+        dtype: the half format.
+
     Attributes:
-        records: what was measured, in order.
-        notes: each once.
+        records: inputs, parameters, every op's result, and the gradients of parameters and loss.
+        hazards: what is wrong whatever the sizes, each once.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__("the dry run, in FP32")
         self.records: list[TensorRecord] = []
-        self.notes: dict[Note, None] = {}
+        self.hazards: dict[Hazard, None] = {}
         self._dtype = dtype
 
-    def note(self, kind: str, detail: str, place: Location | None = None) -> None:
-        """Note that something is wrong; ``place`` None: at the op that is running."""
-        self.notes[Note(kind, place or self.place(), detail)] = None
+    def given_tensor(self, tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        half = tensor.dtype in HALF_DTYPES
+        result: Tensor = Unrounded(copied.float(), tensor.dtype) if half else copied
+        self.marked("input", result)
+        return result.requires_grad_(tensor.requires_grad)
+
+    def note(self, kind: str, detail: str, place: Place) -> None:
+        """Note that something is wrong."""
+        self.hazards[Hazard(kind, place, detail)] = None
+
+    def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
+        half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
+        made_by, scaled = record_of(tensor), "gradient" in op
+        self._record(
+            tensor,
+            Place(parameter.rpartition(".")[0]),
+            op,
+            half=half,
+            parameter=parameter,
+            backward=scaled,
+            scaled=scaled,
+            sources=[made_by] if made_by else [],
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, place = kwargs or {}, self.place()
-        self.remember(place)
-        result = unrounded(func, args, kwargs, lambda message: self.note("refused", message, place))
-        name = func._schema.name.removeprefix("aten::")
+        call = OpCall(func, args, kwargs or {})
+        name = call.schema.aten
+        place = self.place(name)
+        result = unrounded(
+            func, args, call.kwargs, lambda message: self.note("refused", message, place)
+        )
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(
@@ -115,31 +145,32 @@ class Recorder(PlacedOps):
         ):
             self.note("infinite", "a tensor made in half holds inf", place)
         sources = [record for record in map(record_of, inputs) if record is not None]
-        if is_view(func) or (name in MOVES and sources):
+        if call.schema.is_view or (call.moves and sources):
             for output in outputs:
                 self._pass_on(output, sources, place)
-        elif not name.startswith(("empty", "new_empty")):
-            self._watch_divisors(name, inputs, place)
-            self._excuse_mask(name, args, kwargs)
+        elif not call.allocates:
+            self._watch_divisors(call, inputs, place)
+            self._excuse_mask(call)
             for output in outputs[:1] if name in NORMS else outputs:
                 self._measure(name, output, sources, place)
-            self._watch_scalars(name, args, outputs, place)
+            self._watch_scalars(call, outputs, place)
         return result
 
-    def _measure(
-        self, op: str, output: Tensor, sources: list[TensorRecord], place: Location
-    ) -> None:
-        values, half = values_of(output), isinstance(output, Unrounded)
+    def _measure(self, op: str, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
+        half, backward = isinstance(output, Unrounded), self.in_backward()
+        scaled = any(source.scaled for source in sources)
+        self._record(
+            output, place, op, half=half, backward=backward, scaled=scaled, sources=sources
+        )
+
+    def _record(self, tensor: Tensor, place: Place, op: str, **fields: Any) -> None:
+        values = values_of(tensor.detach())
         if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
-            scaled = any(source.scaled for source in sources)
-            shape, sizes = tuple(values.shape), magnitudes(values)
-            record = TensorRecord(
-                place, op, shape, sizes, half, "", self.in_backward(), scaled, sources=sources
-            )
-            output._record = record  # type: ignore[attr-defined]
+            record = TensorRecord(place, op, tuple(values.shape), magnitudes(values), **fields)
+            tensor._record = record  # type: ignore[attr-defined]
             self.records.append(record)
 
-    def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Location) -> None:
+    def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
         """Give an output that holds the values of an input, perhaps rounded, its record."""
         if not sources or record_of(output) is not None:
             return
@@ -153,39 +184,37 @@ class Recorder(PlacedOps):
             if source.op not in MARKED and source in self.records[-16:]:
                 self.records.remove(source)
 
-    def _watch_scalars(self, name: str, args: Any, outputs: list[Tensor], place: Location) -> None:
+    def _watch_scalars(self, call: OpCall, outputs: list[Tensor], place: Place) -> None:
         if not any(isinstance(output, Unrounded) for output in outputs):
             return
         record = record_of(outputs[0])
+        name = call.schema.name
         overflows = name in FILLS or (record is not None and record.sizes.overflows(self._dtype))
-        for value in args:
+        for value in call.args:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 if overflows and rounds_to_inf(self._dtype) <= abs(value) < float("inf"):
-                    self.note("constant", f"{name.strip('_')} with {value:g}", place)
-                elif name in ADDS and 0 < abs(value) <= rounds_to_zero(self._dtype):
-                    self.note("eps", f"{name.strip('_')} of {value:g}", place)
+                    self.note("constant", f"{name} with {value:g}", place)
+                elif name in ADDS_A_NUMBER and 0 < abs(value) <= rounds_to_zero(self._dtype):
+                    self.note("eps", f"{name} of {value:g}", place)
 
-    def _watch_divisors(self, name: str, inputs: list[Tensor], place: Location) -> None:
+    def _watch_divisors(self, call: OpCall, inputs: list[Tensor], place: Place) -> None:
+        name = call.schema.name
         record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
-        if (
-            record is not None
-            and record.half
-            and not record.backward
-            and record.sizes.vanishing(self._dtype)
-        ):
-            self.note("divisor", f"{name.strip('_')} of {record.sizes.amin:.2g}", place)
+        if record is None or not record.half or record.backward:
+            return
+        if record.sizes.vanishing(self._dtype):
+            self.note("divisor", f"{name} of {record.sizes.amin:.2g}", place)
 
-    def _excuse_mask(self, name: str, args: Any, kwargs: Any) -> None:
+    def _excuse_mask(self, call: OpCall) -> None:
         """Excuse scores of a softmax that become -inf, if each row keeps a finite one."""
-        scores = args[0] if name in SOFTMAX else None
-        if "scaled_dot_product" in name:
-            scores = kwargs.get("attn_mask")
+        scores, dim = call.kwargs.get("attn_mask"), -1
+        if call.schema.name in SOFTMAX:
+            scores, dim = call.args[:2]
         record, top = record_of(scores), rounds_to_inf(self._dtype)
-        if scores is None or record is None:
+        if scores is None or record is None or record.sizes.largest >= top:
             return
-        if not record.sizes.overflows(self._dtype) or record.sizes.largest >= top:
-            return
-        if bool((values_of(scores) > -top).any(args[1] if name in SOFTMAX else -1).all()):
+        masks = record.sizes.overflows(self._dtype)
+        if masks and bool((values_of(scores) > -top).any(dim).all()):
             for masked in (record, *record.sources):
                 masked.excused |= masked.sizes.largest < top
 

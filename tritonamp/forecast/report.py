@@ -17,15 +17,17 @@ from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import look
-from tritonamp.forecast.comparing import Side, compared
+from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
-from tritonamp.forecast.dry_run import DryRun, dry_run
-from tritonamp.forecast.findings import Finding, short
+from tritonamp.forecast.dry_run import DryRun
+from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
+from tritonamp.forecast.results import Side
 from tritonamp.forecast.running import Batch
+from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.runtime import scaler_for
 from tritonamp.scaler import GradScaler
@@ -147,7 +149,7 @@ def check(
             )
     check_cast_inputs([model], policy)
     inputs = _inputs(model, batch)
-    run = dry_run(model, inputs, loss_fn, policy)
+    run = DryRun(model, inputs, loss_fn, policy)
     comparison = None
     if compare is not None and beside is not None:
         asked, reference = _side(level, policy, run), _side(compare, beside, run)
@@ -204,7 +206,7 @@ def _plain(record: TensorRecord) -> dict[str, Any]:
     kept = ("op", "shape", "half", "parameter", "backward", "scaled")
     sizes = {name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")}
     return {
-        "module": record.place.module,
+        "module": record.module,
         "line": record.place.line,
         **{n: getattr(record, n) for n in kept},
         **sizes,

@@ -8,19 +8,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tritonamp.forecast.findings import short
-from tritonamp.forecast.places import MOVES, Location, PlacedOps, is_view
 from tritonamp.forecast.recording import NORMS
+from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.ulps import Difference, ulps_between
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.forecast.unrounded import widened
+from tritonamp.names import short
+from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.watched.ops import OpCall
+from tritonamp.watched.places import Place
 
 CASTS = tuple(f"to {short(dtype)}" for dtype in HALF_DTYPES)
 SUMS = ("sum", "mean", "add", "sub", "add_", "sub_")
 # a sum this much smaller than its terms is what FP32 leaves of a zero: of terms that were rounded
 # before, and of each term that is added (four times half an ulp)
 NOISE, NOISE_OF_A_TERM = 2.0**-16, 2.0**-22
+
+
+class Side(NamedTuple):
+    """One of two levels that are compared.
+
+    Attributes:
+        name: as the report calls it.
+        policy: of the level.
+        scale: the loss scale of its backward, a power of two.
+    """
+
+    name: str
+    policy: Policy
+    scale: float
+
+    @property
+    def is_half(self) -> bool:
+        """Whether anything is computed in half."""
+        return self.policy.cast_model or self.policy.op_policy
 
 
 class Key(NamedTuple):
@@ -35,14 +57,14 @@ class Key(NamedTuple):
         parameter: the full name, for a parameter and its gradient.
     """
 
-    place: Location
+    place: Place
     op: str
     numel: int
     backward: bool = False
     parameter: str = ""
 
 
-class Known(NamedTuple):
+class Carried(NamedTuple):
     """What a tensor of the compared run carries to the operations that read it.
 
     Attributes:
@@ -60,12 +82,12 @@ class Known(NamedTuple):
     scaled: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Known":
+    def of(cls, tensor: Tensor) -> "Carried":
         """Return what ``tensor`` carries."""
-        return getattr(tensor, "_known", cls())
+        return getattr(tensor, "_carried", cls())
 
     @classmethod
-    def of_all(cls, tensors: Sequence[Tensor]) -> "Known":
+    def of_all(cls, tensors: Sequence[Tensor]) -> "Carried":
         """Return what several together bring into a result."""
         each = [cls.of(tensor) for tensor in tensors] or [cls()]
         return cls(
@@ -78,42 +100,60 @@ class Known(NamedTuple):
 
     def put_on(self, tensor: Tensor) -> None:
         """Have ``tensor`` carry this."""
-        tensor._known = self  # type: ignore[attr-defined]
+        tensor._carried = self  # type: ignore[attr-defined]
 
 
-class Results(PlacedOps):
+class Results(WatchedCopy):
     """Sees each floating result of an operation; random numbers are drawn alike at every level.
 
-    Attributes:
+    Args:
+        side: the level.
         wholes: paths of modules of which only the output is seen, as each level computes it in its
             own way.
     """
 
-    def __init__(self, wholes: Collection[str]) -> None:
-        super().__init__()
+    def __init__(self, side: Side, wholes: Collection[str]) -> None:
+        super().__init__(f"the run in {side.name}", side.scale)
         self.wholes = wholes
+        self._side = side
 
-    def follow(self, model: nn.Module) -> None:
-        super().follow(model)
+    def begin(self, twin: nn.Module) -> None:
+        super().begin(twin)
         for path in self.wholes:
-            model.get_submodule(path).register_forward_hook(functools.partial(self._whole, path))
+            twin.get_submodule(path).register_forward_hook(functools.partial(self._whole, path))
+
+    def given_tensor(self, tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        if copied.dtype in HALF_DTYPES and not self._side.is_half:
+            copied = copied.float()
+        if copied.is_floating_point() and copied.numel():
+            self.marked("input", copied)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
+        if op == "loss gradient":
+            Carried(scaled=True).put_on(tensor)
+            return
+        is_gradient = op == "gradient"
+        place = Place(parameter.rpartition(".")[0])
+        key = Key(place, op, tensor.numel(), is_gradient, parameter)
+        self.seen(key, tensor, [tensor] if is_gradient else ())
 
     def _whole(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         # private (torch 2.11 to 2.15): what is done here is not an op of the run
         with _disable_current_modes():
             for result in floating(output):
-                self.seen(Key(Location(path, ""), "output", result.numel()), result, floating(args))
+                self.seen(Key(Place(path), "output", result.numel()), result, floating(args))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, place = kwargs or {}, self.place()
-        self.remember(place)
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        result = _drawn(func, args, kwargs) if seeded else func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith(("empty", "new_empty")):
+        call = OpCall(func, args, kwargs or {})
+        name = call.schema.aten
+        place = self.place(name)
+        result = _drawn(call) if call.schema.random else call.run()
+        if call.allocates:
             return result
         inputs, outputs = floating((args, kwargs)), floating(result)
-        moves = bool(inputs) and (is_view(func) or name in MOVES)
+        moves = bool(inputs) and call.moves
         for output in outputs[:1] if name in NORMS else outputs:
             if place.module in self.wholes or (moves and output.dtype == inputs[0].dtype):
                 self.moved(output, inputs)
@@ -137,8 +177,8 @@ class Reference(Results):
         kept: copies, by what they are, in the order in which they were computed.
     """
 
-    def __init__(self, wholes: Collection[str]) -> None:
-        super().__init__(wholes)
+    def __init__(self, side: Side, wholes: Collection[str]) -> None:
+        super().__init__(side, wholes)
         self.kept: dict[Key, deque[Tensor]] = defaultdict(deque)
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
@@ -157,24 +197,25 @@ class Compared(Results):
         unmatched: how many results have no counterpart.
     """
 
-    def __init__(self, reference: Reference, dtype: torch.dtype, rescale: float) -> None:
+    def __init__(self, side: Side, reference: Reference, dtype: torch.dtype) -> None:
         """Prepare for a run.
 
         Args:
+            side: the level.
             reference: has run.
             dtype: whose ulps are counted.
-            rescale: by which gradients of the reference are multiplied, a power of two.
         """
-        super().__init__(reference.wholes)
+        super().__init__(side, reference.wholes)
         self.differences: list[Difference] = []
         self.unmatched = 0
-        self._kept, self._dtype, self._rescale = reference.kept, dtype, rescale
+        self._kept, self._dtype = reference.kept, dtype
+        self._rescale = side.scale / reference.scale
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
-        known = Known.of_all(inputs)
+        known = Carried.of_all(inputs)
         reference = self._counterpart(key, known.scaled)
         if key.op.startswith("to ") and reference is None:
-            known = Known.of(inputs[0])
+            known = Carried.of(inputs[0])
             reference = known.reference if key.op in CASTS else None
         elif reference is None:
             self.unmatched += 1
@@ -183,7 +224,7 @@ class Compared(Results):
         known.put_on(output)
 
     def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        Known.of_all(inputs).put_on(output)
+        Carried.of_all(inputs).put_on(output)
 
     def _counterpart(self, key: Key, scaled: bool) -> Tensor | None:
         kept = self._kept.get(key)
@@ -192,13 +233,13 @@ class Compared(Results):
         return kept.popleft() * self._rescale if scaled else kept.popleft()
 
     def _compared(
-        self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Known
-    ) -> Known:
+        self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Carried
+    ) -> Carried:
         """Note the difference, and return what ``output`` carries."""
         largest = float(reference.abs().max())
         noise = known.noise or largest <= _noise(key.op, output, inputs) * known.largest
         if noise:
-            return Known(reference, known.ulps, largest, True, known.scaled)
+            return Carried(reference, known.ulps, largest, True, known.scaled)
         ulps, worst = ulps_between(output.detach(), reference, self._dtype)
         shape = tuple(output.shape)
         self.differences.append(
@@ -206,7 +247,7 @@ class Compared(Results):
                 key.place, key.op, shape, key.backward, key.parameter, ulps, worst, known.ulps
             )
         )
-        return Known(reference, ulps, largest, False, known.scaled)
+        return Carried(reference, ulps, largest, False, known.scaled)
 
 
 def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:
@@ -230,24 +271,15 @@ def floating(values: Any) -> list[Tensor]:
     ]
 
 
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _drawn(call: OpCall) -> Any:
     """Draw in FP32, and round: a generator gives other numbers for other dtypes."""
-    halves = {leaf.dtype for leaf in floating((args, kwargs))} & set(HALF_DTYPES)
-    asked = kwargs.get("dtype") or next(iter(halves), None)
+    halves = {leaf.dtype for leaf in floating((call.args, call.kwargs))} & set(HALF_DTYPES)
+    asked = call.kwargs.get("dtype") or next(iter(halves), None)
     if asked not in HALF_DTYPES:
-        return func(*args, **kwargs)
-    wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
+        return call.run()
     drawn = tree_map_only(
         Tensor,
         lambda t: t.to(asked) if t.dtype is torch.float32 else t,
-        func(*wide_args, **wide_kwargs),
+        call.map(widened).run(),
     )
-    return args[0].copy_(drawn) if func._schema.is_mutable else drawn
-
-
-def _widened(leaf: Any) -> Any:
-    if isinstance(leaf, torch.dtype):
-        return torch.float32 if leaf in HALF_DTYPES else leaf
-    if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES:
-        return leaf.float()
-    return leaf
+    return call.args[0].copy_(drawn) if call.schema.written else drawn

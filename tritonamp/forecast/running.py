@@ -1,18 +1,24 @@
-"""How a copy of a model is run for a look: what it is given, what stays as it was, its loss."""
+"""A copy of a model runs for a look: what it is given, what stays as it was, its loss."""
 
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from tritonamp.ambient import preserve
 from tritonamp.casts.user_functions import disable_casts
-from tritonamp.forecast.places import PlacedOps
+from tritonamp.forecast.twin import fp32_copy
+from tritonamp.policy import Policy
+from tritonamp.runtime import enable
+from tritonamp.watched.frames import Role, plays
+from tritonamp.watched.places import PlacedOps
 
 LossFn = Callable[[Any], Tensor]
 
@@ -34,7 +40,7 @@ class Batch(NamedTuple):
 
 
 @contextlib.contextmanager
-def isolated(model: nn.Module) -> Iterator[None]:
+def _isolated(model: nn.Module) -> Iterator[None]:
     """Put random states back at the end; autocast and no_grad around the call do not count."""
     devices = {p.device for p in model.parameters() if p.is_cuda}
     nothing = contextlib.nullcontext()
@@ -51,22 +57,106 @@ def isolated(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def named_failures(ops: PlacedOps, run: str) -> Iterator[None]:
-    """Say which module failed, and in which run.
+class WatchedCopy(PlacedOps):
+    """Sees each op of a copy that runs, and the tensors that no op of the run makes.
 
-    Raises:
-        RuntimeError: in the place of every exception but ``Misuse``.
+    Args:
+        title: of the run, for errors.
+        scale: the loss scale of its backward.
     """
+
+    def __init__(self, title: str, scale: float = 1.0) -> None:
+        super().__init__({})
+        self.title = title
+        self.scale = scale
+
+    def begin(self, twin: nn.Module) -> None:
+        """Prepare for a copy, which is enabled."""
+        self.names = {module: path for path, module in twin.named_modules()}
+
+    def given(self, batch: Batch) -> Batch:
+        """Return what the copy is given in the place of a batch."""
+        args, kwargs = tree_map_only(Tensor, self.given_tensor, tuple(batch))
+        return Batch(args, kwargs)
+
+    def given_tensor(self, tensor: Tensor) -> Tensor:
+        """Return what the copy is given in the place of a tensor of the batch."""
+        raise NotImplementedError
+
+    def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
+        """Take note of a tensor that no op of the run makes.
+
+        Args:
+            op: "input", "parameter", "gradient" or "loss gradient".
+            tensor: the tensor.
+            parameter: the full name, of a parameter or its gradient.
+        """
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def _named_failures(watch: WatchedCopy) -> Iterator[None]:
+    """Say which module failed, and in which run, in the place of every exception but ``Misuse``."""
     try:
         yield
     except Misuse:
         raise
     except Exception as error:
-        failed = f"module {ops.failed!r}" if ops.failed else "the model, the loss or the backward"
+        module = "" if watch.failed is None else watch.names[watch.failed]
+        of = f"module {module!r}" if module else "the model, the loss or the backward"
         raise RuntimeError(
-            f"tritonamp.check: {failed} failed in {run}: {type(error).__name__}: {error}"
+            f"tritonamp.check: {of} failed in {watch.title}: {type(error).__name__}: {error}"
         ) from error
+
+
+@plays(Role.RUN)
+def run_copy(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy, watch: WatchedCopy
+) -> Tensor:
+    """Run a copy of a model forward and backward, and return its loss, with its graph.
+
+    Model, batch, gradients and random states stay as they are, bit for bit.
+
+    Args:
+        model: its half parameters, if any, are taken as FP32.
+        batch: of the model.
+        loss_fn: gives a scalar for the model's output; None: as ``check`` says.
+        policy: that the copy is enabled with.
+        watch: sees the run.
+
+    Raises:
+        Misuse: the loss is no scalar.
+        RuntimeError: in the place of every other exception; the module is named, and the run.
+    """
+    with _isolated(model), contextlib.ExitStack() as stack:
+        twin = fp32_copy(model)
+        stack.callback(enable(twin, policy=policy, backend="eager").disable)
+        stack.enter_context(_named_failures(watch))
+        watch.begin(twin)
+        args, kwargs = watch.given(batch)
+        for name, parameter in twin.named_parameters():
+            watch.marked("parameter", parameter, name)
+        params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+        with watch:
+            loss = loss_of(twin(*args, **kwargs), loss_fn)
+            grads = _gradients(loss, list(params.values()), watch)
+        for name, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                watch.marked("gradient", grad, name)
+    return loss
+
+
+def _gradients(loss: Tensor, params: list[Tensor], watch: WatchedCopy) -> Sequence[Tensor | None]:
+    """Return the gradients of the scaled loss, None where it does not depend on a parameter."""
+    if not loss.requires_grad:
+        return [None] * len(params)
+    loss = loss.float()
+    # private (torch 2.11 to 2.15): the first gradient is not an op of the run
+    with _disable_current_modes():
+        first = torch.full_like(loss, watch.scale)
+        watch.marked("loss gradient", first)
+    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, params, first, allow_unused=True)
+    return grads
 
 
 def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:

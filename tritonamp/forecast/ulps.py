@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.forecast.places import Location
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.watched.places import Place
 
 PARTS = 4.0  # times what its inputs were off: an op that adds so much is where two runs part
 ROUNDED = 8.0  # ulps that inputs may always be off: of values that were rounded a few times
@@ -32,7 +32,7 @@ class Difference:
         before: the largest ``ulps`` of what it was computed from.
     """
 
-    place: Location
+    place: Place
     op: str
     shape: tuple[int, ...]
     backward: bool

@@ -87,7 +87,7 @@ def unrounded(
     # private (torch 2.11 to 2.15): for all device types at once, and without a change of what ops
     # see of autocast
     with torch._C._DisableAutocast():
-        inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
+        inner_args, inner_kwargs = tree_map(widened, (args, kwargs))
         if func in _SOFTMAX:
             inner_args = (*inner_args[:2], False)  # True asks for the FP32 result of half input
         flat, spec = tree_flatten(func(*inner_args, **inner_kwargs))
@@ -111,7 +111,8 @@ def _is_half(leaf: Any) -> bool:
     return isinstance(dtype, torch.dtype) and dtype in HALF_DTYPES
 
 
-def _inner(leaf: Any) -> Any:
+def widened(leaf: Any) -> Any:
+    """Return what stands for an argument of an op in FP32: values of a half tensor, a dtype."""
     if isinstance(leaf, torch.dtype):
         return torch.float32 if leaf in HALF_DTYPES else leaf
     return values_of(leaf) if isinstance(leaf, Tensor) else leaf

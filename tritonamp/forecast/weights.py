@@ -9,8 +9,9 @@ from tritonamp.casts.loaded import bfloat16_in_float16, describe_small, half_par
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import wanted_dtypes
 from tritonamp.casts.norm_layers import is_norm
-from tritonamp.forecast.findings import Finding, keep, short
+from tritonamp.forecast.findings import Finding, keep
 from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf
+from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 
 

@@ -12,10 +12,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.integrations.graph import fed_by, params_of
+from tritonamp.class_swap import Swapped, install, is_installed, uninstall
 
 ENGINES = (
     DistributedType.NO,
@@ -64,27 +63,25 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             "accelerator: it has prepared a model or an optimizer already: call enable before "
             "accelerator.prepare"
         )
-    cls = type(accelerator)
-    accelerator.__class__ = type(
-        cls.__name__, (_EnabledAccelerator, cls), {"__module__": cls.__module__}
-    )
-    accelerator.native_amp, accelerator.scaler = False, None
     if settings.get("level") in DTYPE_OPEN and settings.get("policy") is None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
-    accelerator.amp, accelerator._settings = None, settings
+    if is_installed(accelerator):  # with settings that hold no more
+        uninstall(accelerator)
+    install(accelerator, _EnabledAccelerator, None, settings)
+    accelerator.native_amp, accelerator.scaler = False, None
 
 
-class _EnabledAccelerator(accelerate.Accelerator):
+class _EnabledAccelerator(Swapped, accelerate.Accelerator):
     """An Accelerator whose precision is an ``Amp``'s.
 
     Attributes:
         amp: the handle; None until it has prepared an optimizer.
     """
 
+    _belongings = ("amp", "_settings")
     amp: tritonamp.Amp | None
     scaler: Any
     _settings: dict[str, Any]
-    _params: dict[Optimizer, list[Tensor]]  # the model's, by enabled optimizer
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
@@ -102,26 +99,25 @@ class _EnabledAccelerator(accelerate.Accelerator):
                 "call, and call accelerator.free_memory() before the next ones (a Trainer on "
                 "several GPUs in one process is of this kind: use torchrun, or show it one GPU)"
             )
-        self._params = {o.optimizer: params_of(o.optimizer) for o in optimizers}
-        self.amp = tritonamp.enable(models, list(self._params), **self._settings)
+        self.amp = tritonamp.enable(models, [o.optimizer for o in optimizers], **self._settings)
         self.scaler = _SavedWithScaler(self.amp)
         for optimizer in optimizers:
-            optimizer.__class__ = _EnabledOptimizer
-            optimizer.amp, optimizer.alone = self.amp, len(optimizers) == 1
+            install(optimizer, _EnabledOptimizer, self.amp, len(optimizers) == 1)
         return result
 
     def free_memory(self, *objects: Any) -> Any:
         if self.amp is not None:
             self.amp.disable()
             self.amp = self.scaler = None
-            self._params = {}
+            for optimizer in filter(is_installed, self._optimizers):
+                uninstall(optimizer)
         return super().free_memory(*objects)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         if self.amp is None:
             return super().backward(loss, **kwargs)
         with self.amp.scale_loss(
-            loss / self.gradient_accumulation_steps, fed_by(loss, self._params)
+            loss / self.gradient_accumulation_steps, self.amp.fed_by(loss)
         ) as scaled:
             scaled.backward(**kwargs)
 
@@ -159,11 +155,16 @@ class _EnabledAccelerator(accelerate.Accelerator):
             yield
 
 
-class _EnabledOptimizer(AcceleratedOptimizer):
-    """A wrapper around an enabled optimizer, which tells a skip only to those who ask."""
+class _EnabledOptimizer(Swapped, AcceleratedOptimizer):
+    """A wrapper around an enabled optimizer, which tells a skip only to those who ask.
 
-    amp: tritonamp.Amp | None = None  # copies and pickles, which hold a plain optimizer, have none
-    alone = True
+    A copy, which holds a plain optimizer, is a plain wrapper.
+    """
+
+    _belongings = ("amp", "alone")
+    _kept_by_copies = False
+    amp: tritonamp.Amp
+    alone: bool  # the only one that was prepared
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -175,11 +176,8 @@ class _EnabledOptimizer(AcceleratedOptimizer):
         return self._is_overflow or (self.alone and self._last_was_skip())
 
     def _last_was_skip(self) -> bool:
-        history = [] if self.amp is None else self.amp.history
+        history = self.amp.history
         return bool(history) and history[-1].cause is not None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "amp"}
 
 
 class _SavedWithScaler:

@@ -13,6 +13,7 @@ from transformers.loss import loss_utils
 
 from tritonamp import functional
 from tritonamp.integrations.unread_logits import Head, UnreadLogits, leaves_logits_unread
+from tritonamp.policy import HALF_DTYPES
 
 # what they compute of logits is cross entropy alone (transformers 5.23)
 _LOSSES = frozenset(
@@ -88,7 +89,7 @@ class FusedLoss:
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss, FP32."""
-        half = logits.dtype in (torch.float16, torch.bfloat16)
+        half = logits.dtype in HALF_DTYPES
         if not half or torch.compiler.is_compiling():  # which leaves the copy out by itself
             return self._stock(logits, *args, **kwargs)
         if isinstance(logits, UnreadLogits):

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.integrations.graph import fed_by, params_of
-
-HALF = (torch.float16, torch.bfloat16)
+from tritonamp.policy import HALF_DTYPES
 
 
 class MixedPrecision(Precision):
@@ -44,7 +42,7 @@ class MixedPrecision(Precision):
         self.amp: tritonamp.Amp | None = None
         self._settings = settings
         self._module: nn.Module | None = None  # while it is enabled
-        self._params: dict[Optimizer, list[Tensor]] = {}  # the model's, in the order of the masters
+        self._optimizers: list[Optimizer] = []
         self._unscaled: set[Optimizer] = set()  # since the last backward
         self._came_in_half = False
         self._logged = -1  # the last batch that loggers were told about
@@ -55,8 +53,8 @@ class MixedPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Enable what the strategy has placed and wrapped."""
-        self._params = {o: params_of(o) for o in optimizers}
-        self._came_in_half = any(p.dtype in HALF for p in model.parameters())
+        self._optimizers = optimizers
+        self._came_in_half = any(p.dtype in HALF_DTYPES for p in model.parameters())
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
         self._module, self._logged = model, -1
         self.precision = "bf16-mixed" if self.amp.policy.dtype is torch.bfloat16 else "16-mixed"
@@ -77,7 +75,7 @@ class MixedPrecision(Precision):
         self.amp.disable()
         self._module.cpu()
         self._module = None
-        self._params.clear()
+        self._optimizers = []
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return the context of the forward: the op policy."""
@@ -117,8 +115,8 @@ class MixedPrecision(Precision):
         """``model.backward`` of the scaled loss, for the optimizers that are not toggled off."""
         feeds = [
             o
-            for o in fed_by(tensor, self._params)
-            if any(master.requires_grad for master in params_of(o))
+            for o in self._enabled().fed_by(tensor)
+            if any(p.requires_grad for group in o.param_groups for p in group["params"])
         ]
         self._unscaled.difference_update(feeds)
         with self._toggled_off(), self._enabled().scale_loss(tensor, feeds) as scaled:
@@ -130,11 +128,9 @@ class MixedPrecision(Precision):
 
         The graph does not see that they are: those of the model get back what they had.
         """
-        pairs = (
-            (p, master)
-            for o, own in self._params.items()
-            for p, master in zip(own, params_of(o), strict=True)
-        )
+        assert self._module is not None
+        masters = (master for _, master in self._enabled().named_master_params())
+        pairs = zip(self._module.parameters(), masters, strict=True)
         grads = {p: p.grad for p, master in pairs if p.requires_grad and not master.requires_grad}
         for p in grads:
             p.grad = None
@@ -179,7 +175,7 @@ class MixedPrecision(Precision):
         if (
             clip_val > 0
             and gradient_clip_algorithm == GradClipAlgorithmType.NORM
-            and len(self._params) == 1
+            and len(self._optimizers) == 1
         ):
             self._enabled().clip_grad_norm_(clip_val)
         elif clip_val > 0:

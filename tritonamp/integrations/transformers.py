@@ -5,6 +5,7 @@ from typing import Any
 
 import transformers
 
+from tritonamp.class_swap import Swapped, install, is_installed
 from tritonamp.integrations import accelerate
 from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
@@ -38,11 +39,11 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
     accelerate.enable(trainer.accelerator, **settings)
     if fused_loss and trainer.model is not None:  # else it is made when training begins
         fuse_loss(trainer.model)
-    cls = type(trainer)
-    trainer.__class__ = type(cls.__name__, (_EnabledTrainer, cls), {"__module__": cls.__module__})
+    if not is_installed(trainer):
+        install(trainer, _EnabledTrainer)
 
 
-class _EnabledTrainer(transformers.Trainer):
+class _EnabledTrainer(Swapped, transformers.Trainer):
     """A Trainer that logs its Amp's numbers, and whose checkpoints hold FP32 values.
 
     What ``save_model`` writes is of the dtype that the model was loaded in. The methods with an

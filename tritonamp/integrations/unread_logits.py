@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-HALF_DTYPES = torch.float16, torch.bfloat16
+from tritonamp.policy import HALF_DTYPES
+
 MIN_ROWS = 2048
 
 

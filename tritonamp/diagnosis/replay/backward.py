@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.diagnosis.replay.calls import is_finite
+from tritonamp.watched.ops import is_finite
 
 MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
 

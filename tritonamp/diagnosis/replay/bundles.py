@@ -127,8 +127,7 @@ def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = torch.load(Path(folder) / "inputs.pt", map_location="cpu", weights_only=True)
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), state["arguments"])
-    # in bundles of earlier versions there is none
-    snapshot = Snapshot(model, args, kwargs, method=state.get("method", "__call__"))
+    snapshot = Snapshot(model, args, kwargs, method=state["method"])
     cuda = {torch.device(name): generator for name, generator in state["cuda"].items()}
     if len(cuda) == 1 and device.type == "cuda":
         cuda = dict(zip([device], cuda.values(), strict=True))

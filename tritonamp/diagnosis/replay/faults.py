@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event, short
+from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event
+from tritonamp.names import short
 
 
 class Remedy(NamedTuple):
@@ -165,7 +166,7 @@ class FaultReport:
         lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
         code = ""
         if event.place.file:
-            code = linecache.getline(event.place.file, event.place.line).strip()
+            code = linecache.getline(event.place.file, event.place.number).strip()
         if code:
             lines.append(f"  code:    {code}")
         lines.append(f"  why:     {self.why}")
@@ -189,8 +190,9 @@ class FaultReport:
             parts.append(f"first NaN in {event.first_nan}")
         if self.silent and event.absorbed:
             parts.append(f"inf became a wrong finite number in {event.absorbed}")
-        if self.harmless and event.vanished:
-            parts.append(f"inf became a finite number in {event.vanished}")
+        if self.harmless:
+            became = f"became a finite number in {event.vanished}"
+            parts.append(f"inf {became if event.vanished else 'reached no result'}")
         if self.outcome:
             parts.append(self.outcome)
         if self.difference is not None:
@@ -214,7 +216,7 @@ class FaultReport:
             "class": event.place.kind,
             "op": self.op,
             "file": event.place.file,
-            "line": event.place.line,
+            "line": event.place.number,
             "aten": event.aten,
             "inputs": [
                 {

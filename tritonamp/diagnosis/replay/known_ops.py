@@ -6,20 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.replay.calls import Call
+from tritonamp.watched.ops import OpCall
 
-UNWRITTEN = {
-    "empty",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "empty_like",
-    "empty_permuted",
-    "resize",
-}
-"""Give memory that nobody has written to."""
-ADDS_A_NUMBER = {"add", "sub", "rsub", "clamp", "clamp_min"}
-"""What an eps is given to."""
 ON_PURPOSE = {
     "nan_to_num",
     "where",
@@ -72,11 +60,11 @@ def family(op: str) -> set[str]:
     return {key for key, names in FAMILIES.items() if name in names.split()}
 
 
-def is_masked(call: Call) -> bool:
+def is_masked(call: OpCall) -> bool:
     """Return whether a call is a softmax with a row of nothing but -inf."""
-    if "softmax" not in family(call.signature.name) and "attention" not in call.signature.name:
+    if "softmax" not in family(call.schema.name) and "attention" not in call.schema.name:
         return False
-    dim = call.args[1] if "softmax" in call.signature.name else -1
+    dim = call.args[1] if "softmax" in call.schema.name else -1
     lines = [t for t in call.inputs() if t.dim() > 0 or dim in (0, -1)]
     return any(bool((t == -math.inf).all(dim).any()) for t in lines)
 

@@ -1,7 +1,6 @@
 """Run a failing batch again, and find the op where inf or NaN begins. Leaves no trace."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,20 +12,21 @@ from torch.utils._pytree import tree_leaves
 
 from tritonamp.ambient import preserve
 from tritonamp.diagnosis.replay.backward import Backward
-from tritonamp.diagnosis.replay.calls import floats, is_finite
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
-from tritonamp.diagnosis.replay.places import Names, storage
+from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.snapshots import devices, restore_training, training_flags
-from tritonamp.diagnosis.replay.verdicts import Event, Place, judge
+from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.frames import Role, plays
+from tritonamp.watched.frames import Role, plays
+from tritonamp.watched.ops import floats, is_finite, storage
+from tritonamp.watched.places import Place
 
 NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
 
 
-@plays(Role.REPLAY)
+@plays(Role.RUN)
 def find_fault(
     model: nn.Module | Iterable[nn.Module],
     run: Callable[[], Any],
@@ -126,7 +126,7 @@ class _Replay:
     """One forward, perhaps with its backward, under a ``Watch``."""
 
     def __init__(self, models: list[nn.Module], dtype: torch.dtype, scale: float) -> None:
-        self.names = Names(models)
+        self.names = ModelNames(models)
         self.watch = Watch(self.names)
         self.dtype = dtype
         self.scale = scale
@@ -139,9 +139,7 @@ class _Replay:
 
         Where torch refuses a constant that the format cannot hold: the report of that.
         """
-        with self.watch, warnings.catch_warnings():
-            # about the hooks of the watch
-            warnings.filterwarnings("ignore", message="Using `torch.compile")
+        with self.watch:
             try:
                 output = run()
             except RuntimeError as error:
@@ -159,7 +157,7 @@ class _Replay:
         if seen:
             event = seen[-1]
         else:
-            place = self.watch.tracker.of_traceback(error.__traceback__)
+            place = self.watch.place_of_failure(error)
             event = Event(place, "forward", self.dtype)
         return FaultReport(
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
@@ -185,7 +183,7 @@ class _Replay:
 
     def vanished(self) -> FaultReport | None:
         """Report an overflow that vanished, and left the right numbers as far as is known."""
-        found = next((e for e in self.watch.events if e.vanished), None)
+        found = next((e for e in self.watch.events if e.overflowed), None)
         return None if found is None else self._fault(found, harmless=True)
 
     def _first(self, events: list[Event]) -> Event:
@@ -233,11 +231,11 @@ class _Replay:
         grads = backward.gradients(self.scale)
         if all(map(is_finite, grads)):
             return None if any(bool(g.any()) for g in grads) else self._vanished(backward)
-        self.watch.in_backward = True
+        self.watch.phase = "backward"
         with self.watch:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
-                    self.watch.tracker.inputs[storage(seed)] = f"gradient of output {i}"
+                    self.watch.inputs[storage(seed)] = f"gradient of output {i}"
             named = list(
                 zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True)
             )
@@ -257,7 +255,7 @@ class _Replay:
         fits = backward.smallest_scale(self.scale)
         if fits is None:
             return None  # they are zero at every scale: no matter of precision
-        self.watch.in_backward = self.watch.looks_for_zeros = True
+        self.watch.phase, self.watch.looks_for_zeros = "backward", True
         with self.watch:
             backward.gradients(self.scale)
         event = self.watch.zeroed or Event(_RESULT, "backward", self.dtype)
@@ -266,7 +264,7 @@ class _Replay:
         )
 
 
-_RESULT = Place(None, "", "", None, 0)
+_RESULT = Place()
 
 
 def _fp32_values(models: list[nn.Module]) -> list[Fp32Values]:

@@ -7,40 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from tritonamp.diagnosis.replay.known_ops import family
+from tritonamp.names import short
+from tritonamp.watched.places import Place
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an op ran.
-
-    Attributes:
-        module: full name of the innermost module, "" for the model itself, None outside of it.
-        kind: class name of that module.
-        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
-        file: the user's source, None where only torch was between the model and the op.
-        line: in that file; 0 where there is none.
-    """
-
-    module: str | None
-    kind: str
-    op: str
-    file: str | None
-    line: int
-
-    @property
-    def name(self) -> str:
-        """The module in words."""
-        if self.module is None:
-            return "outside the model"
-        return self.module or f"the model itself ({self.kind})"
-
-    def __str__(self) -> str:
-        line = f" at {self.file}:{self.line}" if self.file else ""
-        return f"{self.name}, op {self.op}{line}"
-
-
-@dataclass(frozen=True)
-class Operand:
+class OpInput:
     """A floating tensor that went into an op.
 
     Attributes:
@@ -93,7 +65,7 @@ class Event:
     phase: str
     dtype: torch.dtype
     aten: str = ""
-    inputs: tuple[Operand, ...] = ()
+    inputs: tuple[OpInput, ...] = ()
     nan: bool = False
     exact: float | None = None
     quiet: bool = False
@@ -306,8 +278,3 @@ def judge(event: Event, fits: float | None = None) -> str:
             return "backward_nan"
         return "scale_too_high" if fits is not None and fits >= 1 else "gradient_overflow"
     return next((kind for kind, holds in FORWARD if holds(event)), "unknown")
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -1,37 +1,47 @@
 """A dispatch mode that notes at which ops of a run inf and NaN begin and end."""
 
 import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.diagnosis.replay.calls import Call, amax, floats, is_finite, is_watched
-from tritonamp.diagnosis.replay.exact_values import ExactValues
 from tritonamp.diagnosis.replay.known_ops import (
-    ADDS_A_NUMBER,
     DIVISORS,
     DOES_NOT_FIT,
     ON_PURPOSE,
-    UNWRITTEN,
     are_same,
     differ,
     family,
     is_masked,
 )
-from tritonamp.diagnosis.replay.places import Names, PlaceTracker, Rule, storage
-from tritonamp.diagnosis.replay.verdicts import Event, Operand, Place
+from tritonamp.diagnosis.replay.memories import Memories
+from tritonamp.diagnosis.replay.model_names import ModelNames
+from tritonamp.diagnosis.replay.verdicts import Event, OpInput
+from tritonamp.watched.ops import (
+    ADDS_A_NUMBER,
+    READ_NO_VALUES,
+    OpCall,
+    amax,
+    floats,
+    is_finite,
+    is_watched,
+    storage,
+)
+from tritonamp.watched.places import Place, PlacedOps, Way
 
 
-class Watch(TorchDispatchMode):
+class Watch(PlacedOps):
     """Looks at every op while it is active. Waits for the device at each.
 
+    Args:
+        names: of modules, parameters and buffers.
+
     Attributes:
-        names: of parameters and buffers.
-        tracker: knows where ops run.
-        in_backward: set by the owner when the backward begins.
+        inputs: storage of a tensor that a model was called with to its name.
+        phase: "forward"; set to "backward" by the owner where that begins.
         looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is
             zero, and should not.
         events: in the order in which they happened.
@@ -40,36 +50,44 @@ class Watch(TorchDispatchMode):
             before.
     """
 
-    def __init__(self, names: Names) -> None:
-        super().__init__()
-        self.names = names
-        self.tracker = PlaceTracker(names)
-        self.in_backward = False
+    def __init__(self, names: ModelNames) -> None:
+        super().__init__(names.modules)
+        self.model_names = names
+        self.inputs: dict[int, str] = {}
+        self.phase = "forward"
         self.looks_for_zeros = False
         self.events: list[Event] = []
         self.zeroed: Event | None = None
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._origins: dict[int, Event] = {}  # of what is not finite, by storage
-        # what was added and is zero in that format, by storage
-        self._eps: dict[int, tuple[float, torch.dtype]] = {}
-        self._exact = ExactValues()
-        self._unwritten: set[int] = set()  # storages that an op allocated and none has written to
+        self._memories = Memories()
 
-    def __enter__(self) -> "Watch":
-        self.tracker.begin()
-        super().__enter__()
-        return self
+    def entered(self, module: nn.Module, args: Any) -> None:
+        super().entered(module, args)
+        if module in self.model_names.roots:
+            self.inputs |= {storage(t): f"input {i}" for i, t in enumerate(args) if is_watched(t)}
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self.tracker.end()
+    def _asked(self, call: OpCall) -> tuple[OpCall, Place]:
+        """Return the op that the user called, which a rule of the op table may carry out."""
+        way = Way.out_of(sys._getframe(1))
+        if way.rule is not None:
+            found = way.rule.f_locals
+            asked = OpCall(found["stock"].target, found["args"], found["kwargs"])
+        else:
+            asked = call
+        here = self.here(asked.schema.name, way)
+        is_cast = way.at_edge and asked is call and call.schema.name == "to_copy"
+        if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
+            # an output that is cast belongs to its maker
+            here = next((self._memories.of(t).maker or here for t in call.inputs()), here)
+        return asked, self.settled(here)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = Call(func, args, kwargs or {})
-        place, rule = self.tracker.current(call.signature.name, call.inputs(), self.in_backward)
+        call = OpCall(func, args, kwargs or {})
+        asked, place = self._asked(call)
         before = self._before(call)
+        asked = before if asked is call else asked
         try:
-            result = func(*args, **call.kwargs)
+            result = call.run()
         except RuntimeError as error:
             if DOES_NOT_FIT in str(error):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
@@ -78,71 +96,57 @@ class Watch(TorchDispatchMode):
                 )
                 self.events.append(event)
             raise
-        results = floats([result, call.pick(call.signature.written)])
+        results = floats([result, call.pick(call.schema.written)])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
         with torch.no_grad(), torch._C._DisableAutocast():
-            self._look(before, place, rule, results, floats([args, call.kwargs]))
+            self._look(before, place, asked, results, floats([args, call.kwargs]))
         return result
 
-    def _before(self, call: Call) -> Call:
+    def _before(self, call: OpCall) -> OpCall:
         """Return the call with copies of what it is about to write to."""
-        written = call.signature.written
+        written = call.schema.written
         if not written:
             return call
         for tensor in tree_leaves(call.pick(written)):
-            weight = self.names.weight(tensor) if is_watched(tensor) else None
+            weight = self.model_names.weight(tensor) if is_watched(tensor) else None
             if weight is not None:
                 self.writes.setdefault(weight[0], (weight[1], weight[1].detach().clone()))
         with torch.no_grad():
-            return call.map(self._copy, written)
-
-    def _copy(self, value: Any) -> Any:
-        if not is_watched(value):
-            return value
-        copy = value.detach().clone()
-        for known in (self._origins, self._eps):
-            known.pop(storage(copy), None)
-            if storage(value) in known:
-                known[storage(copy)] = known[storage(value)]  # type: ignore[assignment]
-        values = self._exact.get(value)
-        if values is not None:
-            self._exact.put(copy, values)
-        return copy
+            copy = self._memories.copied
+            return call.map(lambda value: copy(value) if is_watched(value) else value, written)
 
     def _look(
         self,
-        call: Call,
+        call: OpCall,
         place: Place,
-        rule: Rule | None,
+        asked: OpCall,
         results: list[Tensor],
         given: list[Tensor],
     ) -> None:
-        held = set() if call.signature.name == "lift_fresh" else {storage(t) for t in given}
+        held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
             if storage(t) not in held:  # new memory, perhaps where older one has been
-                self._origins.pop(storage(t), None)
-                self._eps.pop(storage(t), None)
-                self._exact.forget(t)
-                self._unwritten.discard(storage(t))
-        if call.signature.name in UNWRITTEN:
-            self._unwritten.update(storage(t) for t in results)
+                self._memories.renew(t, call.allocates)
+        if call.allocates:
             return
-        if not call.signature.written:  # a view of memory that is still to be written to
-            results = [t for t in results if storage(t) not in self._unwritten]
+        if not call.schema.written:  # a view of memory that is still to be written to
+            results = [t for t in results if not self._memories.of(t).unwritten]
         bad = [t for t in results if not is_finite(t)]
         if bad:
-            event = self._cause(call, place, rule, bad)
-            self._origins.update((storage(t), event) for t in bad)
+            event = self._cause(call, place, asked, bad)
+            for t in bad:
+                self._memories.of(t).origin = event
         self._follow(call, place, results)
-        self.tracker.made(results, place)
+        for t in results:
+            self._memories.of(t).maker = place
         self._note_eps(call, results)
-        if self.looks_for_zeros and self.in_backward and results and self.zeroed is None:
+        if self.looks_for_zeros and results and self.zeroed is None:
             self._note_zeros(call, place, results[0])
 
     # inf and NaN
 
-    def _cause(self, call: Call, place: Place, rule: Rule | None, bad: list[Tensor]) -> Event:
+    def _cause(self, call: OpCall, place: Place, asked: OpCall, bad: list[Tensor]) -> Event:
         """Return the event behind results that are not finite.
 
         It is an earlier one that reached this op, or a new one.
@@ -167,40 +171,40 @@ class Watch(TorchDispatchMode):
         infinite = any(not math.isfinite(s) for s in call.scalars())
         if causes and not nan:
             return causes[0]
-        return self._new(call, place, rule, bad[0], nan, masked, bool(causes) or infinite)
+        return self._new(call, place, asked, bad[0], nan, masked, bool(causes) or infinite)
 
     def _new(
         self,
-        call: Call,
+        call: OpCall,
         place: Place,
-        rule: Rule | None,
+        asked: OpCall,
         bad: Tensor,
         nan: bool,
         masked: bool,
         constant: bool,
     ) -> Event:
-        name = call.signature.name
+        name = call.schema.name
         inputs = call.inputs()
-        given = inputs if rule is None else floats([rule.args, rule.kwargs])
+        given = asked.inputs()
         divisor = None
         if name in DIVISORS and len(call.args) > DIVISORS[name]:
             divisor = call.args[DIVISORS[name]]
         rounded = False
         if "cast" in family(name):
-            rounded = rule is None or storage(inputs[0]) in {storage(t) for t in given}
-        named = [self.names.weight(t) for t in inputs] if rounded else []
+            rounded = asked is call or storage(inputs[0]) in {storage(t) for t in given}
+        named = [self.model_names.weight(t) for t in inputs] if rounded else []
         event = Event(
             place,
-            "backward" if self.in_backward else "forward",
+            self.phase,
             bad.dtype,
-            str(call.func if rule is None else rule.func),
-            tuple(Operand(t.dtype, tuple(t.shape), amax(t)) for t in given[:6]),
+            str(asked.func),
+            tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in given[:6]),
             nan=nan,
             exact=None if constant and not nan else call.exact(bad),
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=self._eps.get(storage(divisor)) if isinstance(divisor, Tensor) else None,
+            eps=self._memories.of(divisor).eps if isinstance(divisor, Tensor) else None,
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
@@ -212,11 +216,11 @@ class Watch(TorchDispatchMode):
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
-        known = self._origins.get(storage(tensor))
-        if known is not None:
-            return known
-        weight = self.names.weight(tensor)
-        label = self.tracker.inputs.get(storage(tensor))
+        memory = self._memories.of(tensor)
+        if memory.origin is not None:
+            return memory.origin
+        weight = self.model_names.weight(tensor)
+        label = self.inputs.get(storage(tensor))
         nan = bool(tensor.isnan().any())
         only_negative = not nan and not bool((tensor == math.inf).any())
         quiet = only_negative or (tensor.dim() == 0 and not nan)
@@ -225,7 +229,7 @@ class Watch(TorchDispatchMode):
             source = "parameters"
             name = weight[0]
             quiet = quiet and not isinstance(weight[1], nn.Parameter)
-        elif storage(tensor) in self._unwritten or self.in_backward:
+        elif memory.unwritten or self.phase == "backward":
             source = "propagated"
             name = label or "a tensor that no op of torch wrote"
         else:
@@ -234,63 +238,58 @@ class Watch(TorchDispatchMode):
             if tensor.dim() > 1:
                 bad = ~torch.isfinite(tensor)
                 samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
-        event = Event(
-            place,
-            "backward" if self.in_backward else "forward",
-            tensor.dtype,
-            nan=nan,
-            quiet=quiet,
-            source=source,
-            names=(name,),
-            samples=samples,
-        )
-        self._origins[storage(tensor)] = event
+        event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
+        event.names, event.samples = (name,), samples
+        memory.origin = event
         self.events.append(event)
         return event
 
-    def _follow(self, call: Call, place: Place, results: list[Tensor]) -> None:
+    def _follow(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
         """Note where inf of an overflow became finite, and wrong; follow what it should be."""
-        found = [self._origins.get(storage(t)) for t in call.inputs() if not is_finite(t)]
-        met = [event for event in found if event is not None and event.overflowed]
-        made = [self._origins.get(storage(t)) for t in results if not is_finite(t)]
-        if self.in_backward or not (met or any(e is not None and e.overflowed for e in made)):
+        if call.schema.name in READ_NO_VALUES or self.phase == "backward":
             return
-        exact = self._exact.results(call)
-        if call.signature.written:
+        met, made = self._overflows(call.inputs()), self._overflows(results)
+        if not met and not made:
+            return
+        exact = self._memories.results(call)
+        if call.schema.written:
             for t in results:
-                self._exact.forget(t)
+                self._memories.forget(t)
         for result, values in zip(results, exact, strict=False):
             if result.shape != values.shape:
                 continue
             finite = torch.isfinite(result)
             wrong = differ(result[finite], values[finite])
-            if met and met[0].absorbed is None and wrong and call.signature.name not in ON_PURPOSE:
+            if met and met[0].absorbed is None and wrong and call.schema.name not in ON_PURPOSE:
                 met[0].absorbed = place
             if not bool(finite.all()):
-                self._exact.put(result, values)
-        if met and not made and met[0].vanished is None:
+                self._memories.put(result, values)
+        ends = bool(results) and all(map(is_finite, results))
+        if met and ends and met[0].vanished is None:
             met[0].vanished = place
+
+    def _overflows(self, tensors: list[Tensor]) -> list[Event]:
+        origins = [self._memories.of(t).origin for t in tensors if not is_finite(t)]
+        return [event for event in origins if event is not None and event.overflowed]
 
     # numbers that round to zero
 
-    def _note_eps(self, call: Call, results: list[Tensor]) -> None:
-        found = next(
-            (self._eps[storage(t)] for t in call.inputs() if storage(t) in self._eps), None
-        )
+    def _note_eps(self, call: OpCall, results: list[Tensor]) -> None:
+        found = next(filter(None, (self._memories.of(t).eps for t in call.inputs())), None)
         for t in results:
             eps = found
-            if call.signature.name in ADDS_A_NUMBER:
+            if call.schema.name in ADDS_A_NUMBER:
                 small = torch.finfo(t.dtype).smallest_normal * torch.finfo(t.dtype).eps / 2
                 eps = next(((s, t.dtype) for s in call.scalars() if 0 < abs(s) <= small), found)
             if eps is not None and bool((t == 0).any()):
-                self._eps[storage(t)] = eps
+                self._memories.of(t).eps = eps
 
-    def _note_zeros(self, call: Call, place: Place, result: Tensor) -> None:
+    def _note_zeros(self, call: OpCall, place: Place, result: Tensor) -> None:
         if result.dtype.itemsize > 2 or bool(result.any()):
             return
         values = [amax(t) for t in call.in_float64()[:1]]
         if values and values[0] > 0:
-            inputs = tuple(Operand(t.dtype, tuple(t.shape), amax(t)) for t in call.inputs())
+            inputs = tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in call.inputs())
             self.zeroed = Event(
                 place, "backward", result.dtype, str(call.func), inputs, exact=values[0]
             )

@@ -1,0 +1,225 @@
+"""torch's own clipping of gradients that carry the loss scale is warned of, once, and only then."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as imported_before
+
+import tritonamp
+from tritonamp.diagnosis.scaled_clipping import CLIPPING, wrapped_cell
+
+X = torch.ones(2, 4)
+
+
+class Loop:
+    """A model, its optimizer and their handle."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.amp = tritonamp.enable(self.model, self.optimizer, **settings)
+
+    def backward(self) -> None:
+        self.amp.backward(self.model(X).sum())
+
+    def masters(self) -> list[Tensor]:
+        return list(self.amp.master_params())
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Loop]]:
+    made: list[Loop] = []
+
+    def new(**settings: Any) -> Loop:
+        made.append(Loop(**settings))
+        return made[-1]
+
+    yield new
+    for loop in made:
+        if loop.amp._enabled:
+            loop.amp.disable()
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, "tritonamp")
+    return lambda: [m for m in caplog.messages if m.startswith("torch.nn.utils.")]
+
+
+CALLS: dict[str, Callable[[Loop], Any]] = {
+    "attribute": lambda loop: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0),
+    "imported before": lambda loop: imported_before(loop.model.parameters(), max_norm=1.0),
+    "one tensor": lambda loop: imported_before(loop.model.weight, 1.0),
+    "by keyword": lambda loop: imported_before(parameters=[loop.model.bias], max_norm=1.0),
+    "masters": lambda loop: imported_before(loop.masters(), 1.0),
+    "values": lambda loop: torch.nn.utils.clip_grad_value_(loop.model.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_line_is_named_and_what_to_call(
+    call: str, level: str, make: Callable[..., Loop], warned: Callable[[], list[str]]
+) -> None:
+    loop, clip = make(level=level), CALLS[call]
+    loop.backward()
+    clip(loop)
+    (message,) = warned()
+    name = "clip_grad_value_" if call == "values" else "clip_grad_norm_"
+    line = f"{os.path.abspath(__file__)}:{inspect.getsourcelines(clip)[1]}"
+    assert message.startswith(f"torch.nn.utils.{name} at {line} is given gradients that still")
+    assert "amp.clip_grad_norm_(max_norm) in its place, or amp.unscale_() before it" in message
+    clip(loop)
+    assert len(warned()) == 1
+
+
+def test_a_loss_that_was_scaled_by_hand(
+    make: Callable[..., Loop], warned: Callable[[], list[str]]
+) -> None:
+    loop = make(level="O1")
+    loop.amp.scaler.scale(loop.model(X).sum()).backward()
+    imported_before(loop.model.parameters(), 1.0)
+    assert len(warned()) == 1
+
+
+def after_unscale(loop: Loop) -> None:
+    loop.backward()
+    loop.amp.unscale_()
+
+
+def after_unscale_by_hand(loop: Loop) -> None:
+    loop.amp.scaler.scale(loop.model(X).sum()).backward()
+    loop.amp.scaler.unscale_(loop.optimizer)
+
+
+def after_a_step(loop: Loop) -> None:
+    loop.backward()
+    loop.optimizer.step()
+
+
+def of_another_model(loop: Loop) -> None:
+    loop.backward()
+    other = nn.Linear(4, 4)
+    other(X).sum().backward()
+    imported_before(other.parameters(), 1.0)
+    loop.amp.unscale_()
+
+
+def after_a_plain_backward(loop: Loop) -> None:
+    loop.model(X).sum().backward()
+
+
+def compiled(loop: Loop) -> None:
+    loop.backward()
+    torch.compile(imported_before, backend="eager")(loop.model.weight, 1.0)
+    loop.amp.unscale_()
+
+
+HARMLESS = (
+    after_unscale,
+    after_unscale_by_hand,
+    after_a_step,
+    of_another_model,
+    after_a_plain_backward,
+    compiled,
+)
+
+
+@pytest.mark.parametrize("prepare", HARMLESS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nothing_is_said_of_other_gradients(
+    level: str,
+    prepare: Callable[[Loop], None],
+    make: Callable[..., Loop],
+    warned: Callable[[], list[str]],
+) -> None:
+    loop = make(level=level)
+    prepare(loop)
+    imported_before(loop.model.parameters(), 1.0)
+    imported_before(loop.masters(), 1.0)
+    torch.nn.utils.clip_grad_value_(loop.model.parameters(), 1.0)
+    assert warned() == []
+
+
+@pytest.mark.parametrize("settings", [{"level": "O0"}, {"level": "O2", "dtype": torch.bfloat16}])
+def test_nothing_is_said_where_there_is_no_scale(
+    settings: dict[str, Any], make: Callable[..., Loop], warned: Callable[[], list[str]]
+) -> None:
+    loop = make(**settings)
+    loop.backward()
+    imported_before(loop.model.parameters(), 1.0)
+    assert warned() == []
+
+
+def test_nothing_is_said_of_parameters_of_no_enabled_optimizer(
+    warned: Callable[[], list[str]],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-3)
+    with tritonamp.enable(model, optimizer, level="O1") as amp:
+        amp.backward(model(X).sum())
+        imported_before(model[1].parameters(), 1.0)
+        assert warned() == []
+        imported_before(model.parameters(), 1.0)
+        assert len(warned()) == 1
+
+
+def test_nothing_is_said_of_parameters_that_the_loss_did_not_use(
+    warned: Callable[[], list[str]],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with tritonamp.enable(model, optimizer, level="O1") as amp, amp.autocast():
+        amp.backward(model[0](X).sum())
+        imported_before(model[1].parameters(), 1.0)
+    assert warned() == []
+
+
+def test_ours_says_nothing(make: Callable[..., Loop], warned: Callable[[], list[str]]) -> None:
+    loop = make(level="O2")
+    for _ in range(2):
+        loop.backward()
+        loop.amp.clip_grad_norm_(1.0)
+        loop.optimizer.step()
+    assert warned() == []
+
+
+def test_what_is_clipped_is_what_torch_clips(make: Callable[..., Loop]) -> None:
+    plain = nn.Linear(4, 4)
+    plain(X).sum().backward()
+    own = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
+    expected = imported_before(plain.parameters(), 0.5)
+    clipped = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
+    make(level="O1")
+    for param, grad in zip(plain.parameters(), own, strict=True):
+        param.grad = grad
+    assert torch.equal(imported_before(plain.parameters(), 0.5), expected)
+    assert all(map(torch.equal, [p.grad for p in plain.parameters()], clipped))  # type: ignore
+
+
+def test_torchs_warning_of_an_empty_generator_stays(make: Callable[..., Loop]) -> None:
+    make(level="O1")
+    with pytest.warns(UserWarning, match="empty generator"):
+        imported_before((p for p in ()), 1.0)
+
+
+def test_the_last_disable_puts_torchs_functions_back() -> None:
+    cells = [wrapped_cell(function) for function in CLIPPING]
+    assert None not in cells  # else torch has changed, and nobody would be warned
+    stock = [cell.cell_contents for cell in cells if cell is not None]
+    first, second = Loop(level="O1"), Loop(level="O2")
+
+    def now() -> list[Any]:
+        return [cell.cell_contents for cell in cells if cell is not None]
+
+    assert not set(now()) & set(stock)
+    first.amp.disable()
+    assert not set(now()) & set(stock)
+    second.amp.disable()
+    assert now() == stock

@@ -1,0 +1,117 @@
+"""Where ops run: modules and lines, in the forward and in the backward."""
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tritonamp.watched.ops import OpCall, schema_of
+from tritonamp.watched.places import Place, PlacedOps
+
+aten = torch.ops.aten
+
+
+class Seen(PlacedOps):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__({module: name for name, module in model.named_modules()})
+        self.ops: list[tuple[str, Place, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = OpCall(func, args, kwargs or {})
+        self.ops.append((call.schema.name, self.place(call.schema.name), self.in_backward()))
+        return call.run()
+
+    def of(self, op: str) -> list[tuple[Place, bool]]:
+        return [(place, backward) for name, place, backward in self.ops if name == op]
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Tanh()
+        self.line = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.line = sys._getframe().f_lineno + 1
+        return self.inner(x.exp())
+
+
+def test_module_and_line_in_forward_and_backward() -> None:
+    model = nn.Sequential(Doubles())
+    x = torch.ones(2, requires_grad=True)
+    with Seen(model) as seen:
+        model(x).sum().backward()
+    here = Place("0", file=__file__, number=model[0].line)
+    assert seen.of("exp") == [(here, False)]
+    assert seen.of("tanh") == [(Place("0.inner", file=__file__, number=model[0].line), False)]
+    ((place, backward),) = seen.of("tanh_backward")
+    assert (place.module, place.op, backward) == ("0.inner", "tanh", True)
+    assert [place.module for place, _ in seen.of("sum")] == [None]
+    assert str(seen.of("exp")[0][0]) == f"0, op exp at {__file__}:{model[0].line}"
+    assert here.line == f"tests/watched/test_places.py:{model[0].line}"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_is_forward(use_reentrant: bool) -> None:
+    model = nn.Sequential(Doubles())
+    x = torch.ones(2, requires_grad=True)
+    with Seen(model) as seen:
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert [(p.module, backward) for p, backward in seen.of("exp")] == [("0", False)] * 2
+    assert [(p.module, backward) for p, backward in seen.of("tanh_backward")] == [("0.inner", True)]
+
+
+def test_a_module_that_raises_is_known_with_its_line() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(sys._getframe().f_lineno)
+
+    model = nn.Sequential(nn.Identity(), Raises())
+    seen = Seen(model)
+    with pytest.raises(RuntimeError) as raised, seen:
+        model(torch.ones(1))
+    assert seen.failed is model[1] and not seen.modules
+    place = seen.place_of_failure(raised.value)
+    assert place == Place("1", file=__file__, number=raised.value.args[0])
+    assert place.kind == "Raises"
+
+
+def test_a_module_in_another_thread_is_noted_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Identity())
+    with Seen(model) as seen:
+        thread = threading.Thread(target=lambda: model[1](torch.ones(1)))
+        thread.start()
+        thread.join()
+        model[0](torch.ones(1))
+    assert seen.threads == {"1": None} and seen.of("tanh")[0][0].module == "0"
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    hooks = nn.modules.module
+    before = len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)
+    with pytest.raises(ValueError, match="inside"), Seen(nn.Tanh()):
+        raise ValueError("inside")
+    assert (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)) == before
+
+
+@pytest.mark.parametrize(
+    ("func", "aten_name", "name", "written", "overwritten", "is_view"),
+    [
+        (aten._softmax.default, "_softmax", "softmax", set(), set(), False),
+        (aten.add_.Tensor, "add_", "add", {0}, set(), False),
+        (aten.copy_.default, "copy_", "copy", {0}, {0}, False),
+        (aten.add.out, "add", "add", {"out"}, {"out"}, False),
+        (aten.view.default, "view", "view", set(), set(), True),
+    ],
+)
+def test_what_a_schema_says(
+    func: Any, aten_name: str, name: str, written: set, overwritten: set, is_view: bool
+) -> None:
+    schema = schema_of(func)
+    assert (schema.aten, schema.name, schema.is_view) == (aten_name, name, is_view)
+    assert (schema.written, schema.overwritten) == (written, overwritten)
+    assert not schema.random and schema_of(aten.rand_like.default).random

@@ -1,0 +1,171 @@
+"""The numbers of decisions: noted on the device, copied to the host."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.diagnosis.records import Attached
+from tritonamp.kernels._transfer import upload
+from tritonamp.kernels.decide import AMAX, CLEAN, FAULT, OVERFLOW, RECORD, Record
+from tritonamp.kernels.device import is_capturing, refuse_capture
+from tritonamp.readback import Readback, Reading
+
+COUNTS = {"clean": CLEAN, "scale_overflows": OVERFLOW, "forward_faults": FAULT}
+"""Outcomes of decisions, as states name them, to where they are counted."""
+_KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
+
+
+class DeviceRecord:
+    """The record of the last decision, which the next one writes over.
+
+    ::
+
+        RECORD numbers, see kernels.decide.Record | a magnitude by rank | one by parameter | loss
+
+    It is made anew where parameters are added, or ranks change, and goes on from what it held.
+
+    Args:
+        names: gives parameter of the model to its full name; asked again when parameters are added.
+    """
+
+    def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
+        self._ask_names = names
+        self._names = dict(names())
+        self._ranks: Sequence[int] = ()
+        self._kept = [0.0] * _KEPT  # until there is a record
+        self._copied: Tensor | None = None  # what is copied to the host: numbers, and the loss
+        self._numbers: Tensor | None = None  # a part of it, as are the next two
+        self._counts: Tensor | None = None
+        self._loss: Tensor | None = None  # NaN: not known
+        self._knows_loss = False
+        # by the ids of a decision's lists of parameters, which are kept: nothing else has their ids
+        self._places: dict[tuple[int, ...], tuple[Record, Sequence[list[Tensor]]]] = {}
+        self._outgrown: list[Any] = []  # where the replays of a CUDA graph may still write
+        self._readback: Readback | None = None
+
+    def place(
+        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
+    ) -> Record | None:
+        """Return where the decision about the gradients of ``params`` is to be noted.
+
+        Args:
+            params: one list for each optimizer. The lists do not change: other parameters come in
+                other lists.
+            device: where the decision is made.
+            ranks: behind the parameters the decision has a magnitude for each of these.
+
+        Returns:
+            None where there is no such place yet.
+        """
+        found = self._places.get(tuple(map(id, params)))
+        if found is None or ranks != self._ranks or found[0].numbers.device != device:
+            return None
+        return found[0]
+
+    def make_place(
+        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
+    ) -> Record:
+        """Make the place that ``place`` returns from then on; copies under way must be read."""
+        flat = [param for part in params for param in part]
+        positions = {param: i for i, param in enumerate(flat)}
+        if not positions.keys() <= self._names.keys():
+            later, new = self._ask_names(), positions.keys() - self._names.keys()
+            self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
+        size = RECORD + len(ranks) + len(self._names)
+        numbers = self._numbers
+        if (
+            numbers is None
+            or len(numbers) != size
+            or numbers.device != device
+            or ranks != self._ranks
+        ):
+            numbers = self._make_room(size, device, ranks)
+        found = [
+            *range(len(flat), len(flat) + len(ranks)),
+            *(positions.get(p, -1) for p in self._names),
+        ]
+        record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device))
+        self._places[tuple(map(id, params))] = record, params
+        return record
+
+    def _make_room(self, size: int, device: torch.device, ranks: Sequence[int]) -> Tensor:
+        """Make a new record, which begins with what the one before holds."""
+        refuse_capture(device, "the record of steps")
+        before, first = self.values(), RECORD + len(self._ranks)
+        by_rank = before[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
+        kept = before[:RECORD] + by_rank + before[first:]
+        values = kept + [0.0] * (size - len(kept))
+        copied = _uploaded(torch.tensor([*values, math.nan], dtype=torch.float64), device)
+        readback = Readback(copied)  # takes memory: nothing is half-way if there is none
+        self._outgrown += [record for record, _ in self._places.values()]
+        self._copied, self._readback = copied, readback
+        self._numbers, self._counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
+        self._knows_loss = False
+        self._ranks = ranks
+        self._places = {}
+        return self._numbers
+
+    # on the way to the host
+
+    def note_loss(self, loss: Tensor | None) -> None:
+        """Note the loss of the decision that was made: 0-d on the device; None: not known."""
+        if self._loss is not None and (loss is not None or self._knows_loss):
+            self._loss.fill_(math.nan) if loss is None else self._loss.copy_(loss)
+            self._knows_loss = loss is not None
+
+    def start_reading(self, attached: Attached) -> None:
+        """Start copying the record to the host."""
+        assert self._readback is not None and self._copied is not None
+        self._readback.start(self._copied, attached)
+
+    def cancel_last_reading(self) -> None:
+        """Drop the copy that was started last."""
+        if self._readback is not None:
+            self._readback.cancel_last()
+
+    def readings(self, wait: bool) -> Iterator[Reading]:
+        """Yield the copies that have arrived, the loss last; with ``wait`` all of them."""
+        if self._readback is not None and (wait or not self.is_captured):
+            yield from self._readback.ready(wait)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a question, or its answer, would become part of a CUDA graph."""
+        return self._numbers is not None and is_capturing(self._numbers.device)
+
+    # the numbers
+
+    @property
+    def counts(self) -> Tensor | None:
+        """How many decisions had each outcome, on the device; None: there was no decision."""
+        return self._counts
+
+    def values(self) -> list[float]:
+        """Return the numbers of the last decision, or those that were loaded. Reads the device."""
+        if self._numbers is None:
+            return [*self._kept, *[0.0] * (RECORD - _KEPT)]
+        return self._numbers.tolist()
+
+    def load(self, kept: Sequence[float]) -> None:
+        """Begin with these: counts, norm and largest magnitude of the last good step."""
+        self._kept = [float(number) for number in kept]
+        if self._numbers is not None:
+            self._numbers[:_KEPT] = torch.tensor(self._kept, dtype=torch.float64)
+
+    def by_name(self, values: Sequence[float]) -> dict[str, float]:
+        """Return the magnitudes in such numbers by name of the parameter."""
+        return dict(zip(self._names.values(), values[RECORD + len(self._ranks) :], strict=True))
+
+    def by_rank(self, values: Sequence[float]) -> dict[int, float]:
+        """Return the magnitudes in such numbers by rank."""
+        end = RECORD + len(self._ranks)
+        return dict(zip(self._ranks, values[RECORD:end], strict=True))
+
+
+def _uploaded(values: Tensor, device: torch.device) -> Tensor:
+    target = torch.empty_like(values, device=device)
+    upload(values, target)
+    return target

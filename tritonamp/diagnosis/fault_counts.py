@@ -1,0 +1,62 @@
+"""How many faults there were: what the answer to the next one depends on."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+HEAL_AFTER = 2  # faults in one module
+FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
+
+
+class FaultCounts(NamedTuple):
+    """Counts of the faults that a lower scale cannot help.
+
+    Attributes:
+        in_a_row: since the last step that was taken.
+        seen: since the last heal, of those that a replay can find.
+        by_module: those that a replay has found in a module, by its name.
+    """
+
+    in_a_row: int = 0
+    seen: int = 0
+    by_module: Mapping[str, int] = {}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "FaultCounts":
+        """Return what ``to_dict`` was called on; an empty state is a new beginning."""
+        return cls(**{name: state[name] for name in cls._fields if name in state})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        return {**self._asdict(), "by_module": dict(self.by_module)}
+
+    @classmethod
+    def largest(cls, counts: Sequence["FaultCounts"]) -> "FaultCounts":
+        """Return what any of several ranks has counted."""
+        by_module = Counter[str]()
+        for one in counts:
+            by_module |= Counter(one.by_module)
+        in_a_row, seen = (max(numbers) for numbers in zip(*(c[:2] for c in counts), strict=True))
+        return cls(in_a_row, seen, by_module)
+
+    def with_fault(self, replayable: bool) -> "FaultCounts":
+        """Return the counts with one more fault.
+
+        Args:
+            replayable: a replay can find it.
+        """
+        return self._replace(in_a_row=self.in_a_row + 1, seen=self.seen + replayable)
+
+    def with_module(self, name: str) -> "FaultCounts":
+        """Return the counts with the fault of this module that a replay has found."""
+        return self._replace(by_module={**self.by_module, name: self.by_module.get(name, 0) + 1})
+
+    @property
+    def wants_replay(self) -> bool:
+        """Whether the last fault that a replay can find is worth one."""
+        return self.seen <= FIRST_REPLAYS or is_power_of_two(self.seen)
+
+
+def is_power_of_two(n: int) -> bool:
+    """Tell whether a number from 0 is one: of repeated news these are told."""
+    return n & (n - 1) == 0

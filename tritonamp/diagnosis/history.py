@@ -1,0 +1,116 @@
+"""What became of the steps whose numbers were read, one by one."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tritonamp.diagnosis.records import StepRecord
+from tritonamp.diagnosis.skips import Explanation
+from tritonamp.kernels.decide import CLEAN, FAULT, OVERFLOW
+
+MOST = 1000  # steps
+
+
+class News(NamedTuple):
+    """What is new in a reading.
+
+    Attributes:
+        step: the number of the last decision, from 1.
+        taken: decisions to step since the reading before.
+        skipped: decisions to skip since then.
+    """
+
+    step: int
+    taken: int
+    skipped: int
+
+
+class History:
+    """The last steps, with the causes of those that were skipped.
+
+    Attributes:
+        records: the last steps, oldest first.
+        causes: how many skips had which cause.
+        counts: of decisions by outcome, at the last reading.
+        in_a_row: the skips since the last step, as far as each of them was read.
+        since: number of the first of the last steps that a lasting cause skipped; 0: the last was
+            not.
+        wrote: number of the step that has left the parameters as they are; 0: not known, or it was
+            not a step.
+    """
+
+    def __init__(self) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=MOST)
+        self.causes: Counter[str] = Counter()
+        self.counts = [0.0, 0.0, 0.0]
+        self.in_a_row = 0
+        self.since = 0
+        self.wrote = 0
+
+    @property
+    def taken(self) -> int:
+        """How many decisions were to step, by the last reading."""
+        return int(self.counts[CLEAN])
+
+    @property
+    def skipped(self) -> int:
+        """How many decisions were to skip, by the last reading."""
+        return int(self.counts[OVERFLOW] + self.counts[FAULT])
+
+    @property
+    def last_taken(self) -> int:
+        """The number of the last step that was seen, if it was taken; else -1."""
+        taken = self.records and self.records[-1].cause is None
+        return self.records[-1].step if taken else -1
+
+    def load(self, counts: Sequence[float]) -> None:
+        """Go on from other counts."""
+        self.counts = list(counts)
+        self.in_a_row = 0
+
+    def count(self, counts: Sequence[float]) -> News:
+        """Take the counts of a reading, and return what is new in them."""
+        clean, *skips = (int(now - then) for now, then in zip(counts, self.counts, strict=True))
+        self.counts = list(counts)
+        if clean or sum(skips) != 1:  # decisions between were not read
+            self.in_a_row = 0
+        self.in_a_row += sum(skips) > 0
+        return News(int(sum(counts)), clean, sum(skips))
+
+    def add_step(self, record: StepRecord) -> None:
+        """Note a step that was taken."""
+        self.since = 0
+        self.records.append(record)
+
+    def begin_skip(self, step: int, untouched: bool) -> None:
+        """Note, before the cause is known, what has written the parameters.
+
+        Args:
+            step: number of the skipped one.
+            untouched: nobody but the last step has written to the parameters since.
+        """
+        if not self.since:
+            self.wrote = step - 1 if untouched and self.last_taken == step - 1 else 0
+
+    def add_skip(self, found: Explanation, scale: float) -> None:
+        """Note a skip.
+
+        Args:
+            found: its explanation.
+            scale: the loss scale of the decision.
+        """
+        skip, cause = found.skip, found.cause
+        self.since = (self.since or skip.step) if cause.lasting else 0
+        self.causes[cause.value] += 1
+        self.records.append(
+            StepRecord(skip.step, cause.value, scale, None, found.parameters, found.text, skip.loss)
+        )
+
+    def replace_last(self, before: Explanation, found: Explanation) -> None:
+        """Give the last skip another explanation."""
+        if found.cause is not before.cause:
+            self.causes[before.cause.value] -= 1
+            self.causes[found.cause.value] += 1
+        self.records[-1] = self.records[-1]._replace(
+            cause=found.cause.value, parameters=found.parameters, detail=found.text
+        )

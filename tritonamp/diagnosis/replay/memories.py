@@ -1,0 +1,97 @@
+"""What is known of the memory of tensors, and what overflows would be if the format went on."""
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tritonamp.diagnosis.replay.verdicts import Event
+from tritonamp.watched.ops import OpCall, floats, is_finite, storage
+from tritonamp.watched.places import Place
+
+
+@dataclass
+class MemoryFacts:
+    """What is known of the values in some memory, which several tensors may share.
+
+    Attributes:
+        origin: the event behind those that are not finite.
+        eps: a number that was added, and the format in which it rounds to zero.
+        maker: where they were computed.
+        unwritten: it was allocated, and nobody has written to it.
+    """
+
+    origin: Event | None = None
+    eps: tuple[float, torch.dtype] | None = None
+    maker: Place | None = None
+    unwritten: bool = False
+
+
+class Memories:
+    """What is known of the memory of tensors: by storage, which views share.
+
+    Values that overflowed are followed in float64 from op to op, while their memory lives.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[int, MemoryFacts] = defaultdict(MemoryFacts)
+        # the memory, and by layout the values of each view of it
+        self._exact: dict[int, tuple[StorageWeakRef, dict[Hashable, Tensor]]] = {}
+
+    def of(self, tensor: Tensor) -> MemoryFacts:
+        """Return what is known of the memory of ``tensor``."""
+        return self._facts[storage(tensor)]
+
+    def renew(self, tensor: Tensor, unwritten: bool) -> None:
+        """Note that the memory is new, perhaps where older one has been."""
+        self._facts[storage(tensor)] = MemoryFacts(unwritten=unwritten)
+        self.forget(tensor)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy, of which the same is known."""
+        copy = tensor.detach().clone()
+        self._facts[storage(copy)] = replace(self.of(tensor))
+        values = self.exact(tensor)
+        if values is not None:
+            self.put(copy, values)
+        return copy
+
+    def exact(self, tensor: Tensor) -> Tensor | None:
+        """Return the float64 values of ``tensor``, of its shape; None: nothing is known."""
+        memory, views = self._exact.get(storage(tensor), (None, {}))
+        return None if memory is None or memory.expired() else views.get(_layout(tensor))
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Note the values of one view."""
+        self._exact = {key: known for key, known in self._exact.items() if not known[0].expired()}
+        memory = StorageWeakRef(tensor.untyped_storage())
+        self._exact.setdefault(storage(tensor), (memory, {}))[1][_layout(tensor)] = values
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget all views of the memory of ``tensor``: it was written to, or is new."""
+        self._exact.pop(storage(tensor), None)
+
+    def results(self, call: OpCall) -> list[Tensor]:
+        """Return what the op would give for exact values; none where it cannot be run again.
+
+        An inf that nothing is known of counts as the largest number of its format.
+        """
+        if call.schema.name == "as_strided":  # reads memory by another layout than a copy's
+            return []
+        return floats(call.again(self._of, torch.float64))
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        known = self.exact(tensor)
+        if known is not None:
+            return known.clone()
+        if tensor.dtype is not torch.float64 and not is_finite(tensor):
+            limit = torch.finfo(tensor.dtype).max
+            tensor = tensor.clamp(-limit, limit)
+        return tensor.to(torch.float64, copy=True)
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,42 @@
+"""What modules, parameters and buffers are called."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from tritonamp.names import prefixes, tensor_names
+from tritonamp.watched.ops import storage
+
+
+class ModelNames:
+    """What modules, parameters and buffers are called.
+
+    Args:
+        models: several get their number in front.
+
+    Attributes:
+        roots: the models.
+        modules: name by module.
+    """
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.roots = models
+        self.modules: dict[nn.Module, str] = {}
+        self._weights: dict[int, dict[str, Tensor]] = {}  # by storage, which several may share
+        for front, model in zip(prefixes(models), models, strict=True):
+            for name, module in model.named_modules():
+                self.modules.setdefault(module, (front + name).rstrip("."))
+        for tensor, name in tensor_names(models).items():
+            self._weights.setdefault(storage(tensor), {})[name] = tensor
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of all parameters and buffers."""
+        for own in self._weights.values():
+            yield from own.items()
+
+    def weight(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return name and tensor of the parameter or buffer that ``tensor`` is or looks into."""
+        for name, weight in self._weights.get(storage(tensor), {}).items():
+            if 0 <= tensor.data_ptr() - weight.data_ptr() < weight.nbytes:
+                return name, weight
+        return None

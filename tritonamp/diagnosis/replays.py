@@ -1,0 +1,223 @@
+"""Batches that run again: what went wrong in them, what cures it, and what FP32 makes of them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.divergence import Fp32Run
+from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.remedies import TrialBlocks, remedy_of
+from tritonamp.diagnosis.replay import (
+    NOT_REPRODUCED,
+    BatchGoneError,
+    FaultReport,
+    Remedy,
+    Snapshot,
+    find_fault,
+    result_of,
+    write_bundle,
+)
+from tritonamp.policy import Policy
+from tritonamp.watched.ops import amax, is_finite
+
+Rerun = tuple[Callable[[], Any], dict[str, Any]]
+"""A function, and what ``find_fault`` can know of its run."""
+
+BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
+_NOTHING_TO_RUN = (
+    "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace)."
+)
+_SCALE = (
+    "Its forward is finite: gradients overflowed at loss scale {scale:g}, and the next lower scale "
+    "is tried at the next step. That needs no explanation unless it comes often; {call}, or "
+    "on_nonfinite='explain', names the operation and the scale at which it fits."
+)
+_IN_THE_LOSS = (
+    "Run again, the model's output is finite, but the gradient that came back to it was not: look "
+    "in the loss, which is computed from it outside of the model."
+)
+
+
+class Fp32Runs(NamedTuple):
+    """Runs forwards again in FP32.
+
+    Attributes:
+        models: the enabled ones.
+        trials: says how they compute in FP32.
+    """
+
+    models: list[nn.Module]
+    trials: TrialBlocks
+
+    def of_batches(self, batches: Sequence[Snapshot]) -> Fp32Run | None:
+        """Return what the forwards of snapshots give; None: they cannot run again."""
+        return self.of_functions([batch.run for batch in batches])
+
+    def of_functions(self, functions: Sequence[Callable[[], Any]]) -> Fp32Run | None:
+        """Return what functions give together; None: there are none, or one has raised."""
+        if not functions:
+            return None
+        try:
+            results = [
+                t
+                for function in functions
+                for t in result_of(self.models, function, self.trials.in_fp32())
+            ]
+            loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
+            return Fp32Run(all(map(is_finite, results)), loss)
+        except Exception:  # the user's code raised: growth alone has to tell
+            return None
+
+
+class Replays:
+    """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
+
+    Args:
+        models: the enabled ones.
+        policy: of the Amp.
+        log: knows the last skip, and the forwards that led to it.
+        forwards: knows the last ones.
+        trials: what a fault may be cured by.
+
+    Attributes:
+        healed: names of modules that were healed because of what was found.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        policy: Policy,
+        log: StepLog,
+        forwards: Forwards,
+        trials: TrialBlocks,
+    ) -> None:
+        self._models = models
+        self._policy = policy
+        self._log = log
+        self._forwards = forwards
+        self._trials = trials
+        self._remedies: dict[tuple[str, str | None], Remedy | None] = {}
+        self.healed: list[str] = []
+
+    def replay(self, replay: bool | Callable[[], Any] = True) -> tuple[str, FaultReport | None]:
+        """Run the forwards of the last skip again, where none was skipped the last ones.
+
+        Args:
+            replay: a function to run instead; else True.
+
+        Returns:
+            the report in words, and the fault if one was found.
+        """
+        if callable(replay):
+            return self._find([(replay, {})])
+        if self._log.last is None:
+            return self.replay_forwards(self._forwards.recent)
+        return self._find([(batch.run, _facts_of(batch)) for batch in self._log.batches])
+
+    def replay_forwards(self, batches: Sequence[Snapshot]) -> tuple[str, FaultReport | None]:
+        """Run forwards again, without their backward; see ``replay``."""
+        return self._find([(batch.run, {"backward": False}) for batch in batches])
+
+    def _find(self, runs: Sequence[Rerun]) -> tuple[str, FaultReport | None]:
+        if not runs:
+            return _NOTHING_TO_RUN, None
+        vanished = ""
+        for function, facts in runs:
+            find_again = functools.partial(
+                find_fault,
+                self._models,
+                function,
+                dtype=self._policy.dtype,
+                scale=self._log.last_scale,
+                **facts,
+            )
+            try:
+                fault = find_again(harmless=True)
+            except BatchGoneError as error:
+                return f"Not replayed: {error}, or give a function: {BY_FUNCTION}.", None
+            except Exception as error:  # the user's code raised: training goes on without a report
+                return f"The replay failed: {type(error).__name__}: {error}", None
+            if fault is not None and fault.harmless:
+                vanished = vanished or str(self._compared(fault, function))
+            elif fault is not None:
+                fault = dataclasses.replace(fault, remedy=self._remedy(fault, find_again))
+                if fault.silent:
+                    fault = self._compared(fault, function)
+                return str(fault), fault
+        if vanished and self._log.last is None:
+            return vanished, None
+        return "\n".join(filter(None, [self._nothing_found(runs), vanished])), None
+
+    def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
+        """Return the report with what FP32 gives beside it, where that can run."""
+        try:
+            half = result_of(self._models, run, contextlib.nullcontext())
+            full = result_of(self._models, run, self._trials.in_fp32())
+            pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
+            by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
+            return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
+        except Exception:  # the user's code raised, or there is no memory: nothing is said of it
+            return fault
+
+    def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
+        """Return what cures a fault, tried once for each kind and module."""
+        key = fault.kind, fault.module
+        if key not in self._remedies:
+            try:
+                self._remedies[key] = remedy_of(
+                    fault, lambda around: find_again(around=around), self._trials
+                )
+            except Exception:  # the user's code raised, or there is no memory: nothing is promised
+                return None
+        return self._remedies[key]
+
+    def _nothing_found(self, runs: Sequence[Rerun]) -> str:
+        last = self._log.last
+        if last is None:
+            nothing = "Run again, nothing overflows, nor does any overflow vanish on the way"
+            if not any("backward" in facts for _, facts in runs):  # a function was given
+                return f"{nothing}."
+            only = "the backward runs only for a function that computes the loss"
+            return f"{nothing} ({only}: {BY_FUNCTION})."
+        ran_forward_only = all(facts.get("grad_outputs", ()) is None for _, facts in runs)
+        if last.cause.scale_moves and ran_forward_only:
+            return _SCALE.format(scale=last.skip.scale, call=BY_FUNCTION)
+        if any(facts.get("backward") is False for _, facts in runs):
+            return _IN_THE_LOSS
+        healed = f" Healed since: {', '.join(map(repr, self.healed))}." if self.healed else ""
+        elsewhere = "If the loss is computed outside of the model, look there."
+        return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
+
+    def write_bundle(self, folder: str | Path) -> Path:
+        """Write what it takes to run the failing batch of the last skip again elsewhere.
+
+        Raises:
+            RuntimeError: there is no such batch.
+        """
+        self._log.collect(wait=True)
+        if not self._log.batches:
+            raise RuntimeError(
+                "write_bundle: expected a failing batch, got none: no step was skipped whose "
+                "forward could run again"
+            )
+        _, fault = self.replay()
+        snapshot = self._log.batches[-1]
+        return write_bundle(folder, fault, snapshot, self._policy)
+
+
+def _facts_of(batch: Snapshot) -> dict[str, Any]:
+    """Return what ``find_fault`` can make use of.
+
+    Gradients that came in bad say nothing about the model's backward.
+    """
+    grads = batch.grad_outputs
+    if grads is not None and not all(g is None or bool(torch.isfinite(g).all()) for g in grads):
+        return {"expected": batch.outputs, "backward": False}
+    return {"expected": batch.outputs, "grad_outputs": grads}

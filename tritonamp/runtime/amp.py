@@ -1,0 +1,662 @@
+"""``enable``, and ``Amp``, the handle that it returns."""
+
+import contextlib
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tritonamp.amp_state import ResumeState, parse_state
+from tritonamp.casts import dispatch, user_functions
+from tritonamp.casts.loaded import (
+    bfloat16_in_float16,
+    check_half_dtypes,
+    check_own_memory,
+    check_range,
+    half_parameters,
+    loaded_dtype,
+)
+from tritonamp.casts.model import fp32_modules
+from tritonamp.checks import (
+    check_cast_inputs,
+    check_max_norm,
+    check_models,
+    check_optimizers,
+    check_scaler,
+    check_sharding,
+    warn_of_zero_eps,
+)
+from tritonamp.class_swap import uninstall
+from tritonamp.diagnosis import scaled_clipping
+from tritonamp.diagnosis.fault_counts import FaultCounts
+from tritonamp.diagnosis.metrics import metrics
+from tritonamp.diagnosis.plot import save_picture
+from tritonamp.diagnosis.records import StepRecord
+from tritonamp.kernels import _implementations
+from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels.device import check_dtype, choose_backend, warn_of_known_fault
+from tritonamp.names import parameter_names
+from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
+from tritonamp.runtime.parts import Request, build_parts
+from tritonamp.scaler import GradScaler
+from tritonamp.step.ema import EMA
+from tritonamp.step.state_loading import settle_state
+from tritonamp.watched.graph import leaves, nodes
+
+logger = logging.getLogger("tritonamp")
+
+T = TypeVar("T")
+
+
+def enable(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    level: str | Policy | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    scaler: GradScaler | None = None,
+    policy: Policy | None = None,
+    around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
+    **policy_fields: Any,
+) -> "Amp":
+    """Turn on mixed precision for a model and its optimizer, in place.
+
+    Args:
+        model: a module, already on its device, or several. Parameters may be of any dtype: half
+            ones that train get FP32 values, frozen half and quantised ones stay as they are.
+        optimizer: any torch.optim optimizer over the model's parameters, or several; None for
+            inference.
+        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
+            a Policy. None: ``policy``, or "O1".
+        dtype: torch.float16 or torch.bfloat16; None: the one that the model came in, if it has one
+            that its device computes in, else torch.float16.
+        backend: "auto", "triton" or "eager".
+        scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
+        policy: a Policy, the same as giving it as ``level``.
+        around_step: for libraries that adapt tritonamp: each ``optimizer.step()`` runs inside the
+            context manager that this gives for the optimizer, entered before anything is decided.
+        **policy_fields: fields of Policy that differ from the level's.
+
+    Returns:
+        the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
+
+    Raises:
+        ValueError: arguments that contradict one another or the model, named; nothing has been
+            changed then.
+        UnsupportedDeviceError: the device cannot do what was asked for explicitly.
+    """
+    check_field_names(policy_fields, inspect.signature(enable).parameters)
+    if policy is not None and level is not None:
+        raise ValueError(
+            f"expected a level or a policy, got both level={level!r} and policy: a policy takes "
+            "the place of the level, drop one"
+        )
+    if scaler is not None:
+        check_scaler(scaler, policy_fields)
+        policy_fields["loss_scale"] = "dynamic"
+    if level is None:
+        level = "O1" if policy is None else policy
+    given = _as_list(model)
+    models = check_models(given)
+    device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+    half = half_parameters(models)
+    if dtype is None and isinstance(level, str) and level in LEVELS:
+        dtype = loaded_dtype(half, device)
+    resolved = resolve(level, dtype, **policy_fields)
+    optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
+    check_sharding(models, resolved, optimizers)
+    check_dtype(resolved.dtype, device)
+    if resolved.cast_model or resolved.op_policy:
+        warn_of_known_fault(device)
+    chosen = choose_backend(backend, device)
+    for m in models:
+        fp32_modules(m, resolved)  # raises for names that match nothing
+    check_cast_inputs(models, resolved)
+    check_half_dtypes(half, resolved)
+    check_own_memory(half, resolved)
+    check_range(bfloat16_in_float16(half, resolved))
+    warn_of_zero_eps(optimizers, resolved)
+    logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
+    scaler = scaler or scaler_for(resolved, device)
+    with torch.inference_mode(False):  # what is made here will have to train
+        return Amp(
+            Request(models, given, optimizers, resolved, chosen, scaler, device, around_step)
+        )
+
+
+def _as_list(value: T | Iterable[T]) -> list[T]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
+
+
+def scaler_for(policy: Policy, device: torch.device) -> GradScaler:
+    """Return a new scaler that begins where a policy says."""
+    if policy.loss_scale == "dynamic":
+        return GradScaler(device.type, init_scale=policy.init_scale)
+    fixed = float(policy.loss_scale)
+    return GradScaler(device.type, init_scale=fixed, min_scale=fixed, max_scale=fixed)
+
+
+class Amp:
+    """Mixed precision of some models and optimizers, returned by ``enable``.
+
+    ::
+
+        amp.backward(loss)         # loss.float() * scale, backward
+        amp.clip_grad_norm_(1.0)   # optional
+        optimizer.step()           # unscale, check, clip, update, half copies; or a skip
+        optimizer.zero_grad()
+
+    As a context manager (``with tritonamp.enable(...) as amp:``) it disables at the end, after an
+    exception, too.
+
+    Attributes:
+        scaler: the GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.scaler = request.scaler
+        self._scalers = {0: request.scaler}
+        self._parts = build_parts(request, _MovedBySteps(self))
+        dispatch.acquire()
+        user_functions.acquire()
+        scaled_clipping.acquire(self._parts.scaled_gradients)
+        # at disable(), or when the last enabled model is gone without it
+        self._release = weakref.finalize(self._parts.context, _release)
+        self._release.atexit = False
+        self._enabled = True
+
+    def __enter__(self) -> "Amp":
+        self._check_enabled("with")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._enabled:  # unless it was disabled inside
+            self.disable()
+
+    @between_graphs
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        loss_id: int = 0,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run ``loss.backward()`` on the scaled loss.
+
+        Args:
+            loss: a scalar.
+            optimizer: the one or ones this loss feeds; default all. Together they step, or skip.
+            loss_id: losses with different ids have loss scales of their own.
+            retain_graph: as in ``Tensor.backward``.
+        """
+        self._check_enabled("backward")
+        with self.scale_loss(loss, optimizer, loss_id) as scaled:
+            scaled.backward(retain_graph=retain_graph)
+
+    @between_graphs
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        loss_id: int = 0,
+        *,
+        scaler: GradScaler | None = None,
+    ) -> AbstractContextManager[Tensor]:
+        """Give the scaled loss, for a backward of your own inside the ``with`` block.
+
+        Args:
+            loss: a tensor.
+            optimizer: as for ``backward``.
+            loss_id: as for ``backward``.
+            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load.
+        """
+        self._check_enabled("scale_loss")
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
+        if not isinstance(loss_id, int):
+            raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
+        feeds = self._check_fed(optimizer)
+        self._parts.first_loss.look(loss)
+        if scaler is None:
+            scaler = self._scalers.get(loss_id)
+        if scaler is None:
+            scaler = self._scalers[loss_id] = self.scaler.clone()
+        return self._parts.pending.open(scaler, loss, feeds)
+
+    def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+        """Return the optimizers that the caller means, all enabled here."""
+        feeds = self._parts.optimizers if optimizer is None else _as_list(optimizer)
+        if not feeds:
+            raise RuntimeError(
+                "this model was enabled without an optimizer: call tritonamp.enable(model, "
+                "optimizer, ...)"
+            )
+        for i, o in enumerate(feeds):
+            if o not in self._parts.weights:
+                raise ValueError(
+                    f"optimizer {i}: expected one given to tritonamp.enable, got an "
+                    f"{type(o).__name__} that was not: enable it with the model"
+                )
+        return feeds
+
+    def fed_by(self, loss: Tensor) -> list[Optimizer]:
+        """Return the optimizers whose parameters a loss was computed from, for ``backward``.
+
+        All of them where the graph of the loss does not say, as under FSDP2. One optimizer costs
+        nothing, several a walk over the graph on the host.
+        """
+        self._check_enabled("fed_by")
+        if len(self._parts.optimizers) < 2:
+            return list(self._parts.optimizers)
+        found = list(nodes(loss))
+        # reentrant: hides its part
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in found):
+            return list(self._parts.optimizers)
+        used, params = leaves(found), parameter_names(self._parts.models)
+        pairs = zip(params, self.named_master_params(), strict=True)
+        stepped = {master for param, (_, master) in pairs if param in used}
+        fed = [
+            optimizer
+            for optimizer in self._parts.optimizers
+            if any(p in stepped for group in optimizer.param_groups for p in group["params"])
+        ]
+        return fed or list(self._parts.optimizers)
+
+    @between_graphs
+    def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
+        """Put the true FP32 gradients into ``.grad`` of the optimizers' params.
+
+        For gradient work of your own, between backward and step. Half parameters show the same
+        gradients until the step.
+
+        Args:
+            optimizer: the one or ones whose gradients these are; default all that a loss has fed.
+
+        Returns:
+            for each of them that has gradients a 0-d flag on the device, not 0 where its step will
+            be skipped.
+
+        Raises:
+            RuntimeError: called twice before a step, or before any backward.
+        """
+        self._check_enabled("unscale_")
+        if optimizer is None:
+            pending = self._fed_optimizers("unscale_")
+            scaled = [o for o in pending if not self._parts.weights[o].has_true_gradients]
+        else:
+            scaled = pending = self._check_fed(optimizer)
+        # where all are unscaled already, the stepper refuses
+        found = [self._parts.stepper.unscale_(o) for o in scaled or pending]
+        return [found_inf for found_inf in found if found_inf is not None]
+
+    @between_graphs
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the true gradients to a total 2-norm.
+
+        Without a call of ``unscale_`` before, the step does it, at no extra pass.
+
+        Args:
+            max_norm: of all gradients that the pending losses feed, unscaled; 0 or more.
+
+        Returns:
+            their norm before clipping, 0-d float32 on the device.
+
+        Raises:
+            ValueError: ``max_norm`` is not such a number.
+            RuntimeError: before any backward.
+        """
+        self._check_enabled("clip_grad_norm_")
+        check_max_norm(max_norm)
+        return self._parts.stepper.clip_grad_norm_(
+            self._fed_optimizers("clip_grad_norm_"), max_norm
+        )
+
+    def _fed_optimizers(self, caller: str) -> list[Optimizer]:
+        pending = self._parts.pending.fed_optimizers()
+        if not pending and self.policy.scales_loss:
+            raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
+        return pending or self._parts.optimizers
+
+    @between_graphs
+    def step_schedulers(self, *schedulers: Any) -> None:
+        """Step learning-rate schedulers, after ``optimizer.step()``, for steps that were taken.
+
+        The device is not waited for: on a GPU a scheduler is stepped at once, as if the step was
+        taken. Where it was skipped, which is known about one step later, a later call does not step
+        the scheduler. A call without a step of the optimizer since the call before does nothing.
+        Ranks that train together, and all under ``torch.use_deterministic_algorithms``, wait for
+        the outcome of the step before the last: they all learn of it at the same call.
+
+        Args:
+            *schedulers: objects with ``step()``, and with the ``optimizer`` that they follow where
+                there are several.
+
+        Raises:
+            ValueError: not schedulers of an enabled optimizer, or one whose ``step`` needs
+                arguments, as that of ReduceLROnPlateau does.
+        """
+        self._check_enabled("step_schedulers")
+        self._check_fed(None)
+        self._parts.schedulers.step(schedulers)
+
+    def ema(self, decay: float) -> EMA:
+        """Return an exponential moving average of the FP32 values that the optimizers step on.
+
+        It begins at the values of now. ``update()`` after ``optimizer.step()`` moves it, unless the
+        step was skipped.
+
+        Args:
+            decay: in [0, 1); the average is ``decay * average + (1 - decay) * value``.
+        """
+        self._check_enabled("ema")
+        return EMA(
+            decay,
+            self._parts.models,
+            self._parts.weights,
+            self._parts.stepper.outcomes,
+            self._parts.fp32_values,
+            self._parts.backend.requested,
+            self._check_trains,
+        )
+
+    def _check_trains(self) -> None:
+        self._check_enabled("ema(...).update")
+        self._check_fed(None)
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Put the op policy around code of your own: a loss, a method that is not ``forward``."""
+        self._check_enabled("autocast")
+        with self._parts.context.entered():
+            yield
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Yield the tensors that the optimizers step on, in the order of the groups.
+
+        They are FP32 where the policy has masters.
+        """
+        self._check_enabled("master_params")
+        for optimizer in self._parts.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def named_master_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and FP32 master of each parameter, in the order of ``named_parameters()``.
+
+        A parameter without a master (FP32 itself, frozen, in no optimizer, or of a policy without
+        masters) stands for itself. Names are the model's own, also where it was given in DDP, and
+        tied weights come once; of several models each begins with the model's number, as in
+        ``nn.ModuleList(models)``.
+        """
+        self._check_enabled("named_master_params")
+        masters: dict[Tensor, Tensor] = {}
+        for weights in self._parts.weights.values():
+            weights.refresh()
+            masters |= {param: master for master, param in weights.copies().items()}
+        for param, name in parameter_names(self._parts.models).items():
+            yield name, masters.get(param, param)
+
+    def stats(self) -> dict[str, Any]:
+        """Return numbers of the run so far, as plain values.
+
+        Waits for the device, as ``explain`` and ``state_dict`` do.
+
+        Returns:
+            a dictionary.
+
+            - scale: the loss scale of ``loss_id`` 0.
+            - scales: all loss scales, by loss_id.
+            - growth_tracker: clean steps since the scale last moved.
+            - steps: decisions to step; a step fed by two losses with own scales counts twice.
+            - skipped: decisions to skip.
+            - scale_overflows: those because the scale was too high.
+            - forward_faults: those because a loss was inf or NaN.
+            - last_skip_reason: the cause of the last skip, or None.
+            - grad_norm: of the last step that was not skipped.
+            - healed: names of modules that compute in FP32 since a fault.
+            - fused: names of RMSNorms that people have written and that run as ``rms_norm``.
+            - backend: the one that is used.
+            - backend_reason: why.
+            - kernel_failures: operation to why its Triton kernel could not be compiled; it runs in
+              eager torch.
+            - lost_updates: by parameter group, the share of the last step's updates that changed no
+              half value though they were not zero; 0 without track_lost_updates.
+            - overflowed_parameters: names of half parameters that became inf though their FP32
+              master is finite: beyond 65504 in float16.
+        """
+        names = parameter_names(self._parts.models)
+        return {
+            "scale": self.scaler.get_scale(),
+            **self._parts.log.stats(),
+            "healed": list(self._parts.healing.names),
+            "fused": list(self._parts.enabled_models.fused),
+            "growth_tracker": self.scaler._get_growth_tracker(),
+            "backend": self._parts.backend.name,
+            "backend_reason": self._parts.backend.reason,
+            "kernel_failures": dict(_implementations.failures),
+            "overflowed_parameters": [
+                names[p] for w in self._parts.weights.values() for p in w.overflowed()
+            ],
+            "lost_updates": [
+                share for w in self._parts.weights.values() for share in w.lost_updates()
+            ],
+            "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
+        }
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """What became of the last 1000 steps, the oldest first. Waits for the device.
+
+        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters, detail
+        and loss.
+        """
+        self._parts.log.collect(wait=True)
+        return list(self._parts.log.history.records)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the latest numbers that have arrived, for a logger. Never waits for the device.
+
+        They are those of a step or a few before: nothing before the first has arrived.
+
+        Returns:
+            a dictionary.
+
+            - amp/scale: the loss scale of that step.
+            - amp/skipped: steps skipped so far.
+            - amp/grad_norm: of the last step that was not skipped.
+            - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause, where there were any
+              since ``enable``.
+        """
+        return metrics(self._parts.log)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
+
+        Needs matplotlib, which ``tritonamp[demo]`` brings.
+
+        Args:
+            path: of the file; its suffix (.png, .svg, ...) says the format.
+
+        Returns:
+            the path.
+
+        Raises:
+            RuntimeError: there was no step yet.
+            ValueError: a suffix that matplotlib cannot write.
+            ImportError: matplotlib is not installed.
+        """
+        return save_picture(self.history, path)
+
+    def explain(self, replay: bool | Callable[[], Any] = False) -> str:
+        """Return why the last skipped step was skipped, and what to do. Waits for the device.
+
+        Args:
+            replay: also run the failing batch again, name the operation where inf or NaN began,
+                and try what cures it. True: the forward of the model (under ``on_nonfinite`` other
+                than "skip" its backward, too; there it has run already, at the first faults); a
+                function that computes the loss: that, with its backward. Where no step was skipped
+                the last batch runs, if it is still there. Parameters, buffers, gradients and random
+                numbers stay as they are.
+        """
+        if replay is not False:
+            self._check_replay("explain(replay=True)")
+        return self._parts.response.explain(replay)
+
+    def write_bundle(self, folder: str | Path) -> Path:
+        """Write all that replays the last skip elsewhere into a folder, and return the folder.
+
+        It holds the failing batch, the weights, the policy, the report, and a ``replay.py`` in
+        which only the model is still to be made.
+
+        Raises:
+            RuntimeError: there is no such batch.
+        """
+        self._check_enabled("write_bundle")
+        self._check_replay("write_bundle")
+        return self._parts.replays.write_bundle(folder)
+
+    def heal(self, module: str) -> None:
+        """Have a module compute in FP32 from now on, its parameters included.
+
+        Args:
+            module: its name; "" is the model.
+
+        Raises:
+            ValueError: there is no such module.
+        """
+        self._check_enabled("heal")
+        self._parts.healing.heal(module)
+        self._parts.ranks.rebuild()
+
+    def unheal(self, module: str) -> None:
+        """Undo ``heal``: have a module follow the policy again.
+
+        Args:
+            module: its name; "" is the model.
+
+        Raises:
+            ValueError: the module was not healed.
+        """
+        self._check_enabled("unheal")
+        self._parts.healing.unheal(module)
+        self._parts.ranks.rebuild()
+
+    @property
+    def policy(self) -> Policy:
+        """What runs in which precision, healed modules included."""
+        return self._parts.healing.policy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scales, counts and outstanding scheduler steps, as plain values.
+
+        With the states of model and optimizer it is all that a resume needs.
+        """
+        scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
+        faults = {
+            **self._parts.response.counts.to_dict(),
+            "last_good": list(self._parts.log.last_good()),
+        }
+        return ResumeState(
+            scalers,
+            self._parts.log.counts(),
+            self.policy.loss_scale,
+            self._parts.healing.names,
+            faults,
+            self._parts.schedulers.state(),
+        ).to_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of ``Amp``, of a GradScaler (torch's, too), or of ``apex.amp``.
+
+        Raises:
+            ValueError: other keys (listed), a loss scale that this policy does not have, or a
+                healed module that the model does not have; nothing was changed then.
+        """
+        state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
+        if state.healed != self._parts.healing.names:
+            self._parts.healing.load(state.healed)
+            self._parts.ranks.rebuild()
+        if state.scalers is not None:
+            kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
+            self._scalers = kept | {
+                i: self.scaler.clone() for i in state.scalers.keys() - kept.keys()
+            }
+            for loss_id, scaler_state in state.scalers.items():
+                self._scalers[loss_id].load_state_dict(scaler_state)
+        self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
+        self._parts.response.counts = FaultCounts.of(state.faults)
+        self._parts.schedulers.load_state(state.schedulers)
+
+    def disable(self) -> None:
+        """Put model, optimizer and torch back as they were, with the trained values.
+
+        Parameters have the dtype again that they came in; half ones are rounded once.
+
+        Raises:
+            RuntimeError: called twice.
+        """
+        self._check_enabled("disable")
+        for optimizer, weights in self._parts.weights.items():
+            weights.refresh()
+            if self.policy.scales_loss and not weights.has_true_gradients:
+                optimizer.zero_grad()  # gradients with a scale that nobody will take off
+            uninstall(optimizer)
+            weights.give_back()
+        self._parts.ranks.detach()
+        changed = self._parts.enabled_models.dtypes.has_changed
+        fp32_values = self._parts.enabled_models.disable()
+        for optimizer in self._parts.optimizers:
+            settle_state(optimizer, fp32_values)
+        if changed:
+            self._parts.ranks.rebuild()
+        self._release()
+        self._enabled = False
+
+    def _check_replay(self, caller: str) -> None:
+        if self._parts.ranks.sharded:
+            raise RuntimeError(
+                f"{caller}: running a batch again takes all ranks of an FSDP2 model: save the "
+                "batch and a full state dict, and replay in one process"
+            )
+
+    def _check_enabled(self, caller: str) -> None:
+        if not self._enabled:
+            again = " already" if caller == "disable" else "; call tritonamp.enable again"
+            raise RuntimeError(f"amp.{caller}(): this model was disabled{again}")
+
+
+class _MovedBySteps:
+    """All that steps move beside parameters, for ranks to take over from one another."""
+
+    def __init__(self, amp: Amp) -> None:
+        self._amp = weakref.ref(amp)  # which holds the ranks, which hold this
+
+    def state_dict(self) -> Any:
+        amp = self._amp()
+        if amp is None:
+            return None
+        return amp.state_dict(), [optimizer.state_dict() for optimizer in amp._parts.optimizers]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        amp = self._amp()
+        if amp is None or state_dict is None:
+            return
+        state, of_optimizers = state_dict
+        amp.load_state_dict(state)
+        for optimizer, of_optimizer in zip(amp._parts.optimizers, of_optimizers, strict=True):
+            optimizer.load_state_dict(of_optimizer)
+
+
+def _release() -> None:
+    dispatch.release()
+    user_functions.release()
+    scaled_clipping.release()

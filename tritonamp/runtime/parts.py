@@ -1,0 +1,286 @@
+"""What an ``Amp`` is made of, built in one place."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tritonamp.casts.context import EnabledContext
+from tritonamp.casts.enabled_models import EnabledModels
+from tritonamp.casts.healing import Healing
+from tritonamp.casts.past_forward import FirstLoss
+from tritonamp.casts.rounded_inputs import InputLook
+from tritonamp.casts.trials import Trials
+from tritonamp.class_swap import install
+from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.fault_counts import FaultCounts
+from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.replays import Fp32Runs, Replays
+from tritonamp.diagnosis.response import Response
+from tritonamp.diagnosis.scaled_clipping import ScaledGradients
+from tritonamp.diagnosis.skips import Writer
+from tritonamp.distributed.fsdp import to_local
+from tritonamp.distributed.ranks import Ranks, Resumable
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels.device import Backend
+from tritonamp.names import parameter_names, tensor_names
+from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.scaler import GradScaler
+from tritonamp.step.enabled_optimizer import EnabledOptimizer
+from tritonamp.step.masters import MasterWeights
+from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.schedulers import SchedulerSteps
+from tritonamp.step.state_loading import widen_state
+from tritonamp.step.stepper import Stepper
+from tritonamp.step.writers import writers
+
+logger = logging.getLogger("tritonamp")
+
+Weights = Mapping[Optimizer, MasterWeights]
+
+_ROUNDED_STATE = (
+    "the state of this %s was half, and is FP32 from now on. If it was loaded from a file, torch "
+    "has rounded it, small squares to 0: load it again after tritonamp.enable"
+)
+
+
+class Request(NamedTuple):
+    """What ``enable`` was asked for, after all checks.
+
+    Attributes:
+        models: to enable; without the DDPs around them.
+        given: the models as they were given.
+        optimizers: to enable.
+        policy: what runs in which precision.
+        backend: that was chosen.
+        scaler: of ``loss_id`` 0.
+        device: where the models are.
+        around_step: gives a context manager for each step of an optimizer.
+    """
+
+    models: list[nn.Module]
+    given: Sequence[nn.Module]
+    optimizers: list[Optimizer]
+    policy: Policy
+    backend: Backend
+    scaler: GradScaler
+    device: torch.device
+    around_step: Callable[[Optimizer], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects of one ``Amp`` that work together.
+
+    Attributes:
+        models: the enabled ones.
+        optimizers: the enabled ones.
+        backend: that was chosen.
+        fp32_values: of the models' half tensors.
+        context: what the models' modules know.
+        ranks: that train together.
+        enabled_models: their dtypes and classes.
+        weights: optimizer to its master weights.
+        healing: modules that compute in FP32 since a fault.
+        forwards: the last ones, for a replay.
+        log: what became of each step.
+        response: what is said and done about a skip.
+        replays: run batches again.
+        pending: the decisions that optimizers wait for.
+        stepper: carries them out.
+        schedulers: of learning rates, stepped for steps that were taken.
+        first_loss: was it computed by a forward?
+        scaled_gradients: which torch's own clipping is not to be given.
+    """
+
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    backend: Backend
+    fp32_values: Fp32Values
+    context: EnabledContext
+    ranks: Ranks
+    enabled_models: EnabledModels
+    weights: Weights
+    healing: Healing
+    forwards: Forwards
+    log: StepLog
+    response: Response
+    replays: Replays
+    pending: PendingDecisions
+    stepper: Stepper
+    schedulers: SchedulerSteps
+    first_loss: FirstLoss
+    scaled_gradients: ScaledGradients
+
+
+def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
+    """Enable models and optimizers, and return all that works on them from then on.
+
+    Args:
+        request: what is enabled, and how.
+        moved_by_steps: what ranks take over from one another beside parameters.
+    """
+    models, policy, backend = request.models, request.policy, request.backend.requested
+    fp32_values = Fp32Values()
+    ranks = Ranks(list(dict.fromkeys([*models, *request.given])), fp32_values, moved_by_steps)
+    forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+    context = EnabledContext(
+        policy,
+        backend,
+        request.device.type,
+        fp32_values,
+        # without an optimizer no decision would ever let go of the batches
+        observer=forwards if request.optimizers else None,
+        ranks=ranks,
+        input_look=InputLook(policy) if policy.op_policy and policy.cast_inputs else None,
+    )
+    enabled_models, weights = _enable(request, context, ranks)
+    healing = Healing(models, policy, context, enabled_models.dtypes)
+    trials = Trials(models, context, enabled_models.dtypes, healing.find)
+    log, replays, response = _diagnosis(request, weights, healing, forwards, trials)
+    pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
+    stepper = Stepper(
+        policy,
+        backend,
+        request.scaler,
+        weights,
+        pending,
+        log,
+        forwards,
+        ranks,
+        _SharedResponse(response, healing, ranks),
+        request.around_step,
+    )
+    schedulers = SchedulerSteps(stepper.outcomes, log, ranks)
+    for optimizer in request.optimizers:
+        install(optimizer, EnabledOptimizer, stepper)
+    return Parts(
+        models=models,
+        optimizers=request.optimizers,
+        backend=request.backend,
+        fp32_values=fp32_values,
+        context=context,
+        ranks=ranks,
+        enabled_models=enabled_models,
+        weights=weights,
+        healing=healing,
+        forwards=forwards,
+        log=log,
+        response=response,
+        replays=replays,
+        pending=pending,
+        stepper=stepper,
+        schedulers=schedulers,
+        first_loss=FirstLoss(models, watches=context.autocast),
+        scaled_gradients=ScaledGradients(partial(_scaled_params, policy, pending, weights)),
+    )
+
+
+def _diagnosis(
+    request: Request, weights: Weights, healing: Healing, forwards: Forwards, trials: Trials
+) -> tuple[StepLog, Replays, Response]:
+    """Return what tells why a step was skipped, what runs it again, and what is done about it."""
+    models, policy = request.models, request.policy
+    fp32_runs = Fp32Runs(models, trials)
+    only_skips = policy.on_nonfinite == "skip"  # nothing runs again unless it is asked for
+    log = StepLog(
+        _Names(models, weights),
+        policy.dtype,
+        log_skips=only_skips,
+        in_fp32=None if only_skips else fp32_runs.of_batches,
+    )
+    replays = Replays(models, policy, log, forwards, trials)
+    return log, replays, Response(policy, log, healing.heal, forwards, replays, fp32_runs)
+
+
+def _enable(
+    request: Request, context: EnabledContext, ranks: Ranks
+) -> tuple[EnabledModels, dict[Optimizer, MasterWeights]]:
+    """Cast the models, and give the optimizers FP32 values to step on."""
+    optimizers, policy = request.optimizers, request.policy
+    stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
+    enabled_models = EnabledModels(
+        request.models, context, set(stepped), keeps_dtypes=ranks.sharded
+    )
+    if enabled_models.dtypes.has_changed:
+        ranks.rebuild()
+    weights = {o: _master_weights(o, policy, context.fp32_values, came_half) for o in optimizers}
+    return enabled_models, weights
+
+
+def _master_weights(
+    optimizer: Optimizer, policy: Policy, fp32_values: Fp32Values, came_half: Sequence[Tensor]
+) -> MasterWeights:
+    """Give an optimizer FP32 values to step on, and FP32 state for what came half."""
+    if policy.trains_fp32_values:
+        wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
+        if widen_state(optimizer, wide):
+            logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
+    weights = MasterWeights(optimizer, fp32_values, policy.trains_fp32_values)
+    weights.take_masters()
+    return weights
+
+
+class _Names(NamedTuple):
+    """What the log asks about the models, anew each time."""
+
+    models: Sequence[nn.Module]
+    weights: Weights
+
+    def parameters(self) -> dict[Tensor, str]:
+        """Return parameter to full name."""
+        return parameter_names(self.models)
+
+    def tensors(self) -> dict[Tensor, str]:
+        """Return parameter or buffer to full name; of sharded parameters this rank's parts."""
+        return {to_local(tensor): name for tensor, name in tensor_names(self.models).items()}
+
+    def writers(self) -> dict[str, Writer]:
+        """Return by name of a parameter which optimizer steps on it."""
+        return writers(self.weights.values(), self.parameters())
+
+
+@dataclass(frozen=True)
+class _SharedResponse:
+    """Does what the policy wants about a decision; what one rank counts or heals, all do."""
+
+    response: Response
+    healing: Healing
+    ranks: Ranks
+
+    def __call__(self, skipped: bool) -> None:
+        """Answer a decision.
+
+        Args:
+            skipped: whether it was a skip.
+        """
+        response, healing, ranks = self.response, self.healing, self.ranks
+        before = list(healing.names)
+        response(skipped)
+        if skipped and healing.policy.on_nonfinite in ("explain", "heal") and ranks.several:
+            found = ranks.gather((healing.names, response.counts.to_dict()))
+            healing.load(list(dict.fromkeys(name for names, _ in found for name in names)))
+            healers = [state for names, state in found if names != before]
+            counts = map(FaultCounts.of, healers or [state for _, state in found])
+            response.counts = FaultCounts.largest(list(counts))
+        if healing.names != before:
+            ranks.rebuild()
+
+
+def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) -> Iterator[Tensor]:
+    """Yield the parameters with gradients that carry the loss scale now, and their masters."""
+    if not policy.scales_loss:
+        return
+    for optimizer in pending.fed_optimizers():
+        if weights[optimizer].has_true_gradients:
+            continue
+        for param, master, _ in weights[optimizer].with_groups():
+            if param.grad is not None:
+                yield from (param, master)

@@ -1,0 +1,75 @@
+"""Whose code a frame of the call stack runs: the user's, a library's, or a marked one of ours."""
+
+import enum
+import functools
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from tritonamp.kernels import device
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = tuple(
+    folder + os.sep
+    for folder in (_OURS, *(os.path.dirname(str(m.__file__)) for m in (device, torch)))
+)
+_DEMO = os.path.join(_OURS, "demo") + os.sep  # stands for a user
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}"  # may lie inside the standard library
+_GENERATED = ("<frozen ", "<eval_with_key>")  # Python's import system, and torch.fx
+
+
+class Role(enum.Enum):
+    """What a frame means when the stack is walked.
+
+    Attributes:
+        USER: code outside of tritonamp, torch and the standard library; tritonamp.demo counts.
+        LIBRARY: code inside of them.
+        RULE: a rule of the op table runs in it; its locals are ``stock``, ``args`` and ``kwargs``.
+        EDGE: an enabled model's inputs and outputs are cast in it.
+        RUN: a watched run begins in it; frames further out did not call the model.
+    """
+
+    USER = enum.auto()
+    LIBRARY = enum.auto()
+    RULE = enum.auto()
+    EDGE = enum.auto()
+    RUN = enum.auto()
+
+
+_roles: dict[CodeType, Role] = {}  # filled where the functions are defined
+
+
+def plays(role: Role) -> Callable[[F], F]:
+    """Return a decorator after which frames of the function have that role."""
+
+    def register(function: F) -> F:
+        _roles[function.__code__] = role
+        return function
+
+    return register
+
+
+def role_of(code: CodeType) -> Role:
+    """Return the role of frames that run ``code``."""
+    return _roles.get(code) or (Role.LIBRARY if _is_library(code.co_filename) else Role.USER)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    if file.startswith(_LIBRARIES):
+        return not file.startswith(_DEMO)
+    return file.startswith(_GENERATED) or (file.startswith(_STDLIB) and _PACKAGES not in file)
+
+
+def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, Role]]:
+    """Yield ``frame`` and those that have called it, innermost first, each with its role."""
+    while frame is not None:
+        yield frame, role_of(frame.f_code)
+        frame = frame.f_back

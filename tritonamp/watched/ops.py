@@ -1,0 +1,210 @@
+"""One op as torch dispatched it: what it reads and writes, and what other inputs would give."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}  # tensors of a subclass may be no memory
+READ_NO_VALUES = frozenset(
+    """zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
+    new_empty empty_like""".split()
+)
+"""Ops that only want to know of what shape and dtype their input is."""
+OVERWRITES = frozenset(
+    "copy fill zero normal uniform bernoulli random exponential log_normal".split()
+)
+"""Ops that ignore what they write over."""
+UNWRITTEN = frozenset(
+    "empty new_empty empty_strided new_empty_strided empty_like empty_permuted resize".split()
+)
+"""Ops that give memory that nobody has written to."""
+ADDS_A_NUMBER = frozenset("add sub rsub clamp clamp_min".split())
+"""What an eps is given to."""
+MOVES = frozenset("_unsafe_view clone _reshape_alias expand_copy lift_fresh _to_copy".split())
+"""The values stay what they are."""
+
+
+def is_watched(value: Any) -> bool:
+    """Return whether a value can hold inf: a floating, dense tensor of torch's own class."""
+    return (
+        isinstance(value, Tensor)
+        and type(value) in TORCH_CLASSES
+        and value.dtype.is_floating_point
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+        and value.numel() > 0
+    )
+
+
+def floats(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value`` that can hold inf."""
+    return [leaf for leaf in tree_leaves(value) if is_watched(leaf)]
+
+
+def storage(tensor: Tensor) -> int:
+    """Return the same number for all views of one memory."""
+    # private (torch 2.11 to 2.15): the identity of the storage that views share
+    return tensor.untyped_storage()._cdata
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all of a tensor is finite. Waits for the device."""
+    return bool(torch.isfinite(tensor).all())
+
+
+def amax(tensor: Tensor) -> float:
+    """Return the largest finite magnitude; 0 where there is none."""
+    magnitudes = tensor.detach().abs()
+    return float(torch.where(torch.isfinite(magnitudes), magnitudes, 0).amax())
+
+
+class Schema(NamedTuple):
+    """What torch says of an op.
+
+    Attributes:
+        aten: the op's name, "_softmax" or "add_".
+        written: the arguments that it writes to, by number or name.
+        overwritten: those of them whose content it ignores.
+        random: whether it draws random numbers.
+        is_view: whether its results share memory with its inputs.
+    """
+
+    aten: str
+    written: frozenset[int | str]
+    overwritten: frozenset[int | str]
+    random: bool
+    is_view: bool
+
+    @property
+    def name(self) -> str:
+        """The op's name without underscores around it."""
+        return self.aten.strip("_")
+
+
+@functools.cache
+def schema_of(func: Any) -> Schema:
+    """Return what torch says of an OpOverload."""
+    aten = func._schema.name.partition("::")[2]
+    written = {
+        argument.name if argument.kwarg_only else i
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    overwritten = {k for k in written if isinstance(k, str) or aten.strip("_") in OVERWRITES}
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return Schema(
+        aten,
+        frozenset(written),
+        frozenset(overwritten),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
+    )
+
+
+class OpCall(NamedTuple):
+    """One op as it was dispatched.
+
+    Attributes:
+        func: the OpOverload.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def schema(self) -> Schema:
+        """What torch says of the op."""
+        return schema_of(self.func)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the values of its first input stay what they are, perhaps in another dtype."""
+        return self.schema.is_view or self.schema.aten in MOVES
+
+    @property
+    def allocates(self) -> bool:
+        """Whether it gives memory that nobody has written to."""
+        return self.schema.name in UNWRITTEN
+
+    def pick(self, keys: frozenset[int | str], among: bool = True) -> list[Any]:
+        """Return the arguments that are (``among=False``: that are not) among ``keys``."""
+        named: dict[int | str, Any] = dict(enumerate(self.args))
+        named.update(self.kwargs)
+        return [value for key, value in named.items() if (key in keys) is among]
+
+    def run(self) -> Any:
+        """Return what the op gives."""
+        return self.func(*self.args, **self.kwargs)
+
+    def inputs(self) -> list[Tensor]:
+        """Return the floating tensors that the op reads."""
+        return floats(self.pick(self.schema.overwritten, among=False))
+
+    def scalars(self) -> tuple[float, ...]:
+        """Return the floating Python numbers among the arguments."""
+        return tuple(v for v in tree_leaves([self.args, self.kwargs]) if type(v) is float)
+
+    def map(
+        self, change: Callable[[Any], Any], keys: frozenset[int | str] | None = None
+    ) -> "OpCall":
+        """Return the call with ``change`` applied to every leaf of its arguments.
+
+        With ``keys``, only of the arguments among these.
+        """
+
+        def changed(key: int | str, value: Any) -> Any:
+            return tree_map(change, value) if keys is None or key in keys else value
+
+        args = tuple(changed(i, value) for i, value in enumerate(self.args))
+        return OpCall(
+            self.func, args, {key: changed(key, value) for key, value in self.kwargs.items()}
+        )
+
+    def again(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
+        """Return the result for changed floating tensors, in ``dtype``.
+
+        None where the op cannot be run again.
+        """
+        if self.schema.random:
+            return None
+
+        def changed(value: Any) -> Any:
+            if is_watched(value):
+                return change(value)
+            if isinstance(value, Tensor):
+                return value.clone() if self.schema.written else value
+            floating = isinstance(value, torch.dtype) and value.is_floating_point
+            return dtype if dtype is not None and floating else value
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return self.map(changed).run()
+        except (RuntimeError, NotImplementedError):  # no kernel for this dtype, or no memory
+            return None
+
+    def in_float64(self) -> list[Tensor]:
+        """Return the floating results in float64; none where the op cannot be run again."""
+        return floats(self.again(lambda t: t.to(torch.float64, copy=True), torch.float64))
+
+    def exact(self, result: Tensor) -> float | None:
+        """Return the largest magnitude in float64 where ``result`` is not finite.
+
+        See ``Event.exact``.
+        """
+        found = next((t for t in self.in_float64() if t.shape == result.shape), None)
+        if found is None:
+            return None
+        values = found[~torch.isfinite(result)].abs()
+        if bool(torch.isfinite(values).any()):
+            return amax(values)
+        return math.nan if bool(values.isnan().any()) else math.inf

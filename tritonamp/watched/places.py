@@ -1,0 +1,215 @@
+"""Where an op runs: module and source line; an op of a backward where its forward's op ran."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritonamp.watched.frames import Role, outwards, role_of
+
+Mode = TypeVar("Mode", bound="PlacedOps")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an op ran. Places are equal where module, file and number are.
+
+    Attributes:
+        module: full name of the innermost module, "" for the model itself, None outside of it.
+        kind: class name of that module.
+        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
+        file: the user's source, None where only torch was between the model and the op.
+        number: of the line in that file; 0 where there is none.
+    """
+
+    module: str | None = None
+    kind: str = dataclasses.field(default="", compare=False)
+    op: str = dataclasses.field(default="", compare=False)
+    file: str | None = None
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """The module in words."""
+        if self.module is None:
+            return "outside the model"
+        return self.module or f"the model itself ({self.kind})"
+
+    @property
+    def line(self) -> str:
+        """The line as "file:number", or "".
+
+        The file is named as linecache finds it: from the current folder, or where packages are.
+        """
+        if self.file is None:
+            return ""
+        file = self.file.removeprefix(os.getcwd() + os.sep)
+        return f"{file.rpartition(f'{os.sep}site-packages{os.sep}')[2]}:{self.number}"
+
+    def __str__(self) -> str:
+        line = f" at {self.file}:{self.number}" if self.file else ""
+        return f"{self.name}, op {self.op}{line}"
+
+
+class Way(NamedTuple):
+    """What lies between an op and the first code of the user's around it.
+
+    Attributes:
+        rule: the frame of a rule of the op table, if the op is in one.
+        at_edge: an enabled model casts its inputs or outputs there.
+        file: the user's source, None where the run began first.
+        number: of the line in that file.
+    """
+
+    rule: FrameType | None
+    at_edge: bool
+    file: str | None
+    number: int
+
+    @classmethod
+    def out_of(cls, innermost: FrameType) -> "Way":
+        """Walk outwards from a frame."""
+        rule, at_edge = None, False
+        for frame, role in outwards(innermost):
+            if role is Role.USER:
+                return cls(rule, at_edge, frame.f_code.co_filename, frame.f_lineno)
+            if role is Role.RUN:
+                break
+            if role is Role.RULE:
+                rule = frame
+            at_edge = at_edge or role is Role.EDGE
+        return cls(rule, at_edge, None, 0)
+
+
+class PlacedOps(TorchDispatchMode):
+    """A mode whose ops know where they run: modules are followed while it is active.
+
+    Args:
+        names: by module; others count as part of the one that calls them.
+
+    Attributes:
+        names: of the modules that are followed.
+        modules: those that the forward is in, innermost last.
+        failed: the innermost that raised.
+        threads: names of modules that ran in another thread, which the mode does not see.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.modules: list[nn.Module] = []
+        self.failed: nn.Module | None = None
+        self.threads: dict[str, None] = {}
+        self.names = names
+        self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
+
+    def __enter__(self: Mode) -> Mode:
+        self._thread = threading.get_ident()
+        hooks = nn.modules.module
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            # about these hooks
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
+            for hook in (
+                hooks.register_module_forward_pre_hook(self.entered),
+                hooks.register_module_forward_hook(self._left, always_call=True),
+            ):
+                stack.callback(hook.remove)
+            super().__enter__()
+            self._hooks = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+
+    def entered(self, module: nn.Module, args: Any) -> None:
+        """Note that the forward of a module begins."""
+        if module not in self.names:
+            return
+        if self._is_seen():
+            self.modules.append(module)
+        else:
+            self.threads[self.names[module]] = None
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_seen() and self.modules and self.modules[-1] is module:
+            if sys.exc_info()[0] is not None:
+                self.failed = self.failed or module
+            self.modules.pop()
+
+    def _is_seen(self) -> bool:
+        # on a GPU checkpointed segments are computed again in a thread of autograd's
+        return threading.get_ident() == self._thread or _node() is not None
+
+    def place(self, op: str) -> Place:
+        """Return where the op that is running belongs: in a backward, where its forward's op ran.
+
+        For ``__torch_dispatch__``, whose own frame does not count.
+
+        Args:
+            op: its name.
+        """
+        return self.settled(self.here(op, Way.out_of(sys._getframe(2))))
+
+    def here(self, op: str, way: Way) -> Place:
+        """Return where the run is now."""
+        if not self.modules:
+            return Place(None, "", op, way.file, way.number)
+        module = self.modules[-1]
+        return Place(self.names[module], type(module).__name__, op, way.file, way.number)
+
+    def settled(self, here: Place) -> Place:
+        """Return where the op that is running belongs, and know it of its gradient, too."""
+        node = _node()
+        origin = None if node is None else self.place_of(node)
+        if self.in_backward():
+            if origin is None or here.file is None:
+                return origin or here
+            return dataclasses.replace(origin, file=here.file, number=here.number)
+        if origin is not None and here.module is None:
+            here = dataclasses.replace(here, module=origin.module, kind=origin.kind)
+        # of the op's node, which autograd has just made; private (torch 2.11 to 2.15), nothing
+        # public ties the node of a backward to the op of the forward
+        self._nodes.setdefault(torch._C._autograd._get_sequence_nr() - 1, here)
+        return here
+
+    def in_backward(self) -> bool:
+        """Return whether this is a backward.
+
+        What it computes again is forward: gradients are recorded in checkpointed segments.
+        """
+        return _node() is not None and not self.modules and not torch.is_grad_enabled()
+
+    def place_of(self, node: Any) -> Place | None:
+        """Return where the forward op of an autograd node ran."""
+        number = node._sequence_nr()
+        # writes to views make two or three nodes for one op
+        return next(
+            (self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None
+        )
+
+    def place_of_failure(self, error: BaseException) -> Place:
+        """Return where an exception was raised: innermost line of the user's, innermost module."""
+        if self.failed is not None:
+            self.modules.append(self.failed)
+        way = Way(None, False, None, 0)
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if role_of(frame.f_code) is Role.USER:
+                way = way._replace(file=frame.f_code.co_filename, number=number)
+        return self.here("", way)
+
+
+def _node() -> Any:
+    """Return the node of a backward that is running; None outside of one."""
+    # private (torch 2.11 to 2.15): nothing public gives it
+    return torch._C._current_autograd_node()
