@@ -116,12 +116,15 @@ class UpdateLists:
             found_inf: 0-d, not 0: skip; None: as 0.
         """
         uses_triton = self.tensors.uses_triton(backend, operation)
-        knows_skip = found_inf is None or in_main_memory(found_inf) is not None
-        params = self.tensors["params"]
-        if not uses_triton and knows_skip and all(p.device.type == "cpu" for p in params):
+        if not uses_triton and self._is_in_main_memory(found_inf):
             on_cpu(self, grad_scale, found_inf)
         else:
             operation.run(backend, uses_triton, self, grad_scale, found_inf)
+
+    def _is_in_main_memory(self, found_inf: Tensor | None) -> bool:
+        """Tell whether all parameters are there, and whether to skip is known there."""
+        known = found_inf is None or in_main_memory(found_inf) is not None
+        return known and all(p.device.type == "cpu" for p in self.tensors["params"])
 
     def launch(
         self,
