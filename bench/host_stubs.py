@@ -27,7 +27,7 @@ def stub_launches() -> Iterator[list[int]]:
     patches = [
         mock.patch.object(_launch, "INTERPRETED", new=False),
         mock.patch.object(_launch, "_compile", return_value=_Compiled(run)),
-        mock.patch.dict(_launch._compiled, clear=True),
+        mock.patch.object(_launch, "_compiled", new={}),
         mock.patch.object(torch.cuda, "current_device", nowhere),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", nowhere, create=True),
         mock.patch.dict(hardware._answers, {torch.device("cpu"): True}),

@@ -9,13 +9,12 @@ from timing import Work
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.kernels import cast, decide, ema, grad_stats
+from tritonamp.kernels import cast, ema, grad_stats
 from tritonamp.kernels._multi_tensor import TensorLists
 
 HALF = torch.float16
 LR = 1e-5
 MAX_NORM = 1.0
-IN_GRAPH = 64  # launches that share the launch of a graph
 
 Build = Callable[[], nn.Module]
 
@@ -169,21 +168,6 @@ def foreach_average(build: Build, device: torch.device) -> Work:
     return Work([lambda: torch._foreach_lerp_(averages, params, 1.0 - DECAY)])
 
 
-def our_scale(device: torch.device) -> Work:
-    scale, zero = torch.full((), 1024.0, device=device), torch.zeros((), device=device)
-    state = decide.ScaleState(scale, zero.int(), zero.int(), scale.clone())
-    rule = decide.ScaleRule(2.0, 0.5, 1 << 30, 1, 1.0, 2.0**24)
-    return Work([lambda: decide.update_scale(state, zero, zero, zero, rule)] * IN_GRAPH)
-
-
-def torch_scale(device: torch.device) -> Work:
-    scale, zero = torch.full((1,), 1024.0, device=device), torch.zeros(1, device=device)
-    tracker = zero.int()
-    return Work(
-        [lambda: torch._amp_update_scale_(scale, tracker, zero, 2.0, 0.5, 1 << 30)] * IN_GRAPH
-    )
-
-
 # whole steps, clipping included
 
 
@@ -333,18 +317,4 @@ def cases(toy: bool) -> list[Case]:
                     operations=operations,
                 )
             )
-    scale = {"tritonamp": our_scale, "eager": torch_scale}
-    return [
-        *found,
-        Case(
-            "loss scale",
-            "loss scale update",
-            "float32",
-            "1",
-            1,
-            None,
-            scale,
-            graph=True,
-            operations=("update_scale",),
-        ),
-    ]
+    return found

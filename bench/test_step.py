@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from case import Case
 
-GROUPS = ("full step", "optimizer", "gradient statistics", "weight cast", "loss scale")
+GROUPS = ("full step", "optimizer", "gradient statistics", "weight cast")
 
 
 def test_step(case: Case, peer: str, compare: Callable[[Case, str], None]) -> None:

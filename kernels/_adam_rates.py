@@ -1,5 +1,10 @@
 """What of an Adam step is the same for all elements of a tensor, computed once for each tensor."""
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from tritonamp.kernels.device import tl, triton
 
 RATES = 9
@@ -60,3 +65,10 @@ def adam_rates_kernel(
     tl.store(rates + 6, tl.sqrt(bias_correction2).to(tl.float32), mask=mask)
     tl.store(rates + 7, eps.to(tl.float32), mask=mask)
     tl.store(rates + 8, (-lr / bias_correction1).to(tl.float32), mask=mask)
+
+
+def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return -lr and the root in the denominator, corrected for bias: in FP64, on the device."""
+    bias_correction1 = 1 - rule.beta1 ** step.double()
+    bias_correction2 = 1 - rule.beta2 ** step.double()
+    return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)

@@ -1,4 +1,4 @@
-"""Tensors cut into blocks that stay in the cache, for eager twins that go over them many times."""
+"""Tensors cut into blocks that stay in the cache, for what goes over them many times."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,7 @@
 """A kernel is looked up, compiled where it is new, and started."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -91,15 +91,21 @@ def launch(
 
 
 class Launch:
-    """A launch on tensors of a kind, all of it but the tensors: a call takes these, and makes it.
+    """A launch that is made again and again: a call gives the tensors that change, if any.
 
-    Where one is kept, as for a shape, a call looks at little more than the tensors' addresses.
+    It looks at little more than their addresses: what was compiled for tensors that are aligned
+    like these is remembered.
 
     Args:
         kernel: and what follows, as for ``launch``.
+        tensors: those that stay, the first of which is one; an ``Operand`` is the place of one that
+            each call gives. None: a call gives all.
     """
 
-    __slots__ = ("_known", "constants", "grid", "kernel", "maxnreg", "num_warps", "sizes")
+    __slots__ = (
+        *("_operands", "_runs", "_tensors"),
+        *("constants", "grid", "kernel", "maxnreg", "num_warps", "sizes"),
+    )
 
     def __init__(
         self,
@@ -109,6 +115,7 @@ class Launch:
         constants: tuple[Any, ...],
         num_warps: int,
         maxnreg: int | None = None,
+        tensors: tuple[Any, ...] | None = None,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
@@ -116,107 +123,67 @@ class Launch:
         self.constants = constants
         self.num_warps = num_warps
         self.maxnreg = maxnreg
-        self._known: dict[int, tuple[_Build, Any, Any]] = {}  # for aligned memory, by device
+        self._tensors = tensors
+        self._operands = [(i, t) for i, t in enumerate(tensors or ()) if isinstance(t, Operand)]
+        # by device and alignment: the kernels that it was among, and what runs it
+        self._runs: dict[Any, tuple[Any, Any]] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *given: Tensor) -> None:
         """Run the kernel, see ``launch``.
 
         Args:
-            tensors: of the same dtypes in every call.
+            given: the tensors that change, of the same dtypes in every call; ``Operand`` says which
+                is which.
         """
+        tensors = given if self._tensors is None else self._filled(given)
         if INTERPRETED or is_traced(tensors[0]):
-            self._launch(tensors)
+            launch(*self._call(tensors))
             return
         pointers = 0
-        for tensor in tensors:
+        for tensor in given:
             pointers |= tensor.data_ptr()
         device = tensors[0].get_device()
-        build, compiled, run = self._known.get(device, _UNKNOWN)
-        if (
-            pointers & 15
-            or _compiled.get(build, self) is not compiled
-            or device != torch.cuda.current_device()
-        ):
-            compiled = self._launch(tensors)
-            if not pointers & 15:
-                self._known[device] = self._build(tensors), compiled, compiled[self.grid]
+        kind: Any = device
+        if pointers & 15:
+            kind = device, *[tensor.data_ptr() & 15 == 0 for tensor in given]
+        kernels, run = self._runs.get(kind, _NOT_COMPILED)
+        if kernels is not _compiled or device != torch.cuda.current_device():
+            self._runs[kind] = _compiled, launch(*self._call(tensors))[self.grid]
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*tensors, *self.sizes, *self.constants, stream=stream)
 
-    _once = staticmethod(launch)
-
-    def _launch(self, tensors: tuple[Tensor, ...]) -> Any:
-        rest = self.sizes, self.constants, self.num_warps, self.maxnreg
-        return self._once(self.kernel, self.grid, tensors, *rest)
-
-    def _build(self, tensors: tuple[Tensor, ...]) -> "_Build":
-        return _build_of(
-            self.kernel, tensors, self.sizes, self.constants, self.num_warps, self.maxnreg
-        )
-
-
-class PreparedLaunch:
-    """A launch that is made in each step: its kernel and its tables are looked up once.
-
-    Args:
-        kernel: and what follows, as for ``launch``.
-        tensors: the first one has memory; ``Operand`` in the place of what each call gives.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        tensors: tuple[Any, ...],
-        sizes: tuple[float, ...],
-        constants: tuple[Any, ...],
-        num_warps: int,
-        maxnreg: int | None = None,
-    ) -> None:
-        self.device: torch.device = tensors[0].device
-        self._index: int = tensors[0].get_device()
-        self._grid = grid
-        self._call = kernel, grid, tensors, sizes, constants, num_warps, maxnreg
-        self._slots = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
-        self._args: list[Any] = [*tensors, *sizes, *constants]
-        self._compiled: dict[Any, Any] = {}  # by dtypes and last four bits of the operands
-
-    def prepare(self, operands: Sequence[Tensor] = ()) -> None:
-        """Compile what a call with these operands runs, and run nothing.
+    def prepare(self, *given: Tensor) -> None:
+        """Compile what a call with these tensors runs, and run nothing.
 
         Raises:
             KernelError: it could not be compiled or loaded.
         """
-        kernel, _, tensors, *_ = call = self._call_with(operands)
+        tensors = given if self._tensors is None else self._filled(given)
         if INTERPRETED:
-            _check_compiler(kernel)
+            _check_compiler(self.kernel)
         elif tensors[0].is_cuda and not is_traced(tensors[0]):
-            with torch.cuda.device(self._index):
-                _find(*call)
+            with torch.cuda.device(tensors[0].device):
+                _find(*self._call(tensors))
 
-    def __call__(self, operands: Sequence[Tensor] = ()) -> None:
-        """Run the kernel, with operands by their numbers."""
-        given = [operands[operand] for _, operand in self._slots]
-        kind = tuple([(operand.dtype, operand.data_ptr() & 15) for operand in given])
-        compiled = self._compiled.get(kind)
-        if (
-            compiled is None
-            or torch._C._len_torch_dispatch_stack() > 0
-            or self._index != torch.cuda.current_device()
-        ):
-            self._compiled[kind] = launch(*self._call_with(operands))
-            return
-        args = self._args.copy()
-        for i, operand in self._slots:
-            args[i] = operands[operand]
-        compiled[self._grid](*args, stream=torch._C._cuda_getCurrentRawStream(self._index))
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are that stay."""
+        assert self._tensors is not None
+        device: torch.device = self._tensors[0].device
+        return device
 
-    def _call_with(self, operands: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return what ``launch`` takes, with operands by their numbers."""
-        kernel, grid, tensors, *rest = self._call
-        given = [operands[t] if isinstance(t, Operand) else t for t in tensors]
-        return kernel, grid, tuple(given), *rest
+    def _filled(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return all tensors."""
+        tensors = [*self._tensors]  # type: ignore[misc]
+        for i, operand in self._operands:
+            tensors[i] = given[operand]
+        return tuple(tensors)
+
+    def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Return what ``launch`` takes."""
+        rest = self.sizes, self.constants, self.num_warps, self.maxnreg
+        return self.kernel, self.grid, tensors, *rest
 
 
 def _find(
@@ -228,28 +195,7 @@ def _find(
     num_warps: int,
     maxnreg: int | None = None,
 ) -> Any:
-    build = _build_of(kernel, tensors, sizes, constants, num_warps, maxnreg)
-    compiled = _compiled.get(build)
-    if compiled is None:
-        options = _options(num_warps, maxnreg)
-        compiled = _compiled[build] = _compile(
-            kernel, grid, (*tensors, *sizes, *constants), options
-        )
-    return compiled
-
-
-class _Build:
-    """Stands for all that a kernel is compiled from, which takes longer to compare."""
-
-
-def _build_of(
-    kernel: Any,
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[float, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-    maxnreg: int | None,
-) -> _Build:
+    """Return the compiled kernel, which is looked up by all that it is compiled from."""
     key: list[Any] = [id(kernel), tensors[0].get_device(), num_warps, maxnreg, constants]
     pointers = 0
     for tensor in tensors:
@@ -260,7 +206,12 @@ def _build_of(
             *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
             *[size >= 1 << 31 for size in sizes],
         ]
-    return _builds.setdefault(tuple(key), _Build())
+    compiled = _compiled.get(tuple(key))
+    if compiled is None:
+        options = _options(num_warps, maxnreg)
+        args = *tensors, *sizes, *constants
+        compiled = _compiled[tuple(key)] = _compile(kernel, grid, args, options)
+    return compiled
 
 
 def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
@@ -269,24 +220,22 @@ def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
     return options if maxnreg is None else {**options, "maxnreg": maxnreg}
 
 
-_builds: dict[tuple[Any, ...], _Build] = {}
-_compiled: dict[_Build, Any] = {}
-_UNKNOWN = _Build(), None, None
+_compiled: dict[tuple[Any, ...], Any] = {}  # a new one where those in it are to run no more
+_NOT_COMPILED = None, None
 _compiler_works = True
 
 
 @contextlib.contextmanager
 def broken_compiler() -> Iterator[None]:
     """Refuse to compile a kernel inside of the block, or to run one from an earlier compilation."""
-    global _compiler_works
-    earlier = dict(_compiled)
-    _compiled.clear()
+    global _compiled, _compiler_works
+    earlier, _compiled = _compiled, {}
     _compiler_works = False
     try:
         yield
     finally:
         _compiler_works = True
-        _compiled.update(earlier)
+        _compiled = earlier
 
 
 def _check_compiler(kernel: Any) -> None:

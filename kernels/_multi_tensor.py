@@ -240,7 +240,7 @@ def shipped_lists(
     **dtypes: torch.dtype | str,
 ) -> TensorLists:
     """Return lists of one small tensor each, for ``shipped``; a name repeats that list."""
-    lists: dict[str, Sequence[Tensor]] = {}
+    lists: dict[str, Any] = {}  # of tensors
     for name, dtype in dtypes.items():
         if isinstance(dtype, str):
             lists[name] = lists[dtype]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -54,27 +55,32 @@ class Table(NamedTuple):
         operands: Sequence[Any],
         constants: tuple[Any, ...],
         vec: int,
-    ) -> tuple[Any, ...]:
-        """Return what ``launch`` takes to run ``kernel`` on every chunk.
+        sizes: tuple[float, ...] = (),
+        maxnreg: int | None = None,
+    ) -> Launch:
+        """Return what runs ``kernel`` on every chunk.
 
         Args:
             kernel: with the parameters in the order of what follows.
             names: lists whose pointers come first; the table's columns follow.
-            operands: other tensors, after the columns.
+            operands: other tensors, or their places, after the columns.
             constants: those in front of VEC and BLOCK.
             vec: elements that a thread holds where the tensors are aligned.
+            sizes: those after the size of a chunk.
+            maxnreg: the most registers that a thread may take.
         """
         vec = vec if self.aligned else 1
         pointers = [self.pointers[name] for name in names]
         tensors = (*pointers, self.numel, self.first, self.number, self.rows, *operands)
         tile = WARP_SIZE * NUM_WARPS * vec
-        return (
+        return Launch(
             kernel,
             (self.chunks, 1, 1),
-            tensors,
-            (self.chunk,),
+            (self.chunk, *sizes),
             (*constants, vec, tile),
             NUM_WARPS,
+            maxnreg,
+            tensors,
         )
 
 

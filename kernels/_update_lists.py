@@ -6,15 +6,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._facts import use_native
-from tritonamp.kernels._launch import Operand, PreparedLaunch
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._transfer import in_main_memory, transfer
-
-_MOST_WAITING = 1 << 20
 
 
 class Hyperparameters(Protocol):
@@ -63,11 +61,13 @@ class UpdateLists:
             self._numbers[device] = numbers, places
         return self._numbers[device]
 
-    def _rows(self, device: torch.device) -> tuple[list[list[Any]], list[tuple[Any, ...]]]:
+    def _rows(self, device: torch.device) -> tuple[list[Sequence[Any]], list[tuple[Any, ...]]]:
         """Return numbers by group, and group, place and value of those that are tensors there."""
-        rows = [list(rule.numbers()) for rule in self.rules]
+        rows: list[Sequence[Any]] = []
         tensors = []
-        for g, row in enumerate(rows):
+        for g, rule in enumerate(self.rules):
+            row: list[Any] = list(rule.numbers())
+            rows.append(row)
             for k, value in enumerate(row):
                 if not isinstance(value, Tensor):
                     continue
@@ -78,6 +78,11 @@ class UpdateLists:
                     tensors.append((g, k, value))
         return rows, tensors
 
+    def lost(self, device: torch.device) -> Tensor:
+        """Return the counts of ``track_lost``, by number."""
+        size = self.tensors.size if self.track_lost else 1
+        return self.tensors.kept("lost", (size, 2), torch.int64, device)
+
     def overflow(self, device: torch.device) -> Tensor:
         """Return the flags that ``note_overflow`` sets, by number."""
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
@@ -87,15 +92,44 @@ class UpdateLists:
         rules, groups = self.numbers(device)
         return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
-    def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield for each tensor those of the lists ``names`` (complex as real), and its number."""
+    def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
+        """Yield for each tensor those of the lists ``names`` (complex as real), rule and number."""
         lists = (map(_as_real, self.tensors[name]) for name in names)
-        return zip(*lists, self.tensors.numbers, strict=True)
+        for row, number in zip(zip(*lists, strict=True), self.tensors.numbers, strict=True):
+            yield row, self.rules[self.groups[number]], number
+
+    def run(
+        self,
+        operation: Implementations,
+        on_cpu: Callable[["UpdateLists", Tensor | None, Tensor | None], None],
+        backend: str,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Run an operation's kernel, its eager twin, or what does as that in main memory, faster.
+
+        Args:
+            operation: whose kernel and twin these are.
+            on_cpu: takes these lists, ``grad_scale`` and ``found_inf``.
+            backend: "auto", "triton" or "eager".
+            grad_scale: 0-d factor on the gradients, or None: 1.
+            found_inf: 0-d, not 0: skip; None: as 0.
+        """
+        uses_triton = self.tensors.uses_triton(backend, operation)
+        if not uses_triton and self._is_in_main_memory(found_inf):
+            on_cpu(self, grad_scale, found_inf)
+        else:
+            operation.run(backend, uses_triton, self, grad_scale, found_inf)
+
+    def _is_in_main_memory(self, found_inf: Tensor | None) -> bool:
+        """Tell whether all parameters are there, and whether to skip is known there."""
+        known = found_inf is None or in_main_memory(found_inf) is not None
+        return known and all(p.device.type == "cpu" for p in self.tensors["params"])
 
     def launch(
         self,
         plan: Plan,
-        calls: Callable[["UpdateLists", Plan], Iterable[tuple[Any, ...]]],
+        launches: Callable[["UpdateLists", Plan], Iterable[Launch]],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
@@ -103,7 +137,7 @@ class UpdateLists:
 
         Args:
             plan: whose tables they read.
-            calls: gives what ``launch`` takes, with ``Operand`` for what each step gives.
+            launches: gives them, with ``Operand`` for what each step gives.
             grad_scale: 0-d factor on the gradients, or None: 1.
             found_inf: 0-d, not 0: skip; None: as 0.
         """
@@ -112,109 +146,66 @@ class UpdateLists:
             self.numbers(device)  # sent where they changed
             operands[device] = self._operands(device, grad_scale, found_inf)
 
-        def prepare() -> list[PreparedLaunch]:
+        def prepare() -> list[tuple[Launch, torch.device]]:
             use_native()  # here, where time goes by for compilers
-            launches = [PreparedLaunch(*call) for call in calls(self, plan)]
-            for each in launches:
-                each.prepare(operands[each.device])
-            return launches
+            made = [(launch, launch.device) for launch in launches(self, plan)]
+            for launch, device in made:
+                launch.prepare(*operands[device])
+            return made
 
-        for each in plan.prepared((calls, len(self.rules), self.track_lost), prepare):
-            each(operands[each.device])
+        key = launches, len(self.rules), self.track_lost
+        for launch, device in plan.prepared(key, prepare):
+            launch(*operands[device])
 
     def _operands(
         self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return by ``Operand`` the factor on gradients and the flag, on the device."""
+        """Return by ``Operand`` the factor on gradients and the flag, float32, on the device."""
         if grad_scale is None:
             grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
         if found_inf is None:
             found_inf = self.tensors.kept("zero", (), torch.float32, device)
-        return transfer(grad_scale, device), transfer(found_inf, device)
+        elif found_inf.dtype is not torch.float32:
+            found_inf = (found_inf != 0).float()
+        return transfer(grad_scale, device).float(), transfer(found_inf, device)
 
 
-class EagerUpdate:
-    """The results of an eager update, written together at its end: all of them, or none.
-
-    Except for tensors in main memory that are large enough to be cut into blocks: these are updated
-    in place, block by block, since results that wait leave the cache. And of small ones, results
-    are written whenever they are 1 MiB.
+class Results:
+    """What an eager update has computed, written at its end: all of it, or none.
 
     Args:
-        grad_scale: 0-d factor on the gradients, or None.
         found_inf: 0-d; not 0: every target keeps its bits. None: as 0.
-
-    Attributes:
-        skips: True where the host knows that there is nothing to do.
     """
 
-    def __init__(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        known = in_main_memory(found_inf)
-        self.skips = bool(known)
-        self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
-        self._skip = None if found_inf is None or known is not None else found_inf != 0
-        self._results: list[tuple[Tensor, Tensor]] = []
-        self._waiting = 0  # bytes of those in main memory
-        self._overflows: list[tuple[Tensor, Tensor]] = []
-        self._in_place = False  # whether the present block is updated so
-        self._scratch = Scratch()
+    def __init__(self, found_inf: Tensor | None) -> None:
+        self._skip = None if found_inf is None else found_inf != 0
+        self._rows: list[tuple[Tensor, Tensor]] = []
 
-    def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the elements of tensors of one shape; each block is updated before the next."""
-        parts = cut(*tensors)
-        self._in_place = parts is not None and self._skip is None
-        yield from parts or (tensors,)
-        self._in_place = False
-
-    def opened(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``target`` to be changed in place, and then to be stored there."""
-        return target.to(dtype, copy=not self._in_place)
-
-    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return memory for a result that the block needs for itself; None: take new memory."""
-        return self._scratch(name, like, dtype) if self._in_place else None
-
-    def gradient(self, grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
-        """Return the gradient to descend, unscaled and clipped; it may be the one given."""
-        memory = self.scratch("gradient", grad, dtype)
-        if grad.dtype != dtype:
-            grad = grad.to(dtype) if memory is None else memory.copy_(grad)
-        if self._grad_scale is not None:
-            grad = torch.mul(grad, self._grad_scale.to(grad.device), out=memory)
-        return torch.neg(grad, out=memory) if maximize else grad
-
-    def store(self, target: Tensor, value: Tensor) -> None:
+    def put(self, target: Tensor, value: Tensor) -> None:
         """Have ``target`` receive ``value``, rounded to its dtype."""
-        if self._in_place:
-            if value is not target:
-                target.copy_(value)
-            return
+        value = value.to(target.dtype)
         if self._skip is not None:
-            value = torch.where(self._skip.to(target.device), target, value.to(target.dtype))
-        self._results.append((target, value))
-        if target.device.type == "cpu":
-            self._waiting += value.nbytes
-            if self._waiting > _MOST_WAITING:
-                self._write()
+            value = torch.where(self._skip.to(target.device), target, value)
+        self._rows.append((target, value))
 
-    def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
+    def put_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
         """Have ``copy`` receive ``value``; set the flag where that is finite and became inf."""
-        self.store(copy, value)
-        found = overflows(value, copy.dtype)
-        if found is not None:
-            self._overflows.append((overflow, found if self._skip is None else found & ~self._skip))
+        self.put(copy, value)
+        beyond = value.isfinite() & value.to(copy.dtype).isinf()
+        self.put(overflow, overflow | beyond.any())
 
-    def carry_out(self) -> None:
-        """Write the results; nothing here takes memory, so nothing can fail half-way."""
-        self._write()
-        for overflow, found in self._overflows:
-            overflow.logical_or_(found)
+    def write(self) -> None:
+        """Write them; nothing here takes memory, so nothing can fail half-way."""
+        for target, value in self._rows:
+            target.copy_(value)
 
-    def _write(self) -> None:
-        for target, result in self._results:
-            target.copy_(result)
-        self._results.clear()
-        self._waiting = 0
+
+def unscaled(grad: Tensor, grad_scale: Tensor | None, maximize: bool, dtype: torch.dtype) -> Tensor:
+    """Return the gradient to descend, unscaled and clipped."""
+    grad = grad.to(dtype)
+    if grad_scale is not None:
+        grad = grad * grad_scale.to(grad.device)
+    return -grad if maximize else grad
 
 
 def update_samples(
@@ -234,7 +225,7 @@ def update_samples(
 
     def args(tensors: list[Tensor], half: torch.dtype, masters: bool) -> tuple[Any, ...]:
         params = tensors if masters else [t.to(half) for t in tensors]
-        given = {
+        given: dict[str, Any] = {
             name: params if make is None else [make(t) for t in tensors]
             for name, make in states.items()
         }

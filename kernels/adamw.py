@@ -6,21 +6,21 @@ Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), K
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel
+from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel, corrected_rates
+from tritonamp.kernels._cpu_steps import adamw_on_cpu
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Operand
+from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._transfer import in_main_memory
-from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
+from tritonamp.kernels._update_lists import Results, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 
@@ -156,23 +156,23 @@ def adamw_kernel(
 
 def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(_WRITTEN) as plan:
-        lists.launch(plan, _calls, grad_scale, found_inf)
+        lists.launch(plan, _launches, grad_scale, found_inf)
 
 
-def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.scalar_tables:
         rules, groups = lists.numbers(t.device)
         scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
-        results = _rates(lists, t.device), _lost(lists, t.device)
+        results = _rates(lists, t.device), lists.lost(t.device)
         counts = t.pointers["steps"], t.number, groups, rules, *scalars, *results
         grid = -(-len(t.number) // WARP_SIZE), 1, 1
         options = lists.track_lost, RATES, WARP_SIZE
-        yield adam_rates_kernel, grid, counts, (len(t.number),), options, 1
+        yield Launch(adam_rates_kernel, grid, (len(t.number),), options, 1, tensors=counts)
     for t in plan.tables:
         amsgrad = t.type("max_exp_avg_sqs") is not None
         types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
         counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
-        flags = Operand.FOUND_INF, lists.overflow(t.device), _lost(lists, t.device)
+        flags = Operand.FOUND_INF, lists.overflow(t.device), lists.lost(t.device)
         operands, constants = (_rates(lists, t.device), *flags), (*types, counts_lost, RATES)
         yield t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC)
 
@@ -181,81 +181,44 @@ _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copie
 _WRITTEN = "params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
 
 
-def _lost(lists: UpdateLists, device: torch.device) -> Tensor:
-    size = lists.tensors.size if lists.track_lost else 1
-    return lists.tensors.kept("lost", (size, 2), torch.int64, device)
-
-
 def _rates(lists: UpdateLists, device: torch.device) -> Tensor:
     return lists.tensors.kept("rates", (lists.tensors.size, RATES), torch.float32, device)
 
 
 def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    updates = EagerUpdate(grad_scale, found_inf)
-    if updates.skips:
-        return
-    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # of equal step counts: they are many
-    for (*row, number), steps in zip(lists.rows(_LISTS), lists.tensors["steps"], strict=True):
-        rule = lists.rules[lists.groups[number]]
-        lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
-        device, compute = row[0].device, torch.promote_types(row[0].dtype, torch.float32)
-        counts_lost = lists.track_lost and row[-1].dtype in (torch.float16, torch.bfloat16)
-        lost = []
-        step = steps + 1
-        key = lists.groups[number], compute, in_main_memory(steps)
-        if key[-1] is None or key not in corrected:
-            corrected[key] = _corrected(rule, step, compute)
-        rate, root2 = corrected[key]
-        updates.store(steps, step)
-        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
-            p, m, v = (updates.opened(x, compute) for x in (param, exp_avg, exp_avg_sq))
-            before = p.clone() if counts_lost else p
-            grad = updates.gradient(grad, compute, maximize)
-            # weight decay
-            if weight_decay != 0:
-                if decoupled_weight_decay:
-                    p.mul_(1 - lr * weight_decay)
-                else:
-                    grad = grad + weight_decay * p
-            # moments
-            m.lerp_(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
-            memory = updates.scratch("square, then denominator", v, compute)
-            v.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=memory).mul_(grad))
-            v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
-            # update
-            denom = torch.sqrt(v_max, out=memory).div_(root2).add_(eps)
-            moves = (rate * m / denom != 0) | (before != p) if counts_lost else None
-            _add_quotient(p, m, denom, rate)
-            if moves is not None:
-                same = (moves & (p.to(copy.dtype) == copy)).sum()
-                lost.append(torch.stack([same, moves.sum()]))
+    results = Results(found_inf)
+    for row, rule, number in lists.rows((*_LISTS, "steps")):
+        param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, steps = row
+        dtype, step = torch.promote_types(param.dtype, torch.float32), steps + 1
+        p, m, v = (x.to(dtype) for x in (param, exp_avg, exp_avg_sq))
+        # unscale and clip
+        grad = unscaled(grad, grad_scale, rule.maximize, dtype)
+        # weight decay
+        if rule.weight_decay != 0 and rule.decoupled_weight_decay:
+            p = p * (1 - rule.lr * rule.weight_decay)
+        elif rule.weight_decay != 0:
+            grad = grad + rule.weight_decay * p
+        # moments
+        weight1, beta1 = 1 - rule.beta1, rule.beta1
+        m = m.lerp(grad, weight1.to(m) if isinstance(beta1, Tensor) else weight1)
+        v = v * rule.beta2 + grad * (1 - rule.beta2) * grad
+        v_max = torch.maximum(max_exp_avg_sq, v) if rule.amsgrad else v
+        # update
+        rate, correction = corrected_rates(rule, step, dtype)
+        update = rate * m / (v_max.sqrt() / correction + rule.eps)
+        decayed, p = p, p + update
 
-            updates.store(exp_avg, m)
-            updates.store(exp_avg_sq, v)
-            if amsgrad:
-                updates.store(max_exp_avg_sq, v_max)
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(device)[number])
-        if lost:
-            updates.store(_lost(lists, device)[number], torch.stack(lost).sum(0))
-    updates.carry_out()
-
-
-def _corrected(rule: AdamRule, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return -lr and the root in the denominator, corrected for bias: in FP64, on the device."""
-    bias_correction1 = 1 - rule.beta1 ** step.double()
-    bias_correction2 = 1 - rule.beta2 ** step.double()
-    return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)
-
-
-def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
-    """Add ``factor * a / b``, in one pass where the host knows the factor. Bits are the same."""
-    known = in_main_memory(factor)
-    if known is None:
-        to.add_((factor * a).div_(b))
-    else:
-        to.addcdiv_(a, b, value=known)
+        for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p), (steps, step)):
+            results.put(target, value)
+        if rule.amsgrad:
+            results.put(max_exp_avg_sq, v_max)
+        if copy is not param:
+            results.put_copy(copy, p, lists.overflow(param.device)[number])
+        if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
+            moves = (update != 0) | (param.to(dtype) != decayed)
+            lost = moves & (p.to(copy.dtype) == copy)
+            results.put(lists.lost(param.device)[number], torch.stack([lost.sum(), moves.sum()]))
+    results.write()
 
 
 def adamw(
@@ -271,7 +234,7 @@ def adamw(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    ADAMW.run(backend, lists.tensors.uses_triton(backend, ADAMW), lists, grad_scale, found_inf)
+    lists.run(ADAMW, adamw_on_cpu, backend, grad_scale, found_inf)
 
 
 def _samples() -> Iterator[ListSample]:

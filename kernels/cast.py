@@ -7,8 +7,9 @@ from torch import Tensor
 
 from tritonamp.kernels._blocks import blocks, overflows
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
@@ -48,12 +49,16 @@ def cast_kernel(
 
 def cast_triton(lists: TensorLists) -> None:
     with lists.launches(("copies",)) as plan:
-        for t in plan.tables:
-            if t.dtypes["copies"] is None:
-                continue
+        for launch in plan.prepared("cast", lambda: [*_launches(lists, plan)]):
+            launch()
+
+
+def _launches(lists: TensorLists, plan: Plan) -> Iterator[Launch]:
+    for t in plan.tables:
+        if t.dtypes["copies"] is not None:
             overflow = lists.kept("overflow", (lists.size,), torch.int32, t.device)
             types = t.type("params"), t.type("copies")
-            launch(*t.launch_of(cast_kernel, ("params", "copies"), (overflow,), types, _VEC))
+            yield t.launch_of(cast_kernel, ("params", "copies"), (overflow,), types, _VEC)
 
 
 def cast_torch(lists: TensorLists) -> None:

@@ -61,6 +61,13 @@ class Evidence(NamedTuple):
 class ScaleRule(NamedTuple):
     """How a loss scale moves. A fixed scale is ``min_scale == max_scale``.
 
+    - loss non-finite: nothing moves;
+    - gradients non-finite though the loss is finite: the growth count restarts, and at the
+      ``hysteresis``-th time without a clean step between, the scale is multiplied by
+      ``backoff_factor``, never below ``min_scale``;
+    - clean: after ``growth_interval`` in a row, or where ``headroom`` allows it at once, the scale
+      is multiplied by ``growth_factor``, never above ``max_scale``.
+
     ``headroom``: the scale also grows at every clean step as long as the largest scaled gradient
     stays within that, and the scale below where an overflow followed on a clean step; that mark is
     forgotten when the ``growth_interval`` is over. 0: no such growth.
@@ -130,18 +137,6 @@ def _next_scale(
     tl.store(growth_ptr, tl.where(due, 0, tracker))
     tl.store(hysteresis_ptr, tl.where(clean, hysteresis, tl.maximum(patience, 0)))
     tl.store(ceiling_ptr, tl.where(due, max_scale, ceiling))
-
-
-@triton.jit(do_not_specialize=("growth_interval", "hysteresis"))
-def update_scale_kernel(
-    scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf_ptr, fault_ptr, largest_ptr,
-    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
-):  # fmt: skip
-    _next_scale(
-        scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr,
-        tl.load(found_inf_ptr), tl.load(fault_ptr), tl.load(largest_ptr),
-        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("n", "parts", "names", "growth_interval", "hysteresis"))
@@ -253,8 +248,37 @@ def decide_torch(
     if record is not None:
         _note(record, amax, norm, largest, found_inf, loss_nonfinite, used_scale)
     if state is not None:  # used_scale may be the one that moves
-        update_scale_torch(state, found_inf, loss_nonfinite, largest, rule)
+        _move_scale(state, rule, found_inf, loss_nonfinite, largest)
     verdict.copy_(torch.stack([found_inf, norm, factor]))
+
+
+def _move_scale(
+    state: ScaleState, rule: ScaleRule, found_inf: Tensor, loss_nonfinite: Tensor, largest: Tensor
+) -> None:
+    scale, growth_tracker, hysteresis_tracker, ceiling = state
+    fault = loss_nonfinite != 0  # the forward's fault: a lower scale cannot help
+    overflow = (found_inf != 0) & ~fault
+    clean = ~fault & ~overflow
+    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
+    higher = (scale * rule.growth_factor).clamp(max=rule.max_scale)
+
+    # overflow: use up one unit of patience, back off when there is none left
+    patience = hysteresis_tracker - overflow.int()
+    back_off = overflow & (patience <= 0)
+    ceiling.copy_(torch.where(overflow & (growth_tracker > 0), lower, ceiling))
+    # clean: count, grow after growth_interval in a row, or where there is room
+    tracker = (growth_tracker + clean) * ~overflow
+    due = clean & (tracker >= rule.growth_interval)
+    grow = due
+    if rule.headroom > 0:
+        grow = due | (clean & (largest * higher <= rule.headroom) & (higher <= ceiling))
+
+    scale.copy_(torch.where(back_off, lower, torch.where(grow, higher, scale)))
+    growth_tracker.copy_(tracker * ~due)
+    hysteresis_tracker.copy_(
+        torch.where(clean, torch.full_like(patience, rule.hysteresis), patience.clamp(min=0))
+    )
+    ceiling.copy_(torch.where(due, torch.full_like(ceiling, rule.max_scale), ceiling))
 
 
 def _note(
@@ -322,71 +346,6 @@ def _numbers(rule: ScaleRule) -> tuple[float, ...]:
     )
 
 
-def update_scale_triton(
-    state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, largest: Tensor, rule: ScaleRule
-) -> None:
-    tensors = *state, found_inf, loss_nonfinite, largest
-    launch(update_scale_kernel, (1, 1, 1), tensors, _numbers(rule), (), 1)
-
-
-def update_scale_torch(
-    state: ScaleState, found_inf: Tensor, loss_nonfinite: Tensor, largest: Tensor, rule: ScaleRule
-) -> None:
-    scale, growth_tracker, hysteresis_tracker, ceiling = state
-    fault = loss_nonfinite != 0  # the forward's fault: a lower scale cannot help
-    overflow = (found_inf != 0) & ~fault
-    clean = ~fault & ~overflow
-    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
-    higher = (scale * rule.growth_factor).clamp(max=rule.max_scale)
-
-    # overflow: use up one unit of patience, back off when there is none left
-    patience = hysteresis_tracker - overflow.int()
-    back_off = overflow & (patience <= 0)
-    ceiling.copy_(torch.where(overflow & (growth_tracker > 0), lower, ceiling))
-    # clean: count, grow after growth_interval in a row, or where there is room
-    tracker = (growth_tracker + clean) * ~overflow
-    due = clean & (tracker >= rule.growth_interval)
-    grow = due
-    if rule.headroom > 0:
-        grow = due | (clean & (largest * higher <= rule.headroom) & (higher <= ceiling))
-
-    scale.copy_(torch.where(back_off, lower, torch.where(grow, higher, scale)))
-    growth_tracker.copy_(tracker * ~due)
-    hysteresis_tracker.copy_(
-        torch.where(clean, torch.full_like(patience, rule.hysteresis), patience.clamp(min=0))
-    )
-    ceiling.copy_(torch.where(due, torch.full_like(ceiling, rule.max_scale), ceiling))
-
-
-def update_scale(
-    state: ScaleState,
-    found_inf: Tensor,
-    loss_nonfinite: Tensor,
-    largest: Tensor,
-    rule: ScaleRule,
-    backend: str = "auto",
-) -> None:
-    """Move the loss scale in place on the device; the eager twin is the specification.
-
-    - loss non-finite: nothing moves;
-    - gradients non-finite though the loss is finite: the growth count restarts, and at the
-      ``hysteresis``-th time without a clean step between, the scale is multiplied by
-      ``backoff_factor``, never below ``min_scale``;
-    - clean: after ``growth_interval`` in a row, or where ``headroom`` allows it at once, the scale
-      is multiplied by ``growth_factor``, never above ``max_scale``.
-
-    Args:
-        state: the loss scale.
-        found_inf: 0-d float32, not 0 where a gradient is not finite.
-        loss_nonfinite: 0-d float32, not 0 where the loss is not.
-        largest: 0-d float32, the largest unscaled gradient.
-        rule: how the scale moves.
-        backend: "auto", "triton" or "eager".
-    """
-    uses_triton = UPDATE_SCALE.uses_triton(backend, state.scale)
-    UPDATE_SCALE.run(backend, uses_triton, state, found_inf, loss_nonfinite, largest, rule)
-
-
 def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     amax = torch.cat([t.flatten() for t in tensors]).abs()
     amax[-1] = float("inf") if overflow else 1.0
@@ -409,11 +368,6 @@ def _scale_state(flag: Tensor) -> ScaleState:
     return ScaleState(flag + 1024.0, tracker, tracker.clone(), flag + 4096.0)
 
 
-def _scale_step(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
-    flag = tensors[0].new_zeros(())
-    return _scale_state(flag), flag + float(overflow), flag, flag + 0.25, _RULE
-
-
 _RULE = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24)  # of the samples
 DECIDE = Implementations(
     decide_triton,
@@ -423,18 +377,10 @@ DECIDE = Implementations(
         ListSample(lambda t, _: _decision(t, True), _decided, variant="overflow"),
     ],
 )
-UPDATE_SCALE = Implementations(
-    update_scale_triton,
-    update_scale_torch,
-    [
-        ListSample(lambda t, _: _scale_step(t, False), lambda args, _: args[0], variant="clean"),
-        ListSample(lambda t, _: _scale_step(t, True), lambda args, _: args[0], variant="overflow"),
-    ],
-)
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield a decision with everything, a bare one, and a scale that is moved alone."""
+    """Yield a decision with everything, and a bare one."""
     rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
     flag = torch.zeros((), device="meta")
     state = ScaleState(flag, flag.int(), flag.int(), flag)
@@ -454,4 +400,3 @@ def shipped() -> Iterator[Shipped]:
         None,
         0,
     )
-    yield Shipped("update_scale", update_scale_triton, (state, flag, flag, flag, rule), 64, None, 0)

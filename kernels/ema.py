@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
@@ -63,10 +62,12 @@ def ema_triton(lists: TensorLists, decay: float, found_inf: Tensor | None) -> No
             flag = found_inf
             if flag is None:
                 flag = lists.kept("zero", (), torch.float32, t.device)
-            operands, types = (transfer(flag, t.device),), (t.type("params"),)
-            call = t.launch_of(ema_kernel, ("averages", "params"), operands, types, _VEC)
-            kernel, grid, tensors, sizes, constants, warps = call
-            launch(kernel, grid, tensors, (*sizes, 1.0 - decay), constants, warps)
+            operands, types, sizes = (
+                (transfer(flag, t.device),),
+                (t.type("params"),),
+                (1.0 - decay,),
+            )
+            t.launch_of(ema_kernel, ("averages", "params"), operands, types, _VEC, sizes)()
 
 
 def ema_torch(lists: TensorLists, decay: float, found_inf: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, blocks
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import PreparedLaunch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
@@ -86,7 +86,7 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
 
 def _prepared(
     lists: TensorLists, tables: Sequence[Table]
-) -> tuple[list[tuple[Tensor, Tensor]], list[PreparedLaunch]]:
+) -> tuple[list[tuple[Tensor, Tensor]], list[Launch]]:
     """Return results by device, and the launches that write them."""
     results, launches = [], []
     chunks = sum(t.chunks for t in tables)
@@ -101,14 +101,14 @@ def _prepared(
     return results, launches
 
 
-def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> PreparedLaunch:
+def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
     per_vector = 4 if t.dtypes["grads"] is torch.float32 else 8
     vec = per_vector if t.aligned else 1
     pointers = t.pointers["grads"], t.numel, t.first, t.number, t.rows
     arrays = *pointers, amax.view(torch.int32), squares
     constants = t.type("grads"), vec, WARP_SIZE * _WARPS * _VECTORS * vec
-    sizes = t.chunk, t.before
-    return PreparedLaunch(grad_stats_kernel, (t.chunks, 1, 1), arrays, sizes, constants, _WARPS)
+    sizes, grid = (t.chunk, t.before), (t.chunks, 1, 1)
+    return Launch(grad_stats_kernel, grid, sizes, constants, _WARPS, tensors=arrays)
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:

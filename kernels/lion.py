@@ -9,17 +9,19 @@ Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Alg
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._cpu_steps import lion_on_cpu
 from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
+from tritonamp.kernels._update_lists import Results, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
 _NUMBERS = 5  # of a rule
@@ -117,10 +119,10 @@ _LISTS = "params", "grads", "exp_avgs", "copies"
 
 def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("params", "exp_avgs", "copies")) as plan:
-        lists.launch(plan, _calls, grad_scale, found_inf)
+        lists.launch(plan, _launches, grad_scale, found_inf)
 
 
-def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
         constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS
@@ -128,30 +130,26 @@ def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
 
 
 def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    updates = EagerUpdate(grad_scale, found_inf)
-    if updates.skips:
-        return
-    for *row, number in lists.rows(_LISTS):
-        lr, beta1, beta2, weight_decay, maximize = lists.rules[lists.groups[number]]
-        compute = torch.promote_types(row[0].dtype, torch.float32)
-        for param, grad, exp_avg, copy in updates.blocks(*row):
-            p, m = updates.opened(param, compute), updates.opened(exp_avg, compute)
-            grad = updates.gradient(grad, compute, maximize)
-            part = updates.scratch("part of the gradient", grad, compute)
-            memory = updates.scratch("update", grad, compute)
-            # weight decay
-            p.mul_(1 - lr * weight_decay)
-            # update
-            update = torch.mul(m, beta1, out=memory).add_(torch.mul(grad, 1 - beta1, out=part))
-            p.sub_(update.sign_().mul_(lr))
-            # moment
-            m.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=part))
+    results = Results(found_inf)
+    for (param, grad, exp_avg, copy), rule, number in lists.rows(_LISTS):
+        lr, beta1, beta2, weight_decay, maximize = rule
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        p, m = param.to(dtype), exp_avg.to(dtype)
+        # unscale and clip
+        grad = unscaled(grad, grad_scale, maximize, dtype)
+        # weight decay
+        p = p * (1 - lr * weight_decay)
+        # update
+        update = m * beta1 + grad * (1 - beta1)
+        p = p - update.sign() * lr
+        # moment
+        m = m * beta2 + grad * (1 - beta2)
 
-            updates.store(exp_avg, m)
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(param.device)[number])
-    updates.carry_out()
+        results.put(exp_avg, m)
+        results.put(param, p)
+        if copy is not param:
+            results.put_copy(copy, p, lists.overflow(param.device)[number])
+    results.write()
 
 
 def lion(
@@ -170,7 +168,7 @@ def lion(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    LION.run(backend, lists.tensors.uses_triton(backend, LION), lists, grad_scale, found_inf)
+    lists.run(LION, lion_on_cpu, backend, grad_scale, found_inf)
 
 
 LION = Implementations(

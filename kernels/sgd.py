@@ -6,17 +6,19 @@ Source: Sutskever et al., "On the importance of initialization and momentum in d
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._cpu_steps import sgd_on_cpu
 from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import EagerUpdate, UpdateLists, update_samples
+from tritonamp.kernels._update_lists import Results, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
 OPTIONAL = ("momentum_buffers",)  # state that a group may lack
@@ -117,52 +119,49 @@ def sgd_kernel(
 
 def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("params", "momentum_buffers", "copies")) as plan:
-        lists.launch(plan, _calls, grad_scale, found_inf)
+        lists.launch(plan, _launches, grad_scale, found_inf)
 
 
-def _calls(lists: UpdateLists, plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
         types = t.type("params"), t.type("grads"), t.type("copies")
         has_momentum = t.type("momentum_buffers") is not None
-        call = t.launch_of(sgd_kernel, _LISTS, operands, (*types, has_momentum, _NUMBERS), _VEC)
+        constants = *types, has_momentum, _NUMBERS
         writes_all = has_momentum and t.type("copies") is not None
-        yield *call, MAX_REGISTERS if writes_all else None
+        maxnreg = MAX_REGISTERS if writes_all else None
+        yield t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC, maxnreg=maxnreg)
 
 
 _LISTS = "params", "grads", "momentum_buffers", "copies"
 
 
 def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    updates = EagerUpdate(grad_scale, found_inf)
-    if updates.skips:
-        return
-    for *row, number in lists.rows(_LISTS):
-        rule = lists.rules[lists.groups[number]]
-        lr, momentum, dampening, weight_decay, nesterov, maximize = rule
-        compute = torch.promote_types(row[0].dtype, torch.float32)
-        for param, grad, momentum_buffer, copy in updates.blocks(*row):
-            p, grad = updates.opened(param, compute), updates.gradient(grad, compute, maximize)
-            memory = updates.scratch("direction", grad, compute)
-            # weight decay
-            if weight_decay != 0:
-                grad = torch.add(grad, p, alpha=weight_decay, out=memory)
-            # momentum
-            if momentum != 0:
-                buffer = updates.opened(momentum_buffer, compute)
-                buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
-                updates.store(momentum_buffer, buffer)
-                grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
-            # update
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":  # whom the host must not read
-                p.sub_(lr.to(p) * grad)
-            else:
-                p.add_(grad, alpha=-float(lr))
+    results = Results(found_inf)
+    for (param, grad, momentum_buffer, copy), rule, number in lists.rows(_LISTS):
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        p = param.to(dtype)
+        # unscale and clip
+        grad = unscaled(grad, grad_scale, rule.maximize, dtype)
+        # weight decay
+        if rule.weight_decay != 0:
+            grad = torch.add(grad, p, alpha=rule.weight_decay)
+        # momentum
+        if rule.momentum != 0:
+            buffer = momentum_buffer.to(dtype) * rule.momentum
+            buffer = torch.add(buffer, grad, alpha=1 - rule.dampening)
+            results.put(momentum_buffer, buffer)
+            grad = torch.add(grad, buffer, alpha=rule.momentum) if rule.nesterov else buffer
+        # update
+        if isinstance(rule.lr, Tensor) and rule.lr.device.type != "cpu":  # the host must not read
+            p = p - rule.lr.to(p) * grad
+        else:
+            p = torch.add(p, grad, alpha=-float(rule.lr))
 
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(param.device)[number])
-    updates.carry_out()
+        results.put(param, p)
+        if copy is not param:
+            results.put_copy(copy, p, lists.overflow(param.device)[number])
+    results.write()
 
 
 def sgd(
@@ -182,7 +181,7 @@ def sgd(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    SGD.run(backend, lists.tensors.uses_triton(backend, SGD), lists, grad_scale, found_inf)
+    lists.run(SGD, sgd_on_cpu, backend, grad_scale, found_inf)
 
 
 SGD = Implementations(

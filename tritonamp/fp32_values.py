@@ -19,9 +19,6 @@ class Fp32Values:
     tensor's address: those through ``.data`` escape unless they give the tensor other memory.
     Masters are where their half tensors are, and follow in each step. Originals are in main memory,
     and follow when somebody asks for them: from a GPU that takes a copy that the host waits for.
-
-    Attributes:
-        moves: how often a half tensor was found in other memory.
     """
 
     def __init__(self) -> None:
@@ -31,7 +28,6 @@ class Fp32Values:
         self._pointers = array("Q")  # to the half tensors when both sides agreed
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
-        self.moves = 0
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -47,15 +43,20 @@ class Fp32Values:
             self._update(i)
         return self._values[i]
 
-    def refresh(self, indices: Sequence[int]) -> None:
-        """Bring the FP32 values of these half tensors up to date in place."""
+    def refresh(self, indices: Sequence[int]) -> bool:
+        """Bring the FP32 values of these half tensors up to date in place.
+
+        Returns:
+            whether somebody has written to a half tensor, or given it other memory.
+        """
         halves, at, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
             at, seen = (array("Q", [numbers[i] for i in indices]) for numbers in (at, seen))
-        if at.tobytes() != addresses(halves) or seen.tobytes() != versions(halves):
-            for half in halves:
-                self.get(half)
+        changed = at.tobytes() != addresses(halves) or seen.tobytes() != versions(halves)
+        for half in halves if changed else ():
+            self.get(half)
+        return changed
 
     def _update(self, i: int) -> None:
         half, value = self._halves[i], self._values[i]
@@ -65,7 +66,6 @@ class Fp32Values:
 
     def _mark_agreed(self, i: int) -> None:
         half = self._halves[i]
-        self.moves += self._pointers[i] != half.data_ptr()
         self._pointers[i] = half.data_ptr()
         self._versions[i] = half._version
         self._value_versions[i] = self._values[i]._version

@@ -17,8 +17,8 @@ from tritonamp.step.fused import FusedRule, FusedStep, scalar
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.lion import LION
 from tritonamp.step.sgd import SGD as SGD_RULE
+from tritonamp.step.shown_gradients import ShownGradients
 from tritonamp.step.state_loading import load_state
-from tritonamp.step.wide_gradients import WideGradients
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion"]
 
@@ -103,11 +103,11 @@ class _Fused:
     def _widen_gradients(self) -> None:
         """Make half gradients FP32, until the step; ``GradScaler.unscale_`` calls it."""
         if not self.defaults.get("differentiable"):  # whose step is torch's, in half
-            self._wide_gradients.widen(p for group in self.param_groups for p in group["params"])
+            self._shown_gradients.widen(p for group in self.param_groups for p in group["params"])
 
     def _narrow_gradients(self) -> None:
         """Make those gradients half again; ``GradScaler`` calls it where there is no step."""
-        self._wide_gradients.narrow()
+        self._shown_gradients.round_back()
 
     def _dense(self, grad: Tensor) -> Tensor:
         if grad.is_sparse:
@@ -132,8 +132,8 @@ class _Fused:
         return self.__dict__.setdefault("_own_fp32_values", Fp32Values())
 
     @property
-    def _wide_gradients(self) -> WideGradients:
-        return self.__dict__.setdefault("_own_wide_gradients", WideGradients())
+    def _shown_gradients(self) -> ShownGradients:
+        return self.__dict__.setdefault("_own_shown_gradients", ShownGradients())
 
     @property
     def _fused(self) -> tuple[FusedStep, Memory]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
-from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide, update_scale
+from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide
 from tritonamp.kernels.device import is_capturing, refuse_capture, world_size
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
@@ -433,20 +433,19 @@ class GradScaler(torch.amp.GradScaler):
             loss_nonfinite: 0-d float32, not 0: because of the loss.
         """
         largest, self._largest = self._largest, None
-        if largest is None:
-            largest = torch.full_like(found_inf, math.inf)  # unknown: no room
-        if not self.backoff_on_fault:
-            update_scale(self.scale_state, found_inf, loss_nonfinite, largest, self.rule)
-            return
-        scale, *_ = self.scale_state
-        floor = torch.where(
-            loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), torch.zeros_like(scale)
-        )
-        update_scale(
-            self.scale_state, found_inf, torch.zeros_like(loss_nonfinite), largest, self.rule
-        )
+        rule, nothing, floor = self.rule, found_inf.new_zeros(0), None
+        if largest is None:  # unknown: no room
+            rule = rule._replace(headroom=0.0)
+        if self.backoff_on_fault:
+            scale, *_ = self.scale_state
+            floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), 0.0)
+            loss_nonfinite = torch.zeros_like(loss_nonfinite)
+        amax = nothing if largest is None else largest.reshape(1)
+        evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
+        unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(3)
+        decide(evidence, unscaled, None, self.scale_state, rule, None, verdict)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
-        if world_size() == 1:
+        if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonamp
 from tritonamp.casts import dispatch, fused_ops
-from tritonamp.casts.fused_ops import Plan
+from tritonamp.casts.fused_ops import Choice
 from tritonamp.kernels import _implementations
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import TraceableOp, compile_failure
@@ -52,9 +52,9 @@ def x(device: torch.device) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Plan]]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Choice]]:
     """The plans of each op."""
-    found: list[dict[Any, Plan]] = []
+    found: list[dict[Any, Choice]] = []
     plain = dispatch._Op.__init__
 
     def noted(op: dispatch._Op, *args: Any) -> None:
@@ -131,7 +131,7 @@ def test_what_differs_is_looked_at(
     amp: tritonamp.Amp,
     x: Tensor,
     other: Callable[[Tensor], tuple[Tensor, ...]],
-    plans: list[dict[Any, Plan]],
+    plans: list[dict[Any, Choice]],
 ) -> None:
     expected = other(x)
     for kept in plans:
@@ -203,7 +203,7 @@ def test_auto_goes_on_in_eager_torch(x: Tensor, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_there_are_not_too_many(
-    amp: tritonamp.Amp, x: Tensor, monkeypatch: pytest.MonkeyPatch, plans: list[dict[Any, Plan]]
+    amp: tritonamp.Amp, x: Tensor, monkeypatch: pytest.MonkeyPatch, plans: list[dict[Any, Choice]]
 ) -> None:
     monkeypatch.setattr(fused_ops, "MOST_PLANS", 2)
     for n in range(1, 6):

@@ -99,7 +99,7 @@ def in_software(kernels: Kernels = interpreted) -> Iterator[FakeCuda]:
         for module in (ops, content):  # which look for tensors that are just memory
             classes = module.TORCH_CLASSES | {CudaTensor}
             stack.enter_context(mock.patch.object(module, "TORCH_CLASSES", classes))
-        stack.enter_context(mock.patch.dict(_launch._compiled, clear=True))
+        stack.enter_context(mock.patch.object(_launch, "_compiled", {}))
         stack.enter_context(mock.patch.dict(device._answers, clear=True))
         stack.enter_context(torch_cuda.in_force(gpu))
         stack.enter_context(kernels(gpu))

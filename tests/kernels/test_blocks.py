@@ -1,4 +1,4 @@
-"""Eager updates go over large tensors block by block: the bits are those of whole tensors."""
+"""Updates in main memory go over large tensors block by block, and have the bits of eager twins."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _blocks, _update_lists, adamw
+from tritonamp.kernels import _blocks, _cpu_steps
 from tritonamp.kernels._blocks import blocks, overflows
+from tritonamp.kernels._cpu_steps import adamw_on_cpu, lion_on_cpu, sgd_on_cpu
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw import AdamRule, adamw_torch
@@ -21,14 +22,20 @@ HALVES = [torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
 
-UPDATES: dict[str, tuple[Callable[..., None], Any, tuple[str, ...]]] = {
-    "adamw": (
-        adamw_torch,
-        AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, True, True),
-        ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
-    ),
-    "sgd": (sgd_torch, SGDRule(0.01, 0.9, 0.1, 0.01, True, False), ("momentum_buffers",)),
-    "lion": (lion_torch, LionRule(0.01, 0.9, 0.99, 0.01, False), ("exp_avgs",)),
+RATE = torch.tensor(0.01)
+ADAMW = adamw_torch, adamw_on_cpu, ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+SGD = sgd_torch, sgd_on_cpu, ("momentum_buffers",)
+LION = lion_torch, lion_on_cpu, ("exp_avgs",)
+BETAS = 1 - RATE, 1 - RATE / 10
+UPDATES: dict[str, tuple[Any, Any]] = {
+    "adamw": (ADAMW, AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, True, True)),
+    "adamw, L2": (ADAMW, AdamRule(RATE, 0.9, 0.99, 1e-8, 0.01, False, False, False)),
+    "adamw, no decay": (ADAMW, AdamRule(RATE, *BETAS, 1e-8, 0.0, True, False, False)),
+    "sgd": (SGD, SGDRule(0.01, 0.9, 0.1, 0.01, True, False)),
+    "sgd, no decay": (SGD, SGDRule(RATE, 0.9, 0.0, 0.0, False, True)),
+    "sgd, no momentum": (SGD, SGDRule(0.01, 0.0, 0.0, 0.01, False, False)),
+    "lion": (LION, LionRule(0.01, 0.9, 0.99, 0.01, False)),
+    "lion, no decay": (LION, LionRule(RATE, 0.9, 0.99, 0.0, True)),
 }
 
 
@@ -36,7 +43,7 @@ UPDATES: dict[str, tuple[Callable[..., None], Any, tuple[str, ...]]] = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 elements, a whole number of vectors, and results that are written at once."""
     monkeypatch.setattr(_blocks, "block_size", lambda: 64)
-    monkeypatch.setattr(_update_lists, "_MOST_WAITING", 256)
+    monkeypatch.setattr(_cpu_steps, "_MOST_WAITING", 256)
 
 
 def tensors() -> list[Tensor]:
@@ -50,8 +57,14 @@ def tensors() -> list[Tensor]:
     return made
 
 
-def updated(name: str, half: torch.dtype, track_lost: bool, skip: float) -> list[Tensor]:
-    op, rule, states = UPDATES[name]
+def updated(
+    op: Callable[..., None],
+    states: tuple[str, ...],
+    rule: Any,
+    half: torch.dtype,
+    scale: float,
+    skip: float,
+) -> list[Tensor]:
     params = tensors()
     copies = [p.to(half) for p in params]
     steps = [torch.full((), 2.0) for _ in params]
@@ -62,9 +75,9 @@ def updated(name: str, half: torch.dtype, track_lost: bool, skip: float) -> list
         copies=copies,
         steps=steps,
     )
-    lists = UpdateLists(given, [rule], [0] * len(params), track_lost)
+    lists = UpdateLists(given, [rule], [0] * len(params), "exp_avg_sqs" in states)
     params[3][0, 0] = params[0][0] = 1e5  # inf in float16
-    op(lists, torch.tensor(0.125), torch.tensor(skip))
+    op(lists, torch.tensor(scale), torch.tensor(skip))
     memory, size = given.memory, len(params)
     kept = [t for n in ("lost", "overflow") for t in memory.all_kept(n, size) if t.any()]
     return [*params, *copies, *steps, *kept, *(t for s in states for t in lists.tensors[s])]
@@ -72,20 +85,23 @@ def updated(name: str, half: torch.dtype, track_lost: bool, skip: float) -> list
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("skip", [0.0, 1.0, NAN])
-def test_bits(name: str, half: torch.dtype, skip: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    track_lost = name == "adamw"
-    whole = updated(name, half, track_lost, skip)
+@pytest.mark.parametrize(("scale", "skip"), [(0.125, 0.0), (1.0, 0.0), (0.125, 1.0), (0.125, NAN)])
+def test_bits(
+    name: str, half: torch.dtype, scale: float, skip: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole tensors, and of blocks, are those of the specification."""
+    (twin, on_cpu, *how), rule = UPDATES[name]
+    how += rule, half, scale, skip
+    expected = updated(twin, *how)
+    whole = updated(on_cpu, *how)
     monkeypatch.setattr(_blocks, "block_size", lambda: 64)
-    monkeypatch.setattr(_update_lists, "_MOST_WAITING", 256)
-    cut = updated(name, half, track_lost, skip)
-    assert len(whole) == len(cut)
-    for a, b in zip(whole, cut, strict=True):
-        assert torch.equal(a, b)
-    for module in (_update_lists, adamw):
-        monkeypatch.setattr(module, "in_main_memory", lambda flag: None)
-    for a, b in zip(whole, updated(name, half, track_lost, skip), strict=True):
-        assert torch.equal(a, b)  # as on a GPU, where the host knows nothing
+    monkeypatch.setattr(_cpu_steps, "_MOST_WAITING", 256)
+    for found in (whole, updated(on_cpu, *how)):
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a, b)
+    before = updated(lambda *args: None, *how)
+    same = all(torch.equal(a, b) for a, b in zip(expected, before, strict=False))
+    assert same == (skip != 0)
 
 
 def test_blocks_are_views_of_all_elements(small_blocks: None) -> None:
@@ -148,7 +164,7 @@ def test_memory_of_an_update_does_not_grow_with_the_parameters(
     """Scratch of blocks, and results that wait; of whole tensors 14 bytes a parameter and more."""
     monkeypatch.setattr(_blocks, "block_size", lambda: 1 << 17)
     largest = 0
-    store = _update_lists.EagerUpdate.store
+    store = _cpu_steps.CpuUpdate.store
 
     def noting(self: Any, target: Tensor, value: Tensor) -> None:
         nonlocal largest
@@ -164,6 +180,6 @@ def test_memory_of_an_update_does_not_grow_with_the_parameters(
         copies=[p.half() for p in params],
     )
     lists = UpdateLists(given, [UPDATES["lion"][1]], [0] * count)
-    monkeypatch.setattr(_update_lists.EagerUpdate, "store", noting)
-    lion_torch(lists, None, torch.zeros(()))
+    monkeypatch.setattr(_cpu_steps.CpuUpdate, "store", noting)
+    lion_on_cpu(lists, None, torch.zeros(()))
     assert 0 < largest <= 2 << 20

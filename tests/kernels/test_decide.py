@@ -19,7 +19,6 @@ from tritonamp.kernels.decide import (
     ScaleRule,
     ScaleState,
     decide,
-    update_scale,
 )
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 from tritonamp.kernels.grad_stats import grad_stats
@@ -37,7 +36,7 @@ FORMS = (
 AT = torch.device("cpu" if INTERPRETED or FORMS == ["eager"] else "cuda")
 
 
-# update_scale
+# the loss scale
 
 RULES = st.builds(
     ScaleRule,
@@ -56,7 +55,7 @@ EVENTS = st.one_of(st.just(CLEAN), st.sampled_from(OVERFLOWS), st.sampled_from(F
 
 
 class Specification:
-    """The docstring of ``update_scale`` in other words."""
+    """The docstring of ``ScaleRule`` in other words."""
 
     def __init__(self, rule: ScaleRule) -> None:
         self.rule, self.scale = rule, 1.0
@@ -90,11 +89,15 @@ class Machine:
         )
 
     def see(self, found_inf: float, loss_nonfinite: float, largest: float = 0.0) -> None:
-        numbers = (
-            torch.tensor(x, device=self.tensors.scale.device)
-            for x in (found_inf, loss_nonfinite, largest)
+        judge(
+            [largest],
+            loss_nonfinite=loss_nonfinite,
+            found_earlier=found_inf,
+            state=self.tensors,
+            rule=self.rule,
+            device=self.tensors.scale.device,
+            backend=self.backend,
         )
-        update_scale(self.tensors, *numbers, self.rule, self.backend)
 
     @property
     def state(self) -> tuple[float, int, int]:
@@ -448,24 +451,15 @@ def scale_state(device: torch.device, scale: float, growth: int, hysteresis: int
     )
 
 
-@pytest.mark.parametrize("amax", [1.0, INF])
 @pytest.mark.parametrize("fault", [0.0, 1.0])
-def test_a_decision_moves_the_scale_like_update_scale(
-    device: torch.device, backend: str, amax: float, fault: float
+def test_a_gradient_moves_the_scale_like_a_flag(
+    device: torch.device, backend: str, fault: float
 ) -> None:
     for growth, hysteresis in itertools.product((0, 1), (0, 1, 2)):
-        rule = RULE._replace(hysteresis=2)
         moved, expected = (scale_state(device, 8.0, growth, hysteresis) for _ in range(2))
-        found_inf = judge(
-            [1.0, amax],
-            loss_nonfinite=fault,
-            state=moved,
-            rule=rule,
-            device=device,
-            backend=backend,
-        )[0]
-        flags = (torch.tensor(flag, device=device) for flag in (found_inf, fault, 1.0))
-        update_scale(expected, *flags, rule, "eager")
+        how = {"rule": RULE._replace(hysteresis=2), "device": device, "backend": backend}
+        judge([1.0, INF], loss_nonfinite=fault, state=moved, **how)
+        judge([1.0], loss_nonfinite=fault, found_earlier=1.0, state=expected, **how)
         assert moved == expected
 
 

@@ -96,6 +96,18 @@ def test_a_skip_writes_nothing(found_inf: float, backend: str, device: torch.dev
     assert all(map(torch.equal, run.everything(), before))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float16, torch.float64], ids=str)
+def test_a_skip_may_be_of_any_dtype(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Also one step after another, by one plan; 1e-300 is not 0."""
+    run, grads = Run(device, RULES["decay"], torch.float16), made(device, torch.float16, 1)
+    skip = 1e-300 if dtype is torch.float64 else 1.0
+    for value, of in [(0.0, torch.float32), (0.0, dtype), (skip, dtype), (1.0, torch.float32)]:
+        before = run.everything()
+        run.step(grads, backend, None, torch.tensor(value, dtype=of, device=device))
+        same = all(torch.equal(a, b) for a, b in zip(run.everything(), before, strict=True))
+        assert same == (value != 0)
+
+
 def test_signs_of_zero_and_nan(backend: str, device: torch.device) -> None:
     run = Run(device, RULES["plain"], None)
     before = [p.clone() for p in run.params]

@@ -188,3 +188,32 @@ def test_true_gradients_may_be_replaced(
         # weights are half in the forwards of O2 and in those of O1, gradients too: what parts them
         # is when sums of gradients are rounded
         torch.testing.assert_close(trained[1][name], value, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("cleared_by", ["optimizer", "model", "nobody"])
+@pytest.mark.parametrize("own", [None, torch.float32])
+def test_half_parameters_have_their_own_gradients_again(
+    device: torch.device, cleared_by: str, own: torch.dtype | None
+) -> None:
+    """After true ones were shown, whoever clears these, and also where the user has set a dtype."""
+    model = nn.Linear(3, 2, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp = tritonamp.enable(model, optimizer, level="O2", dtype=torch.float16)
+    if own is not None:
+        model.weight.grad_dtype = own
+    expected = model.weight.grad_dtype
+    for _ in range(2):
+        amp.backward(model(torch.ones(1, 3, device=device)).sum())
+        written = model.weight.grad
+        assert written is not None and written.dtype is expected
+        amp.unscale_()
+        assert model.weight.grad.dtype is torch.float32
+        if cleared_by == "model":
+            model.zero_grad()
+            assert model.weight.grad is None
+        optimizer.step()
+        if cleared_by != "model":
+            assert model.weight.grad is written
+        optimizer.zero_grad() if cleared_by == "optimizer" else model.zero_grad()
+        assert model.weight.grad_dtype is expected
+    amp.disable()

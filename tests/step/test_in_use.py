@@ -3,7 +3,8 @@ capture.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from tritonamp.kernels import (
     _implementations,
     _launch,
     adamw,
-    cast,
     decide,
 )
 from tritonamp.kernels import device as hardware
@@ -30,22 +30,28 @@ pytestmark = [
         not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
     ),
 ]
-MODULES = _launch, cast, decide  # that launch kernels in a step
+OF_STEPS = re.compile("grad_stats|decide|adam|sgd|lion|cast|ema")
 HALVES = [torch.float16, torch.bfloat16]
 each_half = pytest.mark.parametrize("half", HALVES, ids=str)
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     """Names and constants of the kernels that were launched."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
-    for module in MODULES:
+    again, once = _launch.Launch.__call__, decide.launch
 
-        def launch(kernel: Any, *args: Any, original: Any = module.launch) -> None:
-            calls.append((kernel.__name__, args[3]))
-            original(kernel, *args)
+    def noted(launch: _launch.Launch, *given: Tensor) -> None:
+        if OF_STEPS.match(launch.kernel.__name__):
+            calls.append((launch.kernel.__name__, launch.constants))
+        again(launch, *given)
 
-        monkeypatch.setattr(module, "launch", launch)
+    def noted_once(kernel: Any, *args: Any) -> Any:
+        calls.append((kernel.__name__, args[3]))
+        return once(kernel, *args)
+
+    monkeypatch.setattr(_launch.Launch, "__call__", noted)
+    monkeypatch.setattr(decide, "launch", noted_once)
     return calls
 
 
@@ -410,7 +416,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._again: list[Callable[[], None]] = []
         self._records = False
-        for module in MODULES:
+        for module in (_launch, decide):
 
             def launch(*args: Any, original: Any = module.launch) -> None:
                 def run() -> None:

@@ -22,7 +22,7 @@ from tritonamp.policy import HALF_DTYPES
 MOST_PLANS = 4096  # of an op, as there may be other shapes in every call
 
 
-class Plan:
+class Choice:
     """What a rule has chosen for tensors that lie in memory alike: a call takes these.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan:
 
 def _find(
     stock: Stock, active: ActivePolicy, input: Tensor, *rest: Hashable
-) -> tuple[Hashable, Plan | None]:
+) -> tuple[Hashable, Choice | None]:
     """Return what a call is known by, None where it must not be, and what was chosen before.
 
     Args:
@@ -115,7 +115,7 @@ def _apply(
     if len(stock.plans) >= MOST_PLANS:
         stock.plans.clear()
     prepared = operation.prepared(*tensors, *args[:-1])
-    plan = stock.plans[key] = Plan(function, args, prepared, stock.plans)
+    plan = stock.plans[key] = Choice(function, args, prepared, stock.plans)
     return plan(*tensors)
 
 

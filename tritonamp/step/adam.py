@@ -13,7 +13,7 @@ from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.fused import FusedRule, scalar
 
 
-class AdamRule(FusedRule):
+class FusedAdamRule(FusedRule):
     """``torch.optim.Adam``, and ``AdamW``, which derives from it."""
 
     kinds = "an Adam or AdamW"
@@ -71,4 +71,4 @@ class AdamRule(FusedRule):
         )
 
 
-ADAM = AdamRule()
+ADAM = FusedAdamRule()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -60,12 +60,14 @@ class Gradients(NamedTuple):
         """
         known_as = params if known_as is None else known_as
         size, numbers, any_sparse = len(params), dense(grads), False
+        present: Sequence[Any] = grads
         if len(numbers) < size:
             any_sparse = any(grad is not None and grad.is_sparse for grad in grads)
-            params, copies, known_as, grads = (
-                [tensors[i] for i in numbers] for tensors in (params, copies, known_as, grads)
+            present = [grads[i] for i in numbers]
+            params, copies, known_as = (
+                [tensors[i] for i in numbers] for tensors in (params, copies, known_as)
             )
         lists = TensorLists(
-            memory=memory, numbers=numbers, size=size, params=params, grads=grads, copies=copies
+            memory=memory, numbers=numbers, size=size, params=params, grads=present, copies=copies
         )
         return cls(lists, known_as, any_sparse)

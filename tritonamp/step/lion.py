@@ -11,7 +11,7 @@ from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.fused import FusedRule, scalar
 
 
-class LionRule(FusedRule):
+class FusedLionRule(FusedRule):
     """``tritonamp.optim.Lion``."""
 
     kinds = "a Lion"
@@ -40,4 +40,4 @@ class LionRule(FusedRule):
         raise RuntimeError("Lion does not support sparse gradients")
 
 
-LION = LionRule()
+LION = FusedLionRule()

@@ -16,6 +16,7 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.gradients import Gradients, GradientState
+from tritonamp.step.shown_gradients import ShownGradients
 from tritonamp.step.state_loading import widen_state
 
 _grad = operator.attrgetter("grad")
@@ -55,13 +56,10 @@ class MasterWeights:
         self._params: list[Tensor] = []
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # what the FP32 values know the half parameters by
-        self._moves = -1  # of the FP32 values, when devices were checked
         self._memory = Memory()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
-        self._left = b""  # versions of the parameters after the last step
-        # both by master: the true gradient that a half parameter shows, and its own meanwhile
-        self._shown: dict[Tensor, Tensor | None] = {}
-        self._hidden: dict[Tensor, Tensor] = {}
+        self._left = b""  # versions of the parameters after the last step, for the log
+        self._shown = ShownGradients()  # true ones, by half parameters
         self.adopt(*optimizer.param_groups)
 
     # which tensors there are
@@ -78,7 +76,6 @@ class MasterWeights:
         self._params = [self._sources[master] for master in self._masters]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
-        self._moves = -1
 
     def _master_of(self, param: Tensor) -> Tensor:
         """Return what is stepped on for a parameter, which gets its state."""
@@ -160,15 +157,14 @@ class MasterWeights:
         same = len(params) == len(self._masters) and all(map(operator.is_, params, self._masters))
         if not same:  # somebody has changed the groups by hand
             self.adopt(*groups)
-        self._fp32_values.refresh(self._halves)
-        if self._moves != self._fp32_values.moves:
-            for master, param in self.copies().items():
-                if master.device != param.device:
-                    raise RuntimeError(
-                        f"a parameter of the model is on {param.device}, its FP32 master on "
-                        f"{master.device}: move the model to its device before tritonamp.enable"
-                    )
-            self._moves = self._fp32_values.moves
+        if not self._fp32_values.refresh(self._halves):
+            return
+        for master, param in self.copies().items():
+            if master.device != param.device:
+                raise RuntimeError(
+                    f"a parameter of the model is on {param.device}, its FP32 master on "
+                    f"{master.device}: move the model to its device before tritonamp.enable"
+                )
 
     # the gradients
 
@@ -179,7 +175,7 @@ class MasterWeights:
 
     def _of_state(self) -> Sequence[Tensor]:
         """Return the tensors whose ``.grad`` the step will use."""
-        self._follow_shown()
+        self._take_replaced()
         return self._masters if self.has_true_gradients else self._params
 
     def has_gradients(self) -> bool:
@@ -219,14 +215,13 @@ class MasterWeights:
         """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
         self._adopt_unfrozen()
         if self.has_true_gradients:
-            self._follow_shown()
+            self._take_replaced()
+            self._shown.put_back()
             for master, param in self._sources.items():
                 if master.grad is not None:
                     self._set_aside[master] = master.grad
                 master.grad = None
-                _show_gradient(param, None)
-            self._shown.clear()
-            self._hidden.clear()
+                self._shown.clear(param)
         self.state = GradientState.SCALED
         self.decision = decision
 
@@ -251,21 +246,14 @@ class MasterWeights:
         Work on either is work on the other.
         """
         for master, param in self.copies().items():
-            if param.grad is not None:
-                self._hidden[master] = param.grad
-            _show_gradient(param, master.grad)
-            self._shown[master] = master.grad
+            self._shown.show(param, master.grad)
 
-    def _follow_shown(self) -> None:
+    def _take_replaced(self) -> None:
         """Take over what the user has put in the place of a true gradient that was shown."""
-        for master, shown in self._shown.items():
-            param = self._sources[master]
-            if param.grad is not shown and master.grad is shown:
+        for master, param in self.copies().items() if self._shown else ():
+            if self._shown.is_replaced(param, master.grad):
                 master.grad = None if param.grad is None else param.grad.to(master.dtype)
-                if param.grad is not master.grad:
-                    _show_gradient(param, master.grad)
-                self._shown[master] = master.grad
-                self._hidden.pop(master, None)  # the user's stays after the step, as in torch
+                self._shown.show(param, master.grad)
 
     def take_back(self) -> None:
         """Undo ``begin``, whose backward has failed: true gradients that were set aside count."""
@@ -287,15 +275,7 @@ class MasterWeights:
         self.state = GradientState.CLEAR
         self.decision = None
         self._set_aside.clear()
-        self._unhide()
-
-    def _unhide(self) -> None:
-        for master, grad in self._hidden.items():
-            param = self._sources[master]
-            if param.grad is not None and param.grad is master.grad:  # else somebody has cleared it
-                _show_gradient(param, grad)
-        self._shown.clear()
-        self._hidden.clear()
+        self._shown.put_back()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the half parameters, and those set aside.
@@ -303,13 +283,12 @@ class MasterWeights:
         The state stays: the backward of a loss that was scaled already may still come.
         """
         self._set_aside.clear()
-        self._unhide()
+        self._shown.put_back()
         for param in self.copies().values():
-            grad = param.grad
-            if set_to_none or grad is None:
-                _show_gradient(param, None)
+            if set_to_none or param.grad is None:
+                self._shown.clear(param)
             else:
-                param.grad = grad.detach().zero_()
+                param.grad = param.grad.detach().zero_()
 
     # after the step
 
@@ -356,13 +335,6 @@ class MasterWeights:
             found = [rows.get(p, [0, 0]) for p in group["params"]]
             shares.append(sum(lost for lost, _ in found) / max(sum(all_ for _, all_ in found), 1))
         return shares
-
-
-def _show_gradient(param: Tensor, grad: Tensor | None) -> None:
-    """Make ``grad``, of any floating dtype, the gradient of ``param``."""
-    param.grad = None
-    param.grad_dtype = param.dtype if grad is None else grad.dtype
-    param.grad = grad
 
 
 def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.fused import FusedRule, scalar
 
 
-class SGDRule(FusedRule):
+class FusedSGDRule(FusedRule):
     """``torch.optim.SGD``."""
 
     kinds = "an SGD"
@@ -58,4 +58,4 @@ class SGDRule(FusedRule):
         return bool(group["momentum"] != 0)
 
 
-SGD = SGDRule()
+SGD = FusedSGDRule()

@@ -188,7 +188,7 @@ def emulated(
             stack.callback(triton.runtime.driver.set_active, emulator)
         stack.enter_context(kept_as_ptx())
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", emulator))
-        stack.enter_context(mock.patch.dict(_launch._compiled, clear=True))
+        stack.enter_context(mock.patch.object(_launch, "_compiled", {}))
         stack.enter_context(emulator.memory.in_force())
         _current.append(emulator)
         stack.callback(_current.pop)

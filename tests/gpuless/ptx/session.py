@@ -46,7 +46,7 @@ COPIES = (
 FLAG = "Whoever finds an overflow stores a 1, and nobody anything else."
 UPDATES = "adamw_kernel|lion_kernel|sgd_kernel"
 BENIGN = [
-    Benign("decide_kernel|update_scale_kernel|adam_rates_kernel", LOADED_BY_ALL, REDUNDANT),
+    Benign("decide_kernel|adam_rates_kernel", LOADED_BY_ALL, REDUNDANT),
     Benign(f"{UPDATES}|ema_kernel", LOADED_BY_ALL, REDUNDANT),
     Benign(f"{UPDATES}|cast_kernel", STORED_TWICE, FLAG),
     Benign(".*", "shared write-write race, same values of (warps|lanes)", COPIES),

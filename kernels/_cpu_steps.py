@@ -1,0 +1,215 @@
+"""The updates of optimizers in main memory: as their eager twins, bit for bit, at memory speed.
+
+A twin is the specification, and makes a tensor for each result. Here tensors are worked on in place
+and in blocks that stay in the cache, with the same memory for what is between.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._adam_rates import corrected_rates
+from tritonamp.kernels._blocks import Scratch, cut, overflows
+from tritonamp.kernels._transfer import in_main_memory
+from tritonamp.kernels._update_lists import UpdateLists
+
+_MOST_WAITING = 1 << 20
+
+
+class CpuUpdate:
+    """An update of tensors in main memory.
+
+    Those that are large enough to be cut into blocks are updated in place, block by block, since
+    results that wait leave the cache. Results of small ones are written together, whenever they
+    are 1 MiB: where an error comes up before that, all tensors are as they were.
+
+    Args:
+        grad_scale: 0-d factor on the gradients, or None.
+    """
+
+    def __init__(self, grad_scale: Tensor | None) -> None:
+        self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
+        self._results: list[tuple[Tensor, Tensor]] = []
+        self._waiting = 0  # bytes of those
+        self._overflows: list[tuple[Tensor, Tensor]] = []
+        self._in_place = False  # whether the present block is updated so
+        self._scratch = Scratch()
+
+    def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the elements of tensors of one shape; each block is updated before the next."""
+        parts = cut(*tensors)
+        self._in_place = parts is not None
+        yield from parts or (tensors,)
+        self._in_place = False
+
+    def opened(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of ``target`` to be changed in place, and then to be stored there."""
+        return target.to(dtype, copy=not self._in_place)
+
+    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return memory for a result that the block needs for itself; None: take new memory."""
+        return self._scratch(name, like, dtype) if self._in_place else None
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
+        """Return the gradient to descend, unscaled and clipped; it may be the one given."""
+        memory = self.scratch("gradient", grad, dtype)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype) if memory is None else memory.copy_(grad)
+        if self._grad_scale is not None:
+            grad = torch.mul(grad, self._grad_scale.to(grad.device), out=memory)
+        return torch.neg(grad, out=memory) if maximize else grad
+
+    def store(self, target: Tensor, value: Tensor) -> None:
+        """Have ``target`` receive ``value``, rounded to its dtype."""
+        if self._in_place:
+            if value is not target:
+                target.copy_(value)
+            return
+        self._results.append((target, value))
+        self._waiting += value.nbytes
+        if self._waiting > _MOST_WAITING:
+            self._write()
+
+    def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
+        """Have ``copy`` receive ``value``; set the flag where that is finite and became inf."""
+        self.store(copy, value)
+        found = overflows(value, copy.dtype)
+        if found is not None:
+            self._overflows.append((overflow, found))
+
+    def carry_out(self) -> None:
+        """Write the results; nothing here takes memory, so nothing can fail half-way."""
+        self._write()
+        for overflow, found in self._overflows:
+            overflow.logical_or_(found)
+
+    def _write(self) -> None:
+        for target, result in self._results:
+            target.copy_(result)
+        self._results.clear()
+        self._waiting = 0
+
+
+def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Do as ``adamw_torch``."""
+    if in_main_memory(found_inf):
+        return
+    updates = CpuUpdate(grad_scale)
+    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # of equal step counts: they are many
+    names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
+    rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
+    for (row, rule, number), steps in rows:
+        lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
+        device, compute = row[0].device, torch.promote_types(row[0].dtype, torch.float32)
+        counts_lost = lists.track_lost and row[-1].dtype in (torch.float16, torch.bfloat16)
+        lost = []
+        step = steps + 1
+        key = lists.groups[number], compute, in_main_memory(steps)
+        if key[-1] is None or key not in corrected:
+            corrected[key] = corrected_rates(rule, step, compute)
+        rate, root2 = corrected[key]
+        updates.store(steps, step)
+        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
+            p, m, v = (updates.opened(x, compute) for x in (param, exp_avg, exp_avg_sq))
+            before = p.clone() if counts_lost else p
+            grad = updates.gradient(grad, compute, maximize)
+            # weight decay
+            if weight_decay != 0:
+                if decoupled_weight_decay:
+                    p.mul_(1 - lr * weight_decay)
+                else:
+                    grad = grad + weight_decay * p
+            # moments
+            m.lerp_(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
+            memory = updates.scratch("square, then denominator", v, compute)
+            v.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=memory).mul_(grad))
+            v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
+            # update
+            denom = torch.sqrt(v_max, out=memory).div_(root2).add_(eps)
+            moves = (rate * m / denom != 0) | (before != p) if counts_lost else None
+            _add_quotient(p, m, denom, rate)
+            if moves is not None:
+                same = (moves & (p.to(copy.dtype) == copy)).sum()
+                lost.append(torch.stack([same, moves.sum()]))
+
+            updates.store(exp_avg, m)
+            updates.store(exp_avg_sq, v)
+            if amsgrad:
+                updates.store(max_exp_avg_sq, v_max)
+            updates.store(param, p)
+            if copy is not param:
+                updates.store_copy(copy, p, lists.overflow(device)[number])
+        if lost:
+            updates.store(lists.lost(device)[number], torch.stack(lost).sum(0))
+    updates.carry_out()
+
+
+def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
+    """Add ``factor * a / b``, in one pass where the host knows the factor. Bits are the same."""
+    known = in_main_memory(factor)
+    if known is None:
+        to.add_((factor * a).div_(b))
+    else:
+        to.addcdiv_(a, b, value=known)
+
+
+def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Do as ``sgd_torch``."""
+    if in_main_memory(found_inf):
+        return
+    updates = CpuUpdate(grad_scale)
+    for row, rule, number in lists.rows(("params", "grads", "momentum_buffers", "copies")):
+        lr, momentum, dampening, weight_decay, nesterov, maximize = rule
+        compute = torch.promote_types(row[0].dtype, torch.float32)
+        for param, grad, momentum_buffer, copy in updates.blocks(*row):
+            p, grad = updates.opened(param, compute), updates.gradient(grad, compute, maximize)
+            memory = updates.scratch("direction", grad, compute)
+            # weight decay
+            if weight_decay != 0:
+                grad = torch.add(grad, p, alpha=weight_decay, out=memory)
+            # momentum
+            if momentum != 0:
+                buffer = updates.opened(momentum_buffer, compute)
+                buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
+                updates.store(momentum_buffer, buffer)
+                grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
+            # update
+            if isinstance(lr, Tensor) and lr.device.type != "cpu":  # whom the host must not read
+                p.sub_(lr.to(p) * grad)
+            else:
+                p.add_(grad, alpha=-float(lr))
+
+            updates.store(param, p)
+            if copy is not param:
+                updates.store_copy(copy, p, lists.overflow(param.device)[number])
+    updates.carry_out()
+
+
+def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Do as ``lion_torch``."""
+    if in_main_memory(found_inf):
+        return
+    updates = CpuUpdate(grad_scale)
+    for row, rule, number in lists.rows(("params", "grads", "exp_avgs", "copies")):
+        lr, beta1, beta2, weight_decay, maximize = rule
+        compute = torch.promote_types(row[0].dtype, torch.float32)
+        for param, grad, exp_avg, copy in updates.blocks(*row):
+            p, m = updates.opened(param, compute), updates.opened(exp_avg, compute)
+            grad = updates.gradient(grad, compute, maximize)
+            part = updates.scratch("part of the gradient", grad, compute)
+            memory = updates.scratch("update", grad, compute)
+            # weight decay
+            p.mul_(1 - lr * weight_decay)
+            # update
+            update = torch.mul(m, beta1, out=memory).add_(torch.mul(grad, 1 - beta1, out=part))
+            p.sub_(update.sign_().mul_(lr))
+            # moment
+            m.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=part))
+
+            updates.store(exp_avg, m)
+            updates.store(param, p)
+            if copy is not param:
+                updates.store_copy(copy, p, lists.overflow(param.device)[number])
+    updates.carry_out()

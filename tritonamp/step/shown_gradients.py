@@ -1,0 +1,96 @@
+"""FP32 gradients in the ``.grad`` of half parameters, from ``unscale_`` to the step."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.policy import HALF_DTYPES
+
+
+class _Own(NamedTuple):
+    """What a parameter had before it showed another gradient, and what it shows.
+
+    Attributes:
+        grad: the tensor that its backward has written.
+        grad_dtype: the dtype that its backward makes.
+        shown: the gradient in its place.
+    """
+
+    grad: Tensor | None
+    grad_dtype: torch.dtype | None
+    shown: Tensor | None
+
+
+class ShownGradients:
+    """FP32 gradients in ``.grad`` of parameters whose backward makes half ones.
+
+    ::
+
+        show       .grad: half tensor -> FP32 tensor
+        put_back   .grad: FP32 tensor -> the half tensor, as it was
+        round_back .grad: FP32 tensor -> the half tensor, with the FP32 values rounded
+
+    The half tensor is kept meanwhile: a CUDA graph or a bucket of DDP may own its memory.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[Tensor, _Own] = {}  # by parameter
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def show(self, param: Tensor, grad: Tensor | None) -> None:
+        """Put ``grad`` in the place of the gradient of ``param``.
+
+        Where another one is shown already, the present one, which somebody has put there since, is
+        the one to put back.
+        """
+        known = self._own.get(param)
+        grad_dtype = param.grad_dtype if known is None else known.grad_dtype
+        self._own[param] = _Own(param.grad, grad_dtype, grad)
+        # None: should somebody clear the gradient, the next backward makes a half one
+        _set_gradient(param, grad, None)
+
+    def is_replaced(self, param: Tensor, grad: Tensor | None) -> bool:
+        """Tell whether ``grad`` was shown, and somebody has put another gradient in its place."""
+        own = self._own.get(param)
+        return own is not None and own.shown is grad and param.grad is not grad
+
+    def put_back(self) -> None:
+        """Put the parameters' own gradients back, unless somebody has replaced the shown ones."""
+        while self._own:
+            param, (own, grad_dtype, shown) = self._own.popitem()
+            grad = own if own is not None and param.grad is shown else param.grad
+            fits = grad is None or grad.dtype == grad_dtype
+            _set_gradient(param, grad, grad_dtype if fits else None)
+
+    @staticmethod
+    def clear(param: Tensor) -> None:
+        """Leave ``param`` without a gradient, and to half ones, also after one of another dtype."""
+        _set_gradient(param, None, param.grad_dtype or param.dtype)
+
+    @torch.no_grad()
+    def widen(self, params: Iterable[Tensor]) -> None:
+        """Show the half gradients of ``params`` as FP32 gradients of the same values."""
+        for param in params:
+            if param.grad is not None and param.grad.dtype in HALF_DTYPES:
+                self.show(param, param.grad.float())
+
+    @torch.no_grad()
+    def round_back(self) -> None:
+        """Round what ``.grad`` holds now into the half tensors, and put these in its place."""
+        while self._own:
+            param, (own, grad_dtype, _) = self._own.popitem()
+            grad = param.grad
+            if grad is not None and own is not None:
+                sparse = own.is_sparse or grad.is_sparse
+                grad = grad.to(own.dtype) if sparse else own.copy_(grad)
+            _set_gradient(param, grad, grad_dtype)
+
+
+def _set_gradient(param: Tensor, grad: Tensor | None, grad_dtype: torch.dtype | None) -> None:
+    param.grad = None  # of another dtype, it would not let ``grad_dtype`` change
+    param.grad_dtype = grad_dtype
+    param.grad = grad
