@@ -22,9 +22,11 @@ class Stock(Protocol):
 
     Attributes:
         plans: what rules keep of their choices while the op table is registered, by their key.
+        target: the op itself.
     """
 
     plans: dict[Any, Any]
+    target: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op returns where no rule and no autocast applies."""
