@@ -82,14 +82,16 @@ RUNNING_NORMS = "batch_norm instance_norm".split()
 meet FP32 inputs, or weights that train, in FP32, the result in the input's dtype.
 """
 
-PROMOTE_EVERYWHERE = "_weight_norm lerp linalg_cross".split()
+PROMOTE_EVERYWHERE = """
+    _weight_norm heaviside index_add index_reduce lerp linalg_cross put scatter.src scatter_reduce
+""".split()
 """As PROMOTE, on CUDA too: they refuse half and FP32 together, as parameters that are frozen and
 such that train.
 """
 
 WRITTEN_INTO = """
     index_put_ index_copy_ index_add_ index_reduce_ scatter_.src scatter_add_ scatter_reduce_.two
-    masked_scatter_
+    masked_scatter_ put_
 """.split()
 """What they write takes the dtype of the tensor that it is written into, which stays in place: they
 refuse half and FP32 together. torch lists only the variants of some that return a new tensor.
@@ -116,10 +118,14 @@ refuses them (where makes them inf), and a mask of -1e9 is meant as a low value.
 """
 
 
+AUTOCAST = torch.float16, torch.bfloat16, torch.float32
+"""The dtypes that autocast casts."""
+
+
 def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
     if isinstance(value, Tensor):
-        return to(value) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
+        return to(value) if value.dtype in AUTOCAST else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, to) for item in value)
     return value
@@ -127,7 +133,7 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
 
 def _dtypes(value: Any) -> Iterator[torch.dtype]:
     """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32):
+    if isinstance(value, Tensor) and value.dtype in AUTOCAST:
         yield value.dtype
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -145,6 +151,16 @@ def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) ->
         return stock(*args, **kwargs)
     rounded = _cast(args, lambda t: t.to(half).float())
     return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
+
+
+def _grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
+    """As for HALF, on CUDA too: torch has it on no list. An ``out_dtype``, the fifth, wins."""
+    kind = args[0].device.type
+    if kind == "cpu" and len(args) < 5:
+        return _half_rule(stock, active, *args)
+    if not active.policy.op_policy:
+        return stock(*args)
+    return stock(*_cast(args, lambda t: t.to(torch.get_autocast_dtype(kind))))
 
 
 def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +288,7 @@ def _rules(device_type: str) -> dict[str, Rule]:
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
     table = {op: rule for names, rule in rows for op in overloads(names)}
     table |= dict.fromkeys(WRITTEN_INTO, _written_into_rule)
+    table |= dict.fromkeys(overloads(["_grouped_mm"]), _grouped_mm_rule)
     return table | dict.fromkeys(FITTED, _fitting_rule)
 
 
