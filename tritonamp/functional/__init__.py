@@ -6,6 +6,7 @@ inputs on a GPU that are too small to gain by a kernel: torch's own do the same 
 """
 
 from tritonamp.functional.group_norms import group_norm as group_norm
+from tritonamp.functional.linear_head import LinearHead as LinearHead
 from tritonamp.functional.linear_losses import linear_cross_entropy as linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy as cross_entropy
 from tritonamp.functional.mixed_norms import mixed_layer_norm as mixed_layer_norm
@@ -19,6 +20,7 @@ from tritonamp.functional.rows import softmax as softmax
 from tritonamp.functional.rows import sum as sum
 
 __all__ = [
+    "LinearHead",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
