@@ -7,7 +7,7 @@ import torch
 
 from tritonamp.casts.rounded_inputs import RoundedInput, describe
 from tritonamp.forecast.dry_run import DryRun
-from tritonamp.forecast.findings import Finding, bce, keep, short
+from tritonamp.forecast.findings import Finding, bce, early_gradients, keep, short
 from tritonamp.forecast.loss_scale import GONE, loss_scale
 from tritonamp.forecast.recording import Note, TensorRecord
 from tritonamp.policy import Policy
@@ -155,6 +155,8 @@ def _of_note(note: Note, dtype: torch.dtype) -> Finding:
     half, info = short(dtype), torch.finfo(dtype)
     if kind == "bce":
         return bce(module, line)
+    if kind == "early gradients":
+        return early_gradients(module, detail, "linear_cross_entropy", line)
     if kind == "function":
         why = f"the autograd Function {detail} does not say what it does under autocast"
         advice = (

@@ -30,6 +30,10 @@ ADDS = "add add_ sub sub_ rsub clamp clamp_ clamp_min clamp_min_".split()
 AT_ZERO = "div div_ reciprocal rsqrt log log2 log10 sqrt".split()
 """The value or the slope is infinite where the last argument is zero."""
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax")
+EARLY = "torch_nn::_linear_cross_entropy_batch_chunked"
+"""torch's linear cross entropy with ``options``, outside of enabled forwards (torch 2.13 to 2.15):
+it makes gradients in the forward, in the dtype of its input.
+"""
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
 NORMS = (
@@ -74,7 +78,7 @@ class Note(NamedTuple):
     """Something that is wrong whatever the sizes.
 
     Attributes:
-        kind: "constant", "eps", "divisor", "refused", "bce", "thread"...
+        kind: "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
         place: where it is.
         detail: what it is, in words.
     """
@@ -114,6 +118,8 @@ class Recorder(PlacedOps):
             for t in inputs
         ):
             self.note("infinite", "a tensor made in half holds inf", place)
+        if name == EARLY and any(t.dtype is torch.float16 for t in inputs):
+            self.note("early gradients", "torch's linear_cross_entropy with options", place)
         sources = [record for record in map(record_of, inputs) if record is not None]
         if is_view(func) or (name in MOVES and sources):
             for output in outputs:
