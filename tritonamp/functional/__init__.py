@@ -18,6 +18,8 @@ from tritonamp.functional.norms import rms_norm as rms_norm
 from tritonamp.functional.rows import log_softmax as log_softmax
 from tritonamp.functional.rows import softmax as softmax
 from tritonamp.functional.rows import sum as sum
+from tritonamp.functional.token_losses import linear_token_log_probs as linear_token_log_probs
+from tritonamp.functional.token_losses import token_log_probs as token_log_probs
 
 __all__ = [
     "LinearHead",
@@ -27,10 +29,12 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_token_log_probs",
     "log_softmax",
     "mixed_layer_norm",
     "mixed_rms_norm",
     "rms_norm",
     "softmax",
     "sum",
+    "token_log_probs",
 ]

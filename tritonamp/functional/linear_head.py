@@ -1,11 +1,15 @@
 """The last linear layer of a model: logits, and the products of their gradients."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonamp.policy import HALF_DTYPES
+
 MIN_ROWS = 2048
+Tensors = tuple[Tensor | None, ...]
 
 
 class LinearHead(NamedTuple):
@@ -49,9 +53,7 @@ class LinearHead(NamedTuple):
         """Return [..., v] of the operand [..., d], rounded to ``dtype``."""
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
-    def gradients(
-        self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
         """Return the gradients of rows, weight and bias, in ``wide``; None for what is not needed.
 
         Args:
@@ -98,3 +100,62 @@ class GradientSums:
             self.input[at] = of_rows
         self.weight = of_weight if self.weight is None else self.weight.add_(of_weight)
         self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
+
+    def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
+        """Return all three, in the dtypes of what they are gradients of."""
+        return (
+            self.input,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
+def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of the logits of a linear layer: under autocast, and beside half, half."""
+    kind, given = input.device.type, {input.dtype, weight.dtype}
+    casts = not input.is_meta and torch.is_autocast_enabled(kind)
+    if casts and torch.float64 not in given:
+        return torch.get_autocast_dtype(kind)
+    half = given.intersection(HALF_DTYPES)
+    if len(half) == 1 and given <= half | {torch.float32}:
+        return half.pop()
+    return torch.promote_types(input.dtype, weight.dtype)
+
+
+def backend_of(dtype: torch.dtype) -> str:
+    """Return that of the loss: kernels compute in FP32."""
+    return "eager" if dtype is torch.float64 else "auto"
+
+
+def chunks(count: int, rows: int) -> Iterator[slice]:
+    """Yield slices of ``rows`` rows each."""
+    return (slice(at, at + rows) for at in range(0, count, rows))
+
+
+def differentiable(
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    needed: tuple[bool, ...],
+    grads: Sequence[Tensor],
+) -> Tensors:
+    """Return the gradients of those inputs that are needed, which may be differentiated again."""
+    tensors = [t for t, wanted in zip(inputs, needed, strict=True) if t is not None and wanted]
+    found = iter(torch.autograd.grad(results, tensors, grads, create_graph=True))
+    return tuple(next(found) if wanted else None for wanted in needed)
+
+
+def check_layer(input: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
+    """Say what is wrong with a linear layer's arguments.
+
+    Raises:
+        ValueError: what was got, and what is expected.
+    """
+    shapes = tuple(input.shape), tuple(weight.shape)
+    if not input.dim() or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"expected input [..., d] and weight [v, d], got {shapes[0]}, {shapes[1]}")
+    if bias is not None and tuple(bias.shape) != shapes[1][:1]:
+        raise ValueError(
+            f"bias: expected shape {shapes[1][:1]}, weight's first, got {tuple(bias.shape)}"
+        )
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected 1 or more, or None, got {chunk_rows}")

@@ -13,21 +13,26 @@ Losses that are not reduced get a factor for each row, of which no sum can be ma
 computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.functional.linear_head import GradientSums, LinearHead
+from tritonamp.functional.linear_head import (
+    GradientSums,
+    LinearHead,
+    Tensors,
+    backend_of,
+    check_layer,
+    chunks,
+    differentiable,
+    dtype_of_logits,
+)
 from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
 from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
 from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
-from tritonamp.policy import HALF_DTYPES
 
 LIFT = 2.0**15  # of float16: the largest factor of a gradient of 1 that it holds
-
-Tensors = tuple[Tensor | None, ...]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -47,7 +52,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
             head, losses, stats = LinearHead.of(dtype, weight, bias), [], []
-            for at in _chunks(len(target), chunk_rows):
+            for at in chunks(len(target), chunk_rows):
                 # no name for the logits: it would keep them while the next ones are made
                 loss, stat = cross_entropy_of_lines(
                     head.logits(head.rows(input[at])),
@@ -55,7 +60,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     1,
                     ignore_index,
                     smoothing,
-                    _backend(dtype),
+                    backend_of(dtype),
                 )
                 losses.append(loss)
                 stats.append(stat)
@@ -71,11 +76,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(input.device.type, enabled=False):
             if torch.is_grad_enabled():  # it is differentiated again
                 losses = _all_at_once(input, weight, bias, target, *ctx.args[:3])
-                found = _differentiable(losses, (input, weight, bias), needed, grads[0])
+                found = differentiable([losses], (input, weight, bias), needed, grads)
                 return *found, None, None, None, None, None
             head = LinearHead.of(dtype, weight, bias)
             sums = GradientSums(head, input, input.dtype, needed)
-            for at, stat in zip(_chunks(len(target), chunk_rows), stats, strict=True):
+            for at, stat in zip(chunks(len(target), chunk_rows), stats, strict=True):
                 rows = head.rows(input[at])
                 dlogits = cross_entropy_backward(
                     head.logits(rows),
@@ -85,15 +90,10 @@ class LinearCrossEntropy(torch.autograd.Function):
                     1,
                     ignore_index,
                     smoothing,
-                    _backend(dtype),
+                    backend_of(dtype),
                 )
                 sums.add(at, rows, dlogits)
-        return (
-            sums.input,
-            None if sums.weight is None else sums.weight.to(weight.dtype),
-            None if sums.bias is None else sums.bias.to(bias.dtype),
-            *(None,) * 5,
-        )
+        return *sums.rounded(weight, bias), *(None,) * 5
 
 
 class ReducedLinearCrossEntropy(torch.autograd.Function):
@@ -113,11 +113,11 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         reduction: str,
     ) -> Tensor:
         lift = LIFT if dtype is torch.float16 else 1.0
-        args = 1, ignore_index, smoothing, _backend(dtype)
+        args = 1, ignore_index, smoothing, backend_of(dtype)
         with torch.autocast(input.device.type, enabled=False):
             head, losses = LinearHead.of(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
-            for at in _chunks(len(target), chunk_rows):
+            for at in chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
                 logits = head.logits(rows)
                 loss, stats = cross_entropy_of_lines(logits, target[at], *args)
@@ -144,7 +144,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
             if torch.is_grad_enabled():  # it is differentiated again
                 losses = _all_at_once(*inputs, target, *ctx.args)
                 loss = reduced(losses, target, ctx.args[1], ctx.reduction)
-                found = _differentiable(loss, inputs, ctx.needs_input_grad[:3], grads[0])
+                found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
                 found = tuple(
@@ -160,13 +160,6 @@ def _scaled(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     Another backward of the same graph will ask for the sums again.
     """
     return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))
-
-
-def _differentiable(loss: Tensor, inputs: Any, needed: tuple[bool, ...], grad: Tensor) -> Tensors:
-    """Return the gradients of those inputs that are needed, which may be differentiated again."""
-    tensors = [t for t, wanted in zip(inputs, needed, strict=True) if wanted]
-    found = iter(torch.autograd.grad(loss, tensors, grad, create_graph=True))
-    return tuple(next(found) if wanted else None for wanted in needed)
 
 
 def linear_cross_entropy(
@@ -205,9 +198,10 @@ def linear_cross_entropy(
         ValueError: shapes, the reduction or ``chunk_rows`` are no such.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    _check(input, weight, target, bias, reduction, label_smoothing, chunk_rows)
+    check_layer(input, weight, bias, chunk_rows)
+    _check(target, tuple(input.shape[:-1]), reduction, label_smoothing)
     rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    dtype = _dtype_of_logits(input, weight)
+    dtype = dtype_of_logits(input, weight)
     args = rows, weight, bias, targets, dtype, ignore_index, float(label_smoothing)
     # private (torch 2.11 to 2.15), see inputs.is_half
     if torch._C._are_functorch_transforms_active() or input.is_meta or not len(targets):
@@ -242,55 +236,18 @@ def _all_at_once(
     )
 
 
-def _dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
-    kind, given = input.device.type, {input.dtype, weight.dtype}
-    casts = not input.is_meta and torch.is_autocast_enabled(kind)
-    if casts and torch.float64 not in given:
-        return torch.get_autocast_dtype(kind)
-    half = given.intersection(HALF_DTYPES)
-    if len(half) == 1 and given <= half | {torch.float32}:
-        return half.pop()
-    return torch.promote_types(input.dtype, weight.dtype)
-
-
-def _backend(dtype: torch.dtype) -> str:
-    """Return that of the loss: kernels compute in FP32."""
-    return "eager" if dtype is torch.float64 else "auto"
-
-
-def _chunks(count: int, rows: int) -> Iterator[slice]:
-    return (slice(at, at + rows) for at in range(0, count, rows))
-
-
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    chunk_rows: int | None,
-) -> None:
+def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:
     """Say what is wrong with the arguments.
 
     Raises:
         ValueError: what was got, and what is expected.
     """
-    shapes = tuple(input.shape), tuple(weight.shape), tuple(target.shape)
-    if not input.dim() or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"expected input [..., d] and weight [v, d], got {shapes[0]}, {shapes[1]}")
-    if shapes[2] != shapes[0][:-1] or target.dtype is not torch.int64:
+    if tuple(target.shape) != rows or target.dtype is not torch.int64:
         raise ValueError(
-            f"target: expected int64 classes of shape {shapes[0][:-1]}, one for each row of input, "
-            f"got {target.dtype} of shape {shapes[2]}"
-        )
-    if bias is not None and tuple(bias.shape) != shapes[1][:1]:
-        raise ValueError(
-            f"bias: expected shape {shapes[1][:1]}, weight's first, got {tuple(bias.shape)}"
+            f"target: expected int64 classes of shape {rows}, one for each row of input, got "
+            f"{target.dtype} of shape {tuple(target.shape)}"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected 'none', 'mean' or 'sum', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows: expected 1 or more, or None, got {chunk_rows}")
