@@ -10,6 +10,7 @@ row is read once, in several tiles where it is long. m, log(s) and the entropy a
 gradient.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -165,9 +166,14 @@ def token_log_probs(
 def sample_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return ``x`` with its lines along ``dim`` as rows, and a class for each."""
     rows = x.movedim(dim, -1)
-    number = torch.arange(rows[..., 0].numel(), device=x.device).view(rows.shape[:-1])
-    n = rows.shape[-1]
+    number = torch.arange(math.prod(rows.shape[:-1]), device=x.device).view(rows.shape[:-1])
+    n = max(rows.shape[-1], 1)
     return rows, (7 * number + n - 1) % n
+
+
+def sample_stats(x: Tensor, target: Tensor, entropy: bool) -> Tensor:
+    """Return numbers of the rows of ``x``, to take a gradient of; the temperature is 1.25."""
+    return token_log_probs_torch(x, target, 1.25, entropy)[1]
 
 
 def _sample(entropy: bool) -> Sample:

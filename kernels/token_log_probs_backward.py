@@ -29,7 +29,7 @@ from tritonamp.kernels._lines import (
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
-from tritonamp.kernels.token_log_probs import sample_rows, shipped_cases, token_log_probs_torch
+from tritonamp.kernels.token_log_probs import sample_rows, sample_stats, shipped_cases
 
 PER_THREAD = 16  # elements that a thread holds
 LONGEST = 4096  # row that is one tile
@@ -152,7 +152,7 @@ def token_log_probs_backward(
 def _sample(entropy: bool) -> Sample:
     def args(x: Tensor, dim: int) -> tuple[object, ...]:
         rows, target = sample_rows(x, dim)
-        _, stats = token_log_probs_torch(rows, target, 1.25, entropy)
+        stats = sample_stats(rows, target, entropy)
         grad = torch.linspace(-2, 2, (1 + entropy) * target.numel(), device=x.device)
         return rows, target, grad.view(1 + entropy, *target.shape), stats, 1.25
 
