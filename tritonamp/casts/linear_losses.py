@@ -87,7 +87,7 @@ def _is_plain(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
     if not all(isinstance(t, Tensor) and not is_traceable_wrapper_subclass(t) for t in given):
         return False
     return (
-        not torch.jit.is_tracing()
+        not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and input.dim() in (1, 2)
         and weight.dim() == 2
         and input.shape[-1] == weight.shape[1]

@@ -96,10 +96,12 @@ class GradientSums:
     def add(self, at: slice, rows: Tensor, dlogits: Tensor) -> None:
         """Add the rows ``at``."""
         of_rows, of_weight, of_bias = self.head.gradients(dlogits, rows, self.needed)
-        if self.input is not None:
+        if self.input is not None and of_rows is not None:
             self.input[at] = of_rows
-        self.weight = of_weight if self.weight is None else self.weight.add_(of_weight)
-        self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
+        if of_weight is not None:
+            self.weight = of_weight if self.weight is None else self.weight.add_(of_weight)
+        if of_bias is not None:
+            self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
 
     def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
         """Return all three, in the dtypes of what they are gradients of."""

@@ -139,17 +139,18 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        *inputs, target, share, of_input, of_weight, of_bias = ctx.saved_tensors
+        input, weight, bias, target, share, *kept = ctx.saved_tensors
+        inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
             if torch.is_grad_enabled():  # it is differentiated again
-                losses = _all_at_once(*inputs, target, *ctx.args)
+                losses = _all_at_once(input, weight, bias, target, *ctx.args)
                 loss = reduced(losses, target, ctx.args[1], ctx.reduction)
                 found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
                 found = tuple(
                     None if sums is None else _scaled(sums, factor, given.dtype)
-                    for sums, given in zip((of_input, of_weight, of_bias), inputs, strict=True)
+                    for sums, given in zip(kept, inputs, strict=True)
                 )
         return *found, *(None,) * 6
 
