@@ -1,4 +1,4 @@
-"""cross_entropy of half logits, forward and backward, and of a linear layer's outputs."""
+"""Losses of half logits, forward and backward, and cross entropy of a linear layer's outputs."""
 
 import functools
 from collections.abc import Callable
@@ -68,6 +68,22 @@ def peers() -> dict[str, Callable[[torch.device], Loss]]:
     }
 
 
+def fp32_log_probs(x: Tensor, target: Tensor) -> Tensor:
+    """As loops of reinforcement learning have it."""
+    return x.float().log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+
+
+def log_prob_peers() -> dict[str, Callable[[torch.device], Loss]]:
+    """By peer, what makes its forward on a device; a sum of it is differentiated."""
+    return {
+        "tritonamp": lambda _: lambda x, target: functional.token_log_probs(x, target).sum(),
+        "fp32": lambda _: lambda x, target: fp32_log_probs(x, target).sum(),
+        "compile": lambda device: compiled(
+            lambda x, target: fp32_log_probs(x, target).sum(), device
+        ),
+    }
+
+
 def all_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), target)
 
@@ -133,7 +149,8 @@ def linear_work(
 
 def cases(toy: bool) -> list[Case]:
     found = [
-        _case((ROWS, classes), dtype, backward, toy)
+        _case(op, (ROWS, classes), dtype, backward, toy)
+        for op in ("cross_entropy", "token_log_probs")
         for dtype, several in CLASSES.items()
         for classes in several
         for backward in (False, True)
@@ -141,10 +158,12 @@ def cases(toy: bool) -> list[Case]:
     return found + [_linear_case(name, head, toy) for name, head in HEADS.items()]
 
 
-def _case(shape: tuple[int, int], dtype: torch.dtype, backward: bool, toy: bool) -> Case:
-    name, used = f"cross_entropy {'backward' if backward else 'forward'}", TOY if toy else shape
+def _case(op: str, shape: tuple[int, int], dtype: torch.dtype, backward: bool, toy: bool) -> Case:
+    name, used = f"{op} {'backward' if backward else 'forward'}", TOY if toy else shape
+    forwards = peers() if op == "cross_entropy" else log_prob_peers()
     makers = {
-        peer: functools.partial(work, make, used, dtype, backward) for peer, make in peers().items()
+        peer: functools.partial(work, make, used, dtype, backward)
+        for peer, make in forwards.items()
     }
     makers["FlagGems"] = functools.partial(under_flag_gems, makers["fp32"])
     kind = str(dtype).removeprefix("torch.")
@@ -156,9 +175,10 @@ def _case(shape: tuple[int, int], dtype: torch.dtype, backward: bool, toy: bool)
         elements=used[0] * used[1],
         bytes=BYTES[backward],
         peers=makers,
-        path_bytes={"tritonamp": BYTES[backward], "fp32": EAGER_BYTES[backward]},
+        path_bytes={"tritonamp": BYTES[backward]}
+        | ({"fp32": EAGER_BYTES[backward]} if op == "cross_entropy" else {}),
         quick=dtype is HALF and shape[1] == 50257,
-        operations=("cross_entropy_backward" if backward else "cross_entropy",),
+        operations=(f"{op}_backward" if backward else op,),
     )
 
 

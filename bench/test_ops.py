@@ -1,4 +1,4 @@
-"""softmax, log_softmax, sum, norms and cross entropy against every peer."""
+"""softmax, log_softmax, sum, norms and losses against every peer."""
 
 from collections.abc import Callable
 
@@ -23,6 +23,8 @@ GROUPS = (
     "cross_entropy forward",
     "cross_entropy backward",
     "linear cross entropy",
+    "token_log_probs forward",
+    "token_log_probs backward",
 )
 
 

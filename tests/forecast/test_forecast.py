@@ -781,6 +781,39 @@ def test_gradients_that_are_rounded_before_the_loss_scale(name):
     assert not check(Model(), x, dtype=torch.bfloat16).findings
 
 
+@pytest.mark.parametrize("where", ["inside", "outside", "outside, in FP32"])
+def test_torchs_linear_cross_entropy_outside_the_forward(where):
+    """Inside it is tritonamp's; with FP32 rows nothing is rounded."""
+    if not hasattr(nn.functional, "linear_cross_entropy"):
+        pytest.skip("torch has linear_cross_entropy from 2.13 on")
+    weight, target = torch.randn(32, 8), torch.zeros(4, dtype=torch.int64)
+    options = nn.LinearCrossEntropyOptions()
+
+    def loss(rows):
+        return nn.functional.linear_cross_entropy(
+            rows, weight.to(rows.dtype), target, options=options
+        )
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(16, 8)
+
+        def forward(self, x):
+            return loss(self.body(x)) if where == "inside" else self.body(x)
+
+    outputs = None if where == "outside" else torch.float32
+    loss_fn = None if where == "inside" else loss
+    policy = dataclasses.replace(tritonamp.O1, cast_outputs=outputs)
+    found = check(Model(), torch.randn(4, 16), loss_fn=loss_fn, level=policy)
+    early = [f for f in found.findings if f.kind == "early gradients"]
+    assert len(early) == (where == "outside")
+    for finding in early:
+        assert "torch's linear_cross_entropy with options rounds the gradients" in finding.why
+        assert "use tritonamp.functional.linear_cross_entropy, which" in finding.advice
+        assert "test_forecast.py" in finding.line
+
+
 def test_sizes_for_tensor_cores():
     model = nn.Sequential(nn.Embedding(1001, 30), nn.Linear(30, 100), nn.Linear(100, 10))
     found = check(model, torch.zeros(2, 3, dtype=torch.int64))

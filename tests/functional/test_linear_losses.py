@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import tritonamp
 from tritonamp.functional import linear_cross_entropy
@@ -116,6 +117,103 @@ def test_no_bias_and_more_dimensions(device: torch.device) -> None:
     torch.testing.assert_close(line, expected[0, 0])
     nothing = linear_cross_entropy(x[:0], weight, target[:0], reduction="none")
     assert nothing.shape == (0, 3)
+
+
+def many(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, tuple[Tensor, ...]]:
+    """Rows, weight and bias of values in ``dtype``, targets, and the mean's exact gradients.
+
+    The last 100 classes are no target.
+    """
+    torch.manual_seed(0)
+    shapes: Any = (512, 16), (300, 16), (300,)
+    given = tuple(torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes)
+    target = torch.randint(200, (512,), device=device)
+    target[::5] = -100
+    exact = [t.detach().double().requires_grad_() for t in given]
+    loss = F.cross_entropy(F.linear(*exact), target)
+    return given, target, torch.autograd.grad(loss, exact)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("factor", [2.0**16, 2.0**6, 3.0 * 2**10, 0.1 * 2**16, -(2.0**12)])
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_any_factor_that_comes_is_applied_before_rounding(
+    device: torch.device, half: torch.dtype, factor: float
+) -> None:
+    """Gradients that the forward has made: each within 1 % of FP64, as if it had been known."""
+    (x, weight, bias), target, exact = many(device, half)
+    loss = linear_cross_entropy(x, weight, target, bias, chunk_rows=100)
+    found = torch.autograd.grad(loss * factor, (x, weight, bias))
+    for got, wanted, given in zip(found, exact, (x, weight, bias), strict=True):
+        assert got.dtype is given.dtype
+        error = got.double() / factor - wanted
+        assert error.norm() < 0.01 * wanted.norm()
+    rare = found[1][200:].double() / factor - exact[1][200:]
+    assert rare.norm() < 0.02 * exact[1][200:].norm()
+
+
+def test_a_factor_that_is_a_power_of_two_changes_no_bit(device: torch.device) -> None:
+    """So micro-batches, each with a part of the loss, add up to what one batch gives."""
+    (x, weight, bias), target, _ = many(device, FP16)
+    found = []
+    for factor in (2.0**10, 2.0**8):
+        loss = linear_cross_entropy(x, weight, target, bias)
+        gradients = torch.autograd.grad(loss * factor, (x, weight, bias))
+        found.append([g.double() / factor for g in gradients])
+    for first, second in zip(*found, strict=True):
+        normal = second.abs() * 2**8 >= torch.finfo(FP16).smallest_normal
+        assert normal.any() and torch.equal(first[normal], second[normal])
+
+
+def test_a_factor_beyond_half_is_inf(device: torch.device) -> None:
+    """The loss scale has to learn of it."""
+    x, weight, bias, target = arguments(FP16, device)
+    loss = linear_cross_entropy(x, weight, target, bias)
+    (dw,) = torch.autograd.grad(loss * 2.0**30, weight)
+    assert not dw.isfinite().all()
+
+
+def test_the_graph_may_be_kept(device: torch.device) -> None:
+    x, weight, bias, target = arguments(FP16, device)
+    loss = linear_cross_entropy(x, weight, target, bias)
+    first = torch.autograd.grad(loss, (x, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss * 4, (x, weight, bias))
+    for one, four in zip(first, second, strict=True):
+        torch.testing.assert_close(four, one * 4, rtol=2**-9, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_where_no_target_counts_gradients_are_zero(device: torch.device, reduction: str) -> None:
+    x, weight, bias, target = arguments(FP16, device)
+    target.fill_(-100)
+    loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+    assert loss.isnan().all() if reduction == "mean" else (loss == 0).all()
+    for grad in torch.autograd.grad(loss.sum(), (x, weight, bias)):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("sum", 3), ("none", 4)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_products_of_a_step(
+    device: torch.device, level: str, reduction: str, products: int
+) -> None:
+    """6 rvd FLOPs, as with all logits; 8 where each row's loss gets a factor of its own."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            options: Any = {"reduction": reduction, "chunk_rows": 100}
+            return linear_cross_entropy(x, self.weight, target, self.bias, **options)
+
+    x = torch.randn(512, 16, device=device, requires_grad=True)
+    target = torch.randint(300, (512,), device=device)
+    model = Head(16, 300).to(device)
+    with tritonamp.enable(model, level=level), FlopCounterMode(display=False) as flops:
+        model(x, target).mean().backward()
+    assert flops.get_total_flops() == products * 2 * 512 * 300 * 16
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        linear_cross_entropy(x, model.weight, target)
+    assert flops.get_total_flops() == 2 * 512 * 300 * 16
 
 
 class Sizes(TorchDispatchMode):

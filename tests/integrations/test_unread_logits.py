@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.integrations import unread_logits
+from tritonamp.functional import linear_head
 from tritonamp.integrations.transformers import enable
-from tritonamp.integrations.unread_logits import Head, UnreadLogits, leaves_logits_unread
+from tritonamp.integrations.unread_logits import LayerCall, UnreadLogits, leaves_logits_unread
 
 pytestmark = [
     pytest.mark.clients,
@@ -30,7 +30,7 @@ ROWS = SIZE * LENGTH
 
 @pytest.fixture(autouse=True)
 def _few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_logits, "MIN_ROWS", 12)  # 2 d = 16 rows at a time
+    monkeypatch.setattr(linear_head, "MIN_ROWS", 12)  # 2 d = 16 rows at a time
 
 
 class Largest(TorchDispatchMode):
@@ -115,15 +115,15 @@ def test_who_reads_them_gets_them_and_their_gradients(
 
 
 def test_nothing_is_computed_to_ask_what_they_are() -> None:
-    head = Head(torch.randn(SIZE, WIDTH), torch.randn(WORDS, WIDTH), None, FP16)
-    unread = UnreadLogits.of(head, FP16)
+    call = LayerCall(torch.randn(SIZE, WIDTH), torch.randn(WORDS, WIDTH), None, FP16)
+    unread = UnreadLogits.of(call, FP16)
     wide = unread.float()
     assert isinstance(wide, UnreadLogits) and wide.dtype is FP32 and wide.float() is wide
-    assert (wide.size(-1), wide.dim(), wide.device) == (WORDS, 2, head.rows.device)
+    assert (wide.size(-1), wide.dim(), wide.device) == (WORDS, 2, call.rows.device)
     clone = wide.clone()
     assert isinstance(clone, UnreadLogits) and clone.computed is None
     assert unread.computed is None and wide.computed is None
-    assert torch.equal(wide + 0, head.logits().float())
+    assert torch.equal(wide + 0, call.logits().float())
 
 
 class Cloned(torch.autograd.Function):
@@ -140,12 +140,14 @@ class Cloned(torch.autograd.Function):
 
 
 def test_a_function_of_all_outputs_computes_nothing() -> None:
-    head = Head(torch.randn(ROWS, WIDTH), torch.randn(WORDS, WIDTH).requires_grad_(), None, FP16)
+    call = LayerCall(
+        torch.randn(ROWS, WIDTH), torch.randn(WORDS, WIDTH).requires_grad_(), None, FP16
+    )
     with Largest() as largest:
-        loss, unread = Cloned.apply(head.weight.sum(), UnreadLogits.of(head, FP32))
+        loss, unread = Cloned.apply(call.weight.sum(), UnreadLogits.of(call, FP32))
         loss.backward()
     assert isinstance(unread, UnreadLogits) and unread.computed is None
-    assert torch.equal(head.weight.grad, torch.ones(WORDS, WIDTH)) and largest.rows == 0
+    assert torch.equal(call.weight.grad, torch.ones(WORDS, WIDTH)) and largest.rows == 0
 
 
 def test_a_layer_whose_forward_raises_has_its_own_again() -> None:

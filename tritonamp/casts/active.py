@@ -220,6 +220,14 @@ def under_op_policy() -> bool:
     return policy is not None and policy.op_policy
 
 
+def half_dtype() -> torch.dtype | None:
+    """Return the half dtype of the op policy that applies here, or None outside of any."""
+    for device_type in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device_type) and under_op_policy():
+            return torch.get_autocast_dtype(device_type)
+    return None
+
+
 def tell_dynamo() -> None:
     """Have torch.compile put ``enter`` and ``leave`` into its graphs.
 

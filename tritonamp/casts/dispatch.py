@@ -3,6 +3,7 @@
 Outside an enabled forward every entry hands over to the kernel that torch had there before.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils import checkpoint
 
 from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
+from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_table import Rule, op_table
 from tritonamp.watched.frames import Role, plays
 
@@ -63,10 +65,15 @@ def ensure() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            library = torch.library.Library("aten", "IMPL")
-            for op, rule in op_table(device_type, FUSED).items():
-                library.impl(op, _implementation(op, rule, key), key, with_keyset=True)
-            registration.libraries.append(library)
+            for namespace, table in (
+                ("aten", op_table(device_type, FUSED)),
+                ("torch_nn", LINEAR_LOSSES),
+            ):
+                library = torch.library.Library(namespace, "IMPL")
+                for op, rule in table.items():
+                    implementation = _implementation(namespace, op, rule, key)
+                    library.impl(op, implementation, key, with_keyset=True)
+                registration.libraries.append(library)
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs
@@ -88,18 +95,25 @@ def release() -> None:
 class _Op:
     """One op at one autocast key, without our rules."""
 
-    def __init__(self, op: str, key_name: str) -> None:
+    def __init__(self, namespace: str, op: str, key_name: str) -> None:
         self.plans: dict[Any, Any] = {}
-        packet, _, overload = op.partition(".")
-        self.target = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        self.namespace, self.op = namespace, op
         key = getattr(DispatchKey, key_name)
         self.autocast = DispatchKeySet(key)
         # private (torch 2.11 to 2.15): nothing public gives the keys below one, or says whether a
         # kernel is registered
         self.after = torch._C._dispatch_keyset_full_after(key)
         self.kernel = None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key_name):
+        # torch_nn's ops have none, and may not be there yet
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if namespace == "aten" and has_kernel(f"aten::{op}", key_name):
             self.kernel = torch.library.get_kernel(self.target, key_name)
+
+    @functools.cached_property
+    def target(self) -> Any:
+        """The op, which need not be there before it is called: torch_nn's are imported late."""
+        packet, _, overload = self.op.partition(".")
+        return getattr(getattr(getattr(torch.ops, self.namespace), packet), overload or "default")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run_without_rules(self.target, *args, **kwargs)
@@ -123,8 +137,8 @@ class _Op:
         return self.target.redispatch(keyset & self.after, *args, **kwargs)
 
 
-def _implementation(op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
-    stock = _Op(op, key_name)
+def _implementation(namespace: str, op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
+    stock = _Op(namespace, op, key_name)
 
     @plays(Role.RULE)
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:

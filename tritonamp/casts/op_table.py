@@ -22,9 +22,11 @@ class Stock(Protocol):
 
     Attributes:
         plans: what rules keep of their choices while the op table is registered, by their key.
+        target: the op itself.
     """
 
     plans: dict[Any, Any]
+    target: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op returns where no rule and no autocast applies."""
@@ -80,14 +82,16 @@ RUNNING_NORMS = "batch_norm instance_norm".split()
 meet FP32 inputs, or weights that train, in FP32, the result in the input's dtype.
 """
 
-PROMOTE_EVERYWHERE = "_weight_norm lerp linalg_cross".split()
+PROMOTE_EVERYWHERE = """
+    _weight_norm heaviside index_add index_reduce lerp linalg_cross put scatter.src scatter_reduce
+""".split()
 """As PROMOTE, on CUDA too: they refuse half and FP32 together, as parameters that are frozen and
 such that train.
 """
 
 WRITTEN_INTO = """
     index_put_ index_copy_ index_add_ index_reduce_ scatter_.src scatter_add_ scatter_reduce_.two
-    masked_scatter_
+    masked_scatter_ put_
 """.split()
 """What they write takes the dtype of the tensor that it is written into, which stays in place: they
 refuse half and FP32 together. torch lists only the variants of some that return a new tensor.
@@ -147,6 +151,16 @@ def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) ->
         return stock(*args, **kwargs)
     rounded = _cast(args, lambda t: t.to(half).float())
     return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
+
+
+def _grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
+    """As for HALF, on CUDA too: torch has it on no list. An ``out_dtype``, the fifth, wins."""
+    kind = args[0].device.type
+    if kind == "cpu" and len(args) < 5:
+        return _half_rule(stock, active, *args)
+    if not active.policy.op_policy:
+        return stock(*args)
+    return stock(*_cast(args, lambda t: t.to(torch.get_autocast_dtype(kind))))
 
 
 def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
@@ -274,6 +288,7 @@ def _rules(device_type: str) -> dict[str, Rule]:
         rows += [(STORAGE_ON_CPU, _storage_on_cpu_rule), (["binary_cross_entropy"], _banned_rule)]
     table = {op: rule for names, rule in rows for op in overloads(names)}
     table |= dict.fromkeys(WRITTEN_INTO, _written_into_rule)
+    table |= dict.fromkeys(overloads(["_grouped_mm"]), _grouped_mm_rule)
     return table | dict.fromkeys(FITTED, _fitting_rule)
 
 

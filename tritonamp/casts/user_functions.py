@@ -9,21 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritonamp.casts.active import under_op_policy
+from tritonamp.casts import linear_losses
+from tritonamp.casts.active import half_dtype
 from tritonamp.casts.tree import Cast, cast_tree, from_half, to_half
 from tritonamp.policy import HALF_DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_DEVICE_TYPES = ("cuda", "cpu")
-
-
-def _half_dtype() -> torch.dtype | None:
-    """Return the half dtype of the op policy that applies here, or None outside of any."""
-    for device_type in _DEVICE_TYPES:
-        if torch.is_autocast_enabled(device_type) and under_op_policy():
-            return torch.get_autocast_dtype(device_type)
-    return None
 
 
 @contextlib.contextmanager
@@ -38,7 +29,7 @@ def half_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        half = _half_dtype()
+        half = half_dtype()
         if half is not None:
             args, kwargs = cast_tree((args, kwargs), to_half(half))
         return function(*args, **kwargs)
@@ -54,7 +45,7 @@ def float_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _half_dtype() is None:
+        if half_dtype() is None:
             return function(*args, **kwargs)
         args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
         with disable_casts():
@@ -68,7 +59,7 @@ def promote_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _half_dtype() is not None and _is_mixed((args, kwargs)):
+        if half_dtype() is not None and _is_mixed((args, kwargs)):
             args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
         return function(*args, **kwargs)
 
@@ -93,6 +84,8 @@ def _dtypes(value: Any) -> set[torch.dtype]:
 class _Registered:
     """Functions registered by name, which replace the originals while a model is enabled.
 
+    The first is torch's own linear cross entropy.
+
     Attributes:
         wanted: owner of each function, its name, and what wraps it.
         originals: of those that are replaced now, owner, name, and what ``vars`` held.
@@ -101,6 +94,9 @@ class _Registered:
 
     def __init__(self) -> None:
         self.wanted: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        if hasattr(torch.nn.functional, linear_losses.NAME):  # torch 2.13 and later
+            row = torch.nn.functional, linear_losses.NAME, linear_losses.ours_inside
+            self.wanted.append(row)
         self.originals: list[tuple[Any, str, Any]] = []
         self.owners = 0
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
-from tritonamp.forecast.findings import Finding, bce
+from tritonamp.forecast.findings import Finding, bce, early_gradients
 from tritonamp.forecast.unrounded import rounds_to_zero
 from tritonamp.forecast.weights import (
     averages,
@@ -145,12 +145,7 @@ def _early_gradients(
     for path, module in [*modules.items(), ("loss_fn", loss_fn)]:
         name = type(module).__name__
         if name in _EARLY:
-            why = (
-                f"{name} rounds the gradients of logits to float16 in the forward, before the loss "
-                "scale: of a mean over 4096 tokens of 8192 words 69 % become 0"
-            )
-            advice = f"use tritonamp.functional.{_EARLY[name]}, which rounds them after it"
-            yield Finding("early gradients", path, why, advice, weight=1e5)
+            yield early_gradients(path, name, _EARLY[name])
 
 
 def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:

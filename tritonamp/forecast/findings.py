@@ -45,6 +45,23 @@ def bce(where: str, line: str = "") -> Finding:
     )
 
 
+def early_gradients(where: str, name: str, ours: str, line: str = "") -> Finding:
+    """Return the finding about a loss that rounds gradients before the loss scale.
+
+    Args:
+        where: it is.
+        name: of the loss.
+        ours: the function in tritonamp.functional that does the same.
+        line: of the user's code.
+    """
+    why = (
+        f"{name} rounds the gradients of logits to float16 in the forward, before the loss "
+        "scale: of a mean over 4096 tokens of 8192 words 69 % become 0"
+    )
+    advice = f"use tritonamp.functional.{ours}, which rounds them after it"
+    return Finding("early gradients", where, why, advice, weight=1e5, line=line)
+
+
 def keep(module: str) -> str:
     """Return the advice about what a module cannot do in half."""
     if module:

@@ -7,7 +7,7 @@ import torch
 
 from tritonamp.casts.rounded_inputs import RoundedInput, describe
 from tritonamp.forecast.dry_run import DryRun
-from tritonamp.forecast.findings import Finding, bce, keep
+from tritonamp.forecast.findings import Finding, bce, early_gradients, keep
 from tritonamp.forecast.loss_scale import GONE, loss_scale
 from tritonamp.forecast.recording import Hazard, TensorRecord
 from tritonamp.names import short
@@ -157,6 +157,8 @@ def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
     half, info = short(dtype), torch.finfo(dtype)
     if kind == "bce":
         return bce(module, line)
+    if kind == "early gradients":
+        return early_gradients(module, detail, "linear_cross_entropy", line)
     if kind == "function":
         why = f"the autograd Function {detail} does not say what it does under autocast"
         advice = (

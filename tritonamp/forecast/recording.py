@@ -29,6 +29,10 @@ FILLS = """
 AT_ZERO = "div reciprocal rsqrt log log2 log10 sqrt".split()
 """The value or the slope is infinite where the last argument is zero."""
 SOFTMAX = ("softmax", "log_softmax", "safe_softmax")
+EARLY = "_linear_cross_entropy_batch_chunked"
+"""torch's linear cross entropy with ``options``, outside of enabled forwards (torch 2.13 to 2.15):
+it makes gradients in the forward, in the dtype of its input.
+"""
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """What a record says in place of an op where no op of the run made the tensor."""
 NORMS = (
@@ -78,7 +82,7 @@ class Hazard(NamedTuple):
     """Something that is wrong whatever the sizes.
 
     Attributes:
-        kind: "constant", "eps", "divisor", "refused", "bce", "thread"...
+        kind: "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
         place: where it is.
         detail: what it is, in words.
     """
@@ -144,6 +148,8 @@ class Recorder(WatchedCopy):
             for t in inputs
         ):
             self.note("infinite", "a tensor made in half holds inf", place)
+        if name == EARLY and any(t.dtype is torch.float16 for t in inputs):
+            self.note("early gradients", "torch's linear_cross_entropy with options", place)
         sources = [record for record in map(record_of, inputs) if record is not None]
         if call.schema.is_view or (call.moves and sources):
             for output in outputs:

@@ -6,6 +6,7 @@ inputs on a GPU that are too small to gain by a kernel: torch's own do the same 
 """
 
 from tritonamp.functional.group_norms import group_norm as group_norm
+from tritonamp.functional.linear_head import LinearHead as LinearHead
 from tritonamp.functional.linear_losses import linear_cross_entropy as linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy as cross_entropy
 from tritonamp.functional.mixed_norms import mixed_layer_norm as mixed_layer_norm
@@ -17,18 +18,23 @@ from tritonamp.functional.norms import rms_norm as rms_norm
 from tritonamp.functional.rows import log_softmax as log_softmax
 from tritonamp.functional.rows import softmax as softmax
 from tritonamp.functional.rows import sum as sum
+from tritonamp.functional.token_losses import linear_token_log_probs as linear_token_log_probs
+from tritonamp.functional.token_losses import token_log_probs as token_log_probs
 
 __all__ = [
+    "LinearHead",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
     "group_norm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_token_log_probs",
     "log_softmax",
     "mixed_layer_norm",
     "mixed_rms_norm",
     "rms_norm",
     "softmax",
     "sum",
+    "token_log_probs",
 ]

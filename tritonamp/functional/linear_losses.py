@@ -1,78 +1,42 @@
 """Cross entropy of a linear layer's outputs, of which a part exists at a time.
 
-Let r be rows, v classes, d features. With all logits, training takes 6 rvd FLOPs, and 4 B (with
-torch's operations up to 12 B) for each of r * v logits. Here they are computed in the forward and
-once more in the backward: 8 rvd FLOPs, and 4 B for each of chunk_rows * v.
+Let r be rows, v classes, d features. Training takes 6 rvd FLOPs, as with all logits, which would
+take 4 B (with torch's operations up to 12 B) for each of r * v; here it is 4 B for each of
+chunk_rows * v. Gradients are made chunk by chunk in the forward, where the logits are.
 
-The other way, gradients made chunk by chunk in the forward, saves those 2 rvd FLOPs, but knows
-nothing of the loss scale or of a gradient for each row: rounded to half they would lose what the
-scale is there to save, and in FP32 they take 4 (r + v) d B until the backward. What is kept here
-are two FP32 numbers a row.
+What other kernels lose by that is not lost here, though neither the loss scale nor any other factor
+is known yet: gradients of logits are probabilities, at most 1, so that a fixed power of two puts
+them where float16 is densest, and what is summed up of them is kept in FP32, 4 (r + v) d B until
+the backward. That multiplies by the factor that has come, in FP32, and rounds once.
+
+Losses that are not reduced get a factor for each row, of which no sum can be made before. They are
+computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritonamp.functional.linear_head import (
+    GradientSums,
+    LinearHead,
+    Tensors,
+    backend_of,
+    check_layer,
+    chunks,
+    differentiable,
+    dtype_of_logits,
+)
 from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
 from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
 from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
-from tritonamp.policy import HALF_DTYPES
 
-MIN_ROWS = 2048
-
-
-class _Layer(NamedTuple):
-    """A linear layer, as its products are computed.
-
-    On CUDA operands are of ``dtype``. On a CPU, where torch's half products are slow, half ones are
-    widened, and so is the result, which is rounded once: what a Tensor Core does.
-
-    Attributes:
-        dtype: of logits and their gradients.
-        wide: what is summed up over rows: FP32, of FP64 FP64.
-        operand: that of products.
-        weight: [v, d], an operand.
-        bias: [v], an operand, or None.
-    """
-
-    dtype: torch.dtype
-    wide: torch.dtype
-    operand: torch.dtype
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> "_Layer":
-        wide = torch.promote_types(dtype, torch.float32)
-        operand = dtype if weight.is_cuda else wide
-        rounded = (None if t is None else t.to(dtype).to(operand) for t in (weight, bias))
-        return cls(dtype, wide, operand, *rounded)  # type: ignore[arg-type]
-
-    @property
-    def backend(self) -> str:
-        """That of the loss: kernels compute in FP32."""
-        return "eager" if self.dtype is torch.float64 else "auto"
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Return rows of the input as an operand."""
-        return x.to(self.dtype).to(self.operand)
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """Return [r, v], rounded to ``dtype``."""
-        return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
-
-    def product_over_rows(self, dlogits: Tensor, rows: Tensor) -> Tensor:
-        """Return the gradient of the weight, [v, d], not rounded to half."""
-        if self.operand is self.wide:
-            return dlogits.t() @ rows
-        return torch.mm(dlogits.t(), rows, out_dtype=self.wide)  # only CUDA has that
+LIFT = 2.0**15  # of float16: the largest factor of a gradient of 1 that it holds
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Losses of rows, [r]."""
+    """Losses of rows, [r], computed again in the backward."""
 
     @staticmethod
     def forward(
@@ -87,16 +51,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         chunk_rows: int,
     ) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            layer, losses, stats = _Layer.of(dtype, weight, bias), [], []
-            for at in _chunks(len(target), chunk_rows):
+            head, losses, stats = LinearHead.of(dtype, weight, bias), [], []
+            for at in chunks(len(target), chunk_rows):
                 # no name for the logits: it would keep them while the next ones are made
                 loss, stat = cross_entropy_of_lines(
-                    layer.logits(layer.rows(input[at])),
+                    head.logits(head.rows(input[at])),
                     target[at],
                     1,
                     ignore_index,
                     smoothing,
-                    layer.backend,
+                    backend_of(dtype),
                 )
                 losses.append(loss)
                 stats.append(stat)
@@ -105,67 +69,98 @@ class LinearCrossEntropy(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
         input, weight, bias, target, *stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
+        dtype, ignore_index, smoothing, chunk_rows = ctx.args
         with torch.autocast(input.device.type, enabled=False):
             if torch.is_grad_enabled():  # it is differentiated again
                 losses = _all_at_once(input, weight, bias, target, *ctx.args[:3])
-                tensors = [
-                    t for t, wanted in zip((input, weight, bias), needed, strict=True) if wanted
-                ]
-                found = iter(torch.autograd.grad(losses, tensors, grads[0], create_graph=True))
-                gradients = tuple(next(found) if wanted else None for wanted in needed)
-            else:
-                dtype, ignore_index, smoothing, chunk_rows = ctx.args
-                sums = _Sums(_Layer.of(dtype, weight, bias), needed)
-                for at, stat in zip(_chunks(len(target), chunk_rows), stats, strict=True):
-                    sums.add(input[at], target[at], grads[0][at], stat, ignore_index, smoothing)
-                gradients = sums.gradients(input, weight, bias)
-        return *gradients, None, None, None, None, None
+                found = differentiable([losses], (input, weight, bias), needed, grads)
+                return *found, None, None, None, None, None
+            head = LinearHead.of(dtype, weight, bias)
+            sums = GradientSums(head, input, input.dtype, needed)
+            for at, stat in zip(chunks(len(target), chunk_rows), stats, strict=True):
+                rows = head.rows(input[at])
+                dlogits = cross_entropy_backward(
+                    head.logits(rows),
+                    target[at],
+                    grads[0][at],
+                    stat,
+                    1,
+                    ignore_index,
+                    smoothing,
+                    backend_of(dtype),
+                )
+                sums.add(at, rows, dlogits)
+        return *sums.rounded(weight, bias), *(None,) * 5
 
 
-class _Sums:
-    """Gradients of input, weight and bias while chunks of rows are added."""
+class ReducedLinearCrossEntropy(torch.autograd.Function):
+    """The sum of the losses of rows, or their mean, with gradients that the forward makes."""
 
-    def __init__(self, layer: _Layer, needed: tuple[bool, ...]) -> None:
-        self.layer, self.needed = layer, needed
-        self.input: list[Tensor] = []
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-
-    def add(
-        self,
+    @staticmethod
+    def forward(
+        ctx: Any,
         input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         target: Tensor,
-        grad: Tensor,
-        stats: Tensor,
+        dtype: torch.dtype,
         ignore_index: int,
         smoothing: float,
-    ) -> None:
-        """Add a chunk of rows; its logits exist while its gradients are made, and no longer."""
-        layer, rows = self.layer, self.layer.rows(input)
-        dlogits = cross_entropy_backward(
-            layer.logits(rows), target, grad, stats, 1, ignore_index, smoothing, layer.backend
-        ).to(layer.operand)
-        if self.needed[0]:
-            self.input.append((dlogits @ layer.weight).to(layer.dtype))
-        if self.needed[1]:
-            more = layer.product_over_rows(dlogits, rows)
-            self.weight = more if self.weight is None else self.weight.add_(more)
-        if self.needed[2]:
-            more = dlogits.sum(0, dtype=layer.wide)
-            self.bias = more if self.bias is None else self.bias.add_(more)
+        chunk_rows: int,
+        reduction: str,
+    ) -> Tensor:
+        lift = LIFT if dtype is torch.float16 else 1.0
+        args = 1, ignore_index, smoothing, backend_of(dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            head, losses = LinearHead.of(dtype, weight, bias), []
+            sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
+            for at in chunks(len(target), chunk_rows):
+                rows = head.rows(input[at])
+                logits = head.logits(rows)
+                loss, stats = cross_entropy_of_lines(logits, target[at], *args)
+                grad = torch.full_like(loss, lift)
+                dlogits = cross_entropy_backward(logits, target[at], grad, stats, *args)
+                sums.add(at, rows, dlogits)
+                losses.append(loss)
+                del logits, dlogits  # before the next ones are made
+            loss = reduced(torch.cat(losses), target, ignore_index, reduction)
+        # where no target counts the mean is NaN, and gradients are 0
+        count = (target != ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
+        ctx.save_for_backward(
+            input, weight, bias, target, loss.new_ones(()) / (lift * count),
+            sums.input, sums.weight, sums.bias,
+        )  # fmt: skip
+        ctx.args = dtype, ignore_index, smoothing
+        ctx.reduction = reduction
+        return loss
 
-    def gradients(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """Return what was needed, in the dtypes of the tensors, rounded once."""
-        return (
-            torch.cat(self.input).to(input.dtype) if self.needed[0] else None,
-            None if self.weight is None else self.weight.to(weight.dtype),
-            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
-        )
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
+        input, weight, bias, target, share, *kept = ctx.saved_tensors
+        inputs = input, weight, bias
+        with torch.autocast(target.device.type, enabled=False):
+            if torch.is_grad_enabled():  # it is differentiated again
+                losses = _all_at_once(input, weight, bias, target, *ctx.args)
+                loss = reduced(losses, target, ctx.args[1], ctx.reduction)
+                found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
+            else:
+                factor = grads[0] * share
+                found = tuple(
+                    None if sums is None else _scaled(sums, factor, given.dtype)
+                    for sums, given in zip(kept, inputs, strict=True)
+                )
+        return *found, *(None,) * 6
+
+
+def _scaled(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``sums * factor`` in ``dtype``, without an FP32 product on the way.
+
+    Another backward of the same graph will ask for the sums again.
+    """
+    return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))
 
 
 def linear_cross_entropy(
@@ -183,9 +178,10 @@ def linear_cross_entropy(
 
     Under autocast and in an enabled forward logits are half, as those of a linear layer there; and
     so they are where the input or the weight is half, the other FP32. The loss is FP32, of FP64
-    FP64. Gradients of weight and bias are added up in FP32 and rounded once. The backward computes
-    the logits again. A gradient of the gradient takes all logits at once, and so do transforms of
-    torch.func.
+    FP64. Gradients of weight and bias are added up in FP32 and rounded once. Those of a sum or mean
+    are made in the forward, and kept in FP32 until the backward, 4 B for each element of input and
+    weight; losses that are not reduced are computed again in the backward. A gradient of the
+    gradient takes all logits at once, and so do transforms of torch.func.
 
     Args:
         input: [..., d], what the last linear layer of a model is given.
@@ -195,23 +191,29 @@ def linear_cross_entropy(
         ignore_index: a target that does not count.
         reduction: "none", "mean" over the targets that count, or "sum".
         label_smoothing: share of the target's probability that is spread over all classes.
-        chunk_rows: rows of logits that exist at a time, in the backward with their gradients. None:
-            2048, or 2 d where that is more: half logits then take as much memory as the weight's
-            FP32 gradient does.
+        chunk_rows: rows of logits that exist at a time, with their gradients. None: 2048, or 2 d
+            where that is more: half logits then take as much memory as the weight's FP32 gradient
+            does.
 
     Raises:
         ValueError: shapes, the reduction or ``chunk_rows`` are no such.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    _check(input, weight, target, bias, reduction, label_smoothing, chunk_rows)
+    check_layer(input, weight, bias, chunk_rows)
+    _check(target, tuple(input.shape[:-1]), reduction, label_smoothing)
     rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    dtype = _dtype_of_logits(input, weight)
+    dtype = dtype_of_logits(input, weight)
     args = rows, weight, bias, targets, dtype, ignore_index, float(label_smoothing)
     # private (torch 2.11 to 2.15), see inputs.is_half
     if torch._C._are_functorch_transforms_active() or input.is_meta or not len(targets):
         losses = _all_at_once(*args)
-    else:
-        losses = LinearCrossEntropy.apply(*args, chunk_rows or max(MIN_ROWS, 2 * input.shape[-1]))
+        return reduced(losses.view(target.shape), target, ignore_index, reduction)
+    chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
+    trains = any(t is not None and t.requires_grad for t in (rows, weight, bias))
+    if reduction != "none" and trains and torch.is_grad_enabled():
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, chunk_rows, reduction)
+        return loss
+    losses = LinearCrossEntropy.apply(*args, chunk_rows)
     return reduced(losses.view(target.shape), target, ignore_index, reduction)
 
 
@@ -225,9 +227,9 @@ def _all_at_once(
     smoothing: float,
 ) -> Tensor:
     """Return the losses of rows by torch's operations on all logits."""
-    layer = _Layer.of(dtype, weight, bias)
+    head = LinearHead.of(dtype, weight, bias)
     return cross_entropy(
-        layer.logits(layer.rows(input)),
+        head.logits(head.rows(input)),
         target,
         ignore_index=ignore_index,
         reduction="none",
@@ -235,50 +237,18 @@ def _all_at_once(
     )
 
 
-def _dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
-    kind, given = input.device.type, {input.dtype, weight.dtype}
-    casts = not input.is_meta and torch.is_autocast_enabled(kind)
-    if casts and torch.float64 not in given:
-        return torch.get_autocast_dtype(kind)
-    half = given.intersection(HALF_DTYPES)
-    if len(half) == 1 and given <= half | {torch.float32}:
-        return half.pop()
-    return torch.promote_types(input.dtype, weight.dtype)
-
-
-def _chunks(count: int, rows: int) -> Iterator[slice]:
-    return (slice(at, at + rows) for at in range(0, count, rows))
-
-
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    chunk_rows: int | None,
-) -> None:
+def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:
     """Say what is wrong with the arguments.
 
     Raises:
         ValueError: what was got, and what is expected.
     """
-    shapes = tuple(input.shape), tuple(weight.shape), tuple(target.shape)
-    if not input.dim() or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"expected input [..., d] and weight [v, d], got {shapes[0]}, {shapes[1]}")
-    if shapes[2] != shapes[0][:-1] or target.dtype is not torch.int64:
+    if tuple(target.shape) != rows or target.dtype is not torch.int64:
         raise ValueError(
-            f"target: expected int64 classes of shape {shapes[0][:-1]}, one for each row of input, "
-            f"got {target.dtype} of shape {shapes[2]}"
-        )
-    if bias is not None and tuple(bias.shape) != shapes[1][:1]:
-        raise ValueError(
-            f"bias: expected shape {shapes[1][:1]}, weight's first, got {tuple(bias.shape)}"
+            f"target: expected int64 classes of shape {rows}, one for each row of input, got "
+            f"{target.dtype} of shape {tuple(target.shape)}"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected 'none', 'mean' or 'sum', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows: expected 1 or more, or None, got {chunk_rows}")

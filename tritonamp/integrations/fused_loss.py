@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from tritonamp import functional
-from tritonamp.integrations.unread_logits import Head, UnreadLogits, leaves_logits_unread
+from tritonamp.integrations.unread_logits import LayerCall, UnreadLogits, leaves_logits_unread
 from tritonamp.policy import HALF_DTYPES
 
 # what they compute of logits is cross entropy alone (transformers 5.23)
@@ -41,24 +41,24 @@ class _Rows(_StaysHalf):
     """What logits are made of, in their place: ``linear_cross_entropy`` reads it.
 
     Attributes:
-        head: the logits'.
+        call: the logits'.
     """
 
-    head: Head
+    call: LayerCall
 
     @classmethod
-    def of(cls, head: Head) -> "_Rows":
-        """Return the rows of ``head``."""
-        rows = head.rows.as_subclass(cls)
-        rows.head = head
+    def of(cls, call: LayerCall) -> "_Rows":
+        """Return the rows of ``call``."""
+        rows = call.rows.as_subclass(cls)
+        rows.call = call
         return rows
 
     def view(self, *size: Any) -> Tensor:
         """Return rows of logits; of all that is asked for, (-1, v) is what a loss asks for."""
-        rows, weight = self.head.rows, self.head.weight
+        rows, weight = self.call.rows, self.call.weight
         if size != (-1, len(weight)):
-            return self.head.logits().as_subclass(_StaysHalf).view(*size)
-        return _Rows.of(self.head._replace(rows=rows.reshape(-1, rows.shape[-1])))
+            return self.call.logits().as_subclass(_StaysHalf).view(*size)
+        return _Rows.of(self.call._replace(rows=rows.reshape(-1, rows.shape[-1])))
 
     @classmethod
     def __torch_function__(
@@ -66,11 +66,9 @@ class _Rows(_StaysHalf):
     ) -> Any:
         if func is not torch.nn.functional.cross_entropy:
             return super().__torch_function__(func, types, args, kwargs)
-        target, head = args[1], args[0].head
+        target, call = args[1], args[0].call
         given = {name: kwargs[name] for name in ("ignore_index", "reduction") if name in kwargs}
-        return functional.linear_cross_entropy(
-            head.rows, head.weight, target, head.bias, chunk_rows=head.chunk_rows, **given
-        )
+        return functional.linear_cross_entropy(call.rows, call.weight, target, call.bias, **given)
 
 
 class FusedLoss:
@@ -94,7 +92,7 @@ class FusedLoss:
             return self._stock(logits, *args, **kwargs)
         if isinstance(logits, UnreadLogits):
             if logits.computed is None:
-                return self._stock(_Rows.of(logits.head), *args, **kwargs)
+                return self._stock(_Rows.of(logits.call), *args, **kwargs)
             logits = logits.view(logits.shape)  # which is of torch's class
         return self._stock(logits.as_subclass(_StaysHalf), *args, **kwargs)
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from tritonamp import functional
 from tritonamp.policy import HALF_DTYPES
 
-MIN_ROWS = 2048
 
-
-class Head(NamedTuple):
+class LayerCall(NamedTuple):
     """What half logits are made of.
 
     Attributes:
@@ -29,21 +28,11 @@ class Head(NamedTuple):
     bias: Tensor | None
     dtype: torch.dtype
 
-    @property
-    def chunk_rows(self) -> int:
-        """Rows whose half logits take as much memory as the weight's FP32 gradient, or 2048."""
-        return max(MIN_ROWS, 2 * self.rows.shape[-1])
-
     def logits(self) -> Tensor:
         """Return [..., v] in ``dtype``."""
         with torch.autocast(self.rows.device.type, enabled=False):
-            operands = [None if t is None else self.operand(t) for t in self[:3]]
-            return nn.functional.linear(*operands).to(self.dtype)  # type: ignore[arg-type]
-
-    def operand(self, tensor: Tensor) -> Tensor:
-        """Round to ``dtype``; on a CPU, whose half products are slow, widen again."""
-        half = tensor.to(self.dtype)
-        return half if half.is_cuda else half.float()
+            head = functional.LinearHead.of(self.dtype, self.weight, self.bias)
+            return head.logits(head.rows(self.rows))
 
 
 class UnreadLogits(Tensor):
@@ -52,27 +41,27 @@ class UnreadLogits(Tensor):
     ``float`` and ``clone`` give others; any other operation computes them, once.
 
     Attributes:
-        head: what they are made of.
+        call: what they are made of.
         computed: they themselves, once they were read; else None.
     """
 
-    head: Head
+    call: LayerCall
     computed: Tensor | None
 
     @classmethod
-    def of(cls, head: Head, dtype: torch.dtype) -> "UnreadLogits":
-        """Return the logits of ``head``, in ``dtype``."""
-        unread: UnreadLogits = _Unread.apply(*head, dtype)
-        unread.head = head
+    def of(cls, call: LayerCall, dtype: torch.dtype) -> "UnreadLogits":
+        """Return the logits of ``call``, in ``dtype``."""
+        unread: UnreadLogits = _Unread.apply(*call, dtype)
+        unread.call = call
         return unread
 
     @classmethod
-    def made(cls, head: Head, dtype: torch.dtype) -> "UnreadLogits":
-        """Return the logits of ``head`` without a place in the graph."""
+    def made(cls, call: LayerCall, dtype: torch.dtype) -> "UnreadLogits":
+        """Return the logits of ``call`` without a place in the graph."""
         unread: Any = Tensor._make_wrapper_subclass(
-            cls, (*head.rows.shape[:-1], len(head.weight)), dtype=dtype, device=head.rows.device
+            cls, (*call.rows.shape[:-1], len(call.weight)), dtype=dtype, device=call.rows.device
         )
-        unread.head, unread.computed = head, None
+        unread.call, unread.computed = call, None
         return unread
 
     @classmethod
@@ -85,7 +74,7 @@ class UnreadLogits(Tensor):
         if func is Tensor.to and len(args) == 2 and args[1] is torch.float32 and not kwargs:
             unread = args[0]
             if unread.computed is None and unread.dtype is not torch.float32:
-                return cls.of(unread.head, torch.float32)
+                return cls.of(unread.call, torch.float32)
         # private: the operation itself, which comes by ``__torch_dispatch__`` (torch 2.11 to 2.15)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
@@ -94,18 +83,18 @@ class UnreadLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.clone.default and args[0].computed is None:
-            return cls.made(args[0].head, args[0].dtype)  # DDP does it to all that a model returns
+            return cls.made(args[0].call, args[0].dtype)  # DDP does it to all that a model returns
         read = functools.partial(tree_map_only, cls, cls._read)
         return func(*read(args), **read(kwargs or {}))
 
     def _read(self) -> Tensor:
         if self.computed is None:
-            self.computed = self.head.logits().to(self.dtype)
+            self.computed = self.call.logits().to(self.dtype)
         return self.computed
 
 
 class _Unread(torch.autograd.Function):
-    """``UnreadLogits`` of a head, and the gradients of the head where they were read."""
+    """``UnreadLogits`` of a call, and its gradients where they were read."""
 
     @staticmethod
     def forward(
@@ -119,33 +108,32 @@ class _Unread(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.half = half
-        return UnreadLogits.made(Head(rows, weight, bias, half), dtype)
+        return UnreadLogits.made(LayerCall(rows, weight, bias, half), dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # of what nobody has read: a function of many outputs, as DDP has
             return None, None, None, None, None
-        rows, weight, bias = ctx.saved_tensors
-        head = Head(rows, weight, bias, ctx.half)
-        with torch.autocast(head.rows.device.type, enabled=False):
-            grad = head.operand(grads[0])
-            of_rows = of_weight = of_bias = None
-            if ctx.needs_input_grad[0]:
-                of_rows = (grad @ head.operand(weight)).to(rows.dtype)
-            if ctx.needs_input_grad[1]:
-                product = grad.flatten(0, -2).t() @ head.operand(rows).flatten(0, -2)
-                of_weight = product.to(weight.dtype)
-            if ctx.needs_input_grad[2]:
-                of_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
-        return of_rows, of_weight, of_bias, None, None
+        given = ctx.saved_tensors
+        rows, weight, bias = given
+        with torch.autocast(rows.device.type, enabled=False):
+            head = functional.LinearHead.of(ctx.half, weight, bias)
+            dlogits = grads[0].flatten(0, -2).to(ctx.half)
+            lines = head.rows(rows).flatten(0, -2)
+            found = head.gradients(dlogits, lines, ctx.needs_input_grad[:3])
+        of_given = (
+            None if g is None else g.view(t.shape).to(t.dtype)
+            for g, t in zip(found, given, strict=True)
+        )
+        return *of_given, None, None
 
 
 @contextlib.contextmanager
 def leaves_logits_unread(layer: nn.Linear) -> Iterator[None]:
     """Have ``layer`` return ``UnreadLogits`` inside the block, where they are half and many.
 
-    Few of them (``Head.chunk_rows``) are computed: they take less memory than the gradient of the
-    weight, and are not computed again in the backward.
+    Few of them (``LinearHead.chunk_rows``) are computed: they take less memory than the gradient of
+    the weight, and are not computed again in the backward.
 
     Args:
         layer: with a plain weight, and no forward set on the instance.
@@ -161,9 +149,9 @@ def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     kind = input.device.type
     casts = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if casts else input.dtype
-    head = Head(input, layer.weight, layer.bias, dtype)
-    many = input.numel() > head.chunk_rows * input.shape[-1]
+    features = input.shape[-1]
+    many = input.numel() > functional.LinearHead.chunk_rows(features) * features
     seen = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     if many and dtype in HALF_DTYPES and not seen:
-        return UnreadLogits.of(head, dtype)
+        return UnreadLogits.of(LayerCall(input, layer.weight, layer.bias, dtype), dtype)
     return type(layer).forward(layer, input)

@@ -1,0 +1,163 @@
+"""The last linear layer of a model: logits, and the products of their gradients."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.policy import HALF_DTYPES
+
+MIN_ROWS = 2048
+Tensors = tuple[Tensor | None, ...]
+
+
+class LinearHead(NamedTuple):
+    """A linear layer as its products are computed: from half operands, with FP32 sums.
+
+    On CUDA operands are of ``dtype``. On a CPU, where torch's half products are slow, half ones are
+    widened, and logits are rounded once: what a Tensor Core does.
+
+    Attributes:
+        dtype: of logits and their gradients.
+        wide: what is summed up in: FP32, of FP64 FP64.
+        operand: that of products.
+        weight: [v, d], an operand.
+        bias: [v], an operand, or None.
+    """
+
+    dtype: torch.dtype
+    wide: torch.dtype
+    operand: torch.dtype
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> "LinearHead":
+        """Return the layer of a weight and a bias of any dtypes, with logits in ``dtype``."""
+        wide = torch.promote_types(dtype, torch.float32)
+        operand = dtype if weight.is_cuda else wide
+        rounded = (None if t is None else t.to(dtype).to(operand) for t in (weight, bias))
+        return cls(dtype, wide, operand, *rounded)  # type: ignore[arg-type]
+
+    @staticmethod
+    def chunk_rows(features: int) -> int:
+        """Rows whose half logits take as much memory as the weight's FP32 gradient, or 2048."""
+        return max(MIN_ROWS, 2 * features)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return rows of the input as an operand."""
+        return x.to(self.dtype).to(self.operand)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return [..., v] of the operand [..., d], rounded to ``dtype``."""
+        return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
+
+    def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
+        """Return the gradients of rows, weight and bias, in ``wide``; None for what is not needed.
+
+        Args:
+            dlogits: [r, v], the gradients of logits.
+            rows: [r, d], the operand that the logits were made of.
+            needed: which of the three.
+        """
+        dlogits = dlogits.to(self.operand)
+        return (
+            self._product(dlogits, self.weight) if needed[0] else None,
+            self._product(dlogits.t(), rows) if needed[1] else None,
+            dlogits.sum(0, dtype=self.wide) if needed[2] else None,
+        )
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.operand is self.wide:
+            return a @ b
+        return torch.mm(a, b, out_dtype=self.wide)  # only CUDA has that
+
+
+class GradientSums:
+    """Gradients of input, weight and bias while chunks of rows are added.
+
+    Attributes:
+        head: the layer.
+        needed: which of the three.
+        input: [r, d], or None.
+        weight: [v, d], not rounded to half, or None.
+        bias: [v], not rounded to half, or None.
+    """
+
+    def __init__(
+        self, head: LinearHead, input: Tensor, dtype: torch.dtype, needed: tuple[bool, ...]
+    ) -> None:
+        self.head, self.needed = head, needed
+        self.input = torch.empty_like(input, dtype=dtype) if needed[0] else None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def add(self, at: slice, rows: Tensor, dlogits: Tensor) -> None:
+        """Add the rows ``at``."""
+        of_rows, of_weight, of_bias = self.head.gradients(dlogits, rows, self.needed)
+        if self.input is not None and of_rows is not None:
+            self.input[at] = of_rows
+        if of_weight is not None:
+            self.weight = of_weight if self.weight is None else self.weight.add_(of_weight)
+        if of_bias is not None:
+            self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
+
+    def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
+        """Return all three, in the dtypes of what they are gradients of."""
+        return (
+            self.input,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
+def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of the logits of a linear layer: under autocast, and beside half, half."""
+    kind, given = input.device.type, {input.dtype, weight.dtype}
+    casts = not input.is_meta and torch.is_autocast_enabled(kind)
+    if casts and torch.float64 not in given:
+        return torch.get_autocast_dtype(kind)
+    half = given.intersection(HALF_DTYPES)
+    if len(half) == 1 and given <= half | {torch.float32}:
+        return half.pop()
+    return torch.promote_types(input.dtype, weight.dtype)
+
+
+def backend_of(dtype: torch.dtype) -> str:
+    """Return that of the loss: kernels compute in FP32."""
+    return "eager" if dtype is torch.float64 else "auto"
+
+
+def chunks(count: int, rows: int) -> Iterator[slice]:
+    """Yield slices of ``rows`` rows each."""
+    return (slice(at, at + rows) for at in range(0, count, rows))
+
+
+def differentiable(
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    needed: tuple[bool, ...],
+    grads: Sequence[Tensor],
+) -> Tensors:
+    """Return the gradients of those inputs that are needed, which may be differentiated again."""
+    tensors = [t for t, wanted in zip(inputs, needed, strict=True) if t is not None and wanted]
+    found = iter(torch.autograd.grad(results, tensors, grads, create_graph=True))
+    return tuple(next(found) if wanted else None for wanted in needed)
+
+
+def check_layer(input: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
+    """Say what is wrong with a linear layer's arguments.
+
+    Raises:
+        ValueError: what was got, and what is expected.
+    """
+    shapes = tuple(input.shape), tuple(weight.shape)
+    if not input.dim() or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"expected input [..., d] and weight [v, d], got {shapes[0]}, {shapes[1]}")
+    if bias is not None and tuple(bias.shape) != shapes[1][:1]:
+        raise ValueError(
+            f"bias: expected shape {shapes[1][:1]}, weight's first, got {tuple(bias.shape)}"
+        )
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected 1 or more, or None, got {chunk_rows}")
