@@ -170,9 +170,8 @@ def recorded_launches() -> Iterator[mock.Mock]:
     """Have every module of the kernels call the mock that this yields, not ``launch``."""
     launch = mock.Mock()
 
-    def again(call: Launch, *tensors: Tensor) -> None:
-        rest = call.sizes, call.constants, call.num_warps, call.maxnreg
-        launch(call.kernel, call.grid, tensors, *rest)
+    def again(call: Launch, *given: Tensor) -> None:
+        launch(*call.arguments(*given))
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(Launch, "__call__", again))

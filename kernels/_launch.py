@@ -180,8 +180,11 @@ class Launch:
             tensors[i] = given[operand]
         return tuple(tensors)
 
+    def arguments(self, *given: Tensor) -> tuple[Any, ...]:
+        """Return what ``launch`` takes for a call with these tensors."""
+        return self._call(given if self._tensors is None else self._filled(given))
+
     def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Return what ``launch`` takes."""
         rest = self.sizes, self.constants, self.num_warps, self.maxnreg
         return self.kernel, self.grid, tensors, *rest
 
