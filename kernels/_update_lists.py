@@ -170,7 +170,7 @@ class UpdateLists:
         return transfer(grad_scale, device).float(), transfer(found_inf, device)
 
 
-class Results:
+class PendingWrites:
     """What an eager update has computed, written at its end: all of it, or none.
 
     Args:

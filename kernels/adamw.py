@@ -20,7 +20,7 @@ from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import Results, UpdateLists, unscaled, update_samples
+from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 
@@ -186,7 +186,7 @@ def _rates(lists: UpdateLists, device: torch.device) -> Tensor:
 
 
 def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    results = Results(found_inf)
+    results = PendingWrites(found_inf)
     for row, rule, number in lists.rows((*_LISTS, "steps")):
         param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, steps = row
         dtype, step = torch.promote_types(param.dtype, torch.float32), steps + 1

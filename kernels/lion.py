@@ -21,7 +21,7 @@ from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import Results, UpdateLists, unscaled, update_samples
+from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
 _NUMBERS = 5  # of a rule
@@ -130,7 +130,7 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
 
 
 def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    results = Results(found_inf)
+    results = PendingWrites(found_inf)
     for (param, grad, exp_avg, copy), rule, number in lists.rows(_LISTS):
         lr, beta1, beta2, weight_decay, maximize = rule
         dtype = torch.promote_types(param.dtype, torch.float32)

@@ -18,7 +18,7 @@ from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
-from tritonamp.kernels._update_lists import Results, UpdateLists, unscaled, update_samples
+from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
 OPTIONAL = ("momentum_buffers",)  # state that a group may lack
@@ -137,7 +137,7 @@ _LISTS = "params", "grads", "momentum_buffers", "copies"
 
 
 def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    results = Results(found_inf)
+    results = PendingWrites(found_inf)
     for (param, grad, momentum_buffer, copy), rule, number in lists.rows(_LISTS):
         dtype = torch.promote_types(param.dtype, torch.float32)
         p = param.to(dtype)

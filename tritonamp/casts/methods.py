@@ -34,7 +34,7 @@ _LOADS = ("LOAD_FAST", "LOAD_DEREF")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
-class Names(NamedTuple):
+class UsedNames(NamedTuple):
     """The names in a function's code.
 
     Attributes:
@@ -142,11 +142,11 @@ def _content(cell: Any) -> Any:
 
 
 @functools.cache
-def _names(code: CodeType) -> Names:
+def _names(code: CodeType) -> UsedNames:
     return _names_in(code, code.co_varnames[0] if code.co_argcount else "")
 
 
-def _names_in(code: CodeType, me: str) -> Names:
+def _names_in(code: CodeType, me: str) -> UsedNames:
     of_self: set[str] = set()
     loaded: Any = None
     for step in dis.get_instructions(code):
@@ -167,4 +167,4 @@ def _names_in(code: CodeType, me: str) -> Names:
         if isinstance(inner, CodeType):  # a lambda, a comprehension
             found = _names_in(inner, me if me in inner.co_freevars else "")
             of_self, names = of_self | found.of_self, names | found.all
-    return Names(frozenset(of_self), frozenset(names))
+    return UsedNames(frozenset(of_self), frozenset(names))

@@ -57,7 +57,7 @@ def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[in
         What failed on this rank, or RuntimeError with the texts of the others'; all ranks raise, or
         none.
     """
-    writer = _Writer(folder)
+    writer = _FolderWriter(folder)
     # of what differs between ranks no mix
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     _agreed(
@@ -74,7 +74,7 @@ def read_metadata(files: "Folder") -> metadata.Metadata:
         UnpicklingError: it asks for other classes than its own.
     """
     with files.open(METADATA) as stream:
-        found = _Unpickler(stream).load()
+        found = _MetadataUnpickler(stream).load()
     if not isinstance(found, metadata.Metadata):
         raise ValueError(f"{METADATA} holds {type(found).__name__}")
     return found
@@ -92,7 +92,7 @@ def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], 
     Raises:
         As `write`.
     """
-    reader = _Reader(files, found)
+    reader = _FolderReader(files, found)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _agreed(
         call,
@@ -184,7 +184,7 @@ class _WrittenFiles(filesystem.FileSystem):
         self.written[new_path.name] = self.written.pop(path.name)
 
 
-class _Writer(filesystem.FileSystemWriter):
+class _FolderWriter(filesystem.FileSystemWriter):
     def __init__(self, folder: str) -> None:
         # streams sync themselves; torch 2.11 does it before flushing
         super().__init__(folder, sync_files=False)
@@ -205,7 +205,7 @@ class _ReadFiles(filesystem.FileSystem):
             yield stream
 
 
-class _Reader(filesystem.FileSystemReader):
+class _FolderReader(filesystem.FileSystemReader):
     def __init__(self, files: Folder, found: metadata.Metadata) -> None:
         super().__init__(files.path)
         self.fs = _ReadFiles(files)
@@ -215,7 +215,7 @@ class _Reader(filesystem.FileSystemReader):
         return self._found
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of torch.distributed.checkpoint's metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:

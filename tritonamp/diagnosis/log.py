@@ -46,7 +46,7 @@ InFp32 = Callable[[Sequence[Snapshot]], Fp32Run | None]
 """Runs forwards again in FP32."""
 
 
-class ModelNames(Protocol):
+class RunNames(Protocol):
     """What is asked about the models of a run, anew each time: parameters may be added."""
 
     def parameters(self) -> Mapping[Tensor, str]:
@@ -78,7 +78,7 @@ class StepLog:
 
     def __init__(
         self,
-        names: ModelNames,
+        names: RunNames,
         dtype: torch.dtype,
         log_skips: bool = False,
         in_fp32: InFp32 | None = None,

@@ -46,7 +46,7 @@ def convert(script: Script) -> None:
         what = f"`{ast.unparse(node)}` with {len(starts)} calls of amp.initialize in this file"
         raise Refused(node, what, f"one handle for all models and optimizers: {HANDLE}{_OR_APEX}")
     if starts:
-        _Loop(script, starts[0], uses).convert()
+        _ApexLoop(script, starts[0], uses).convert()
 
 
 def _names(script: Script) -> list[ast.Attribute | ast.Name]:
@@ -102,7 +102,7 @@ def _items(node: ast.expr | None) -> list[ast.expr]:
     return node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
 
 
-class _Loop:
+class _ApexLoop:
     """A call of ``amp.initialize``, and everything that ``amp`` is used for."""
 
     def __init__(self, script: Script, start: ast.AST, uses: list[_Use]) -> None:

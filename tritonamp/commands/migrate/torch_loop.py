@@ -26,7 +26,7 @@ def convert(script: Script) -> None:
     if len(calls) > 1:
         what = f"a second GradScaler (the first is made in line {calls[0].lineno})"  # type: ignore[attr-defined]
         raise Refused(calls[1], what, "one handle for all, and a loss_id for each loss")
-    loop = _Loop(script, calls[0]) if calls else None
+    loop = _TorchLoop(script, calls[0]) if calls else None
     if loop is not None:
         loop.convert()
     for node in source.nodes:
@@ -36,7 +36,7 @@ def convert(script: Script) -> None:
             raise Refused(node, what, "the handle, made with model and optimizer, handed over")
 
 
-class _Loop:
+class _TorchLoop:
     """A scaler that becomes a handle, with the autocasts that reach it."""
 
     def __init__(self, script: Script, call: ast.AST) -> None:

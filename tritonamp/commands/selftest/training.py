@@ -37,7 +37,7 @@ class Net(nn.Module):
         return torch.log_softmax(self.head(x.sum(1) / x.shape[1]), -1)
 
 
-class Run:
+class SmallTraining:
     """A net, its optimizer and one batch; equal for equal seeds on every device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -72,9 +72,9 @@ class Run:
 @contextmanager
 def enabled(
     device: torch.device, backend: str, level: str = "O2", dtype: torch.dtype = torch.float16
-) -> Iterator[Run]:
+) -> Iterator[SmallTraining]:
     """Yield a new run at that level; its loss scale begins where nothing overflows."""
-    run = Run(device)
+    run = SmallTraining(device)
     scaler = tritonamp.GradScaler(device.type, init_scale=2.0**8)
     with tritonamp.enable(
         run.model, run.optimizer, level=level, dtype=dtype, backend=backend,
@@ -94,7 +94,7 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
 
 
 def _train(device: torch.device, backend: str, level: str, dtype: torch.dtype) -> Found:
-    first, expected = _losses(Run(device))
+    first, expected = _losses(SmallTraining(device))
     try:
         with enabled(device, backend, level, dtype) as run:
             _, loss = _losses(run)
@@ -106,7 +106,7 @@ def _train(device: torch.device, backend: str, level: str, dtype: torch.dtype) -
     return Found(f"{STEPS} steps, {shown}", {"first_loss": first, "loss": loss, "fp32": expected})
 
 
-def _losses(run: Run) -> tuple[float, float]:
+def _losses(run: SmallTraining) -> tuple[float, float]:
     """Return the first loss, and the mean of the last ones."""
     losses = torch.stack([run.step() for _ in range(STEPS)]).tolist()
     return losses[0], sum(losses[-LAST:]) / LAST
@@ -173,7 +173,7 @@ def _capture(device: torch.device, backend: str) -> Found:
     return Found(f"{shown}; {'the same' if same else 'other'} bits", {"loss": replayed})
 
 
-def _steps(run: Run, count: int) -> None:
+def _steps(run: SmallTraining, count: int) -> None:
     for _ in range(count):
         run.step()
 
