@@ -327,6 +327,8 @@ def test_states_of_another_kind(run: Any) -> None:
         r"got the keys \['model', 's",
     ):
         amp.load_state_dict({"model": {}, "step": 3})
+    with pytest.raises(ValueError, match="that of a GradScaler with enabled=False, leave it out"):
+        amp.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
     amp.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 128.0})
     assert amp.stats()["scale"] == 128.0
     dynamic = amp.state_dict()

@@ -197,7 +197,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         {"dtype": FP32},
         "dtype: expected torch.float16 or torch.bfloat16, got torch.float32 (for FP32 training",
     ),
-    ({"dtype": "float16"}, "dtype: expected torch.float16 or torch.bfloat16, got float16"),
+    ({"dtype": "float16"}, "dtype: expected torch.float16 or torch.bfloat16, got 'float16'"),
     *[({"loss_scale": s}, f"{SCALES}, got {s!r}") for s in (0.0, -1.0, float("inf"), float("nan"))],
     *[({"loss_scale": s}, f"{SCALES}, got {s!r}") for s in ("static", True, None, [1.0])],
     *[
@@ -387,7 +387,7 @@ def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
         ('{"level": "O2"}', "expected an object with keys of .*cast_model.*, got level"),
         ("[]", "expected an object with keys of .*, got list"),
         ("no JSON", "Expecting value"),
-        ('{"dtype": "float8"}', "dtype: expected torch.float16 .*got float8"),
+        ('{"dtype": "float8"}', "dtype: expected torch.float16 .*got 'float8'"),
         ('{"master_weights": true}', "master_weights=True needs cast_model=True"),
         (
             '{"op_policy": true, "fp32_modules": ["torch.nn:Nothing"]}',

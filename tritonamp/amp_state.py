@@ -12,6 +12,7 @@ _EXTRA = {"healed", "faults", "schedulers"}  # a state that is written by hand m
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
+_EMPTY = ": an empty state is that of a GradScaler with enabled=False, leave it out"
 
 
 class ResumeState(NamedTuple):
@@ -101,6 +102,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
         raise ValueError(
             f"amp.load_state_dict: expected the keys of amp.state_dict() ({sorted(_OWN)}), of a "
             f"GradScaler ({sorted(_SCALER)}) or of apex.amp (loss_scaler0, ...), got {got}"
+            + (_EMPTY if state_dict == {} else "")
         )
     # these formats do not say whether it was fixed
     same = all(state["scale"] == loss_scale for state in scalers.values())

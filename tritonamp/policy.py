@@ -190,7 +190,7 @@ def _is_number(value: object) -> bool:
 def _bad_values(policy: Policy) -> Iterable[str]:
     if policy.dtype not in HALF_DTYPES:
         yield (
-            f"dtype: expected torch.float16 or torch.bfloat16, got {policy.dtype} (for FP32 "
+            f"dtype: expected torch.float16 or torch.bfloat16, got {policy.dtype!r} (for FP32 "
             "training use level='O0')"
         )
     for name in (

@@ -297,6 +297,10 @@ def test_a_value_that_is_not_finite_already():
     first = check(model, x).findings[0]
     assert (first.kind, first.where) == ("non-finite", "1")
     assert "log gives NaN in FP32 already" in first.why
+    x[2, 5] = float("nan")
+    first = check(around(), x).findings[0]
+    assert (first.kind, first.why) == ("non-finite", "the batch holds NaN")
+    assert "drop or repair it" in str(first)
 
 
 # What vanishes

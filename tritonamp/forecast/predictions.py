@@ -57,10 +57,10 @@ def _non_finite(run: DryRun) -> Iterator[Finding]:
             and not any(source.sizes.nans for source in r.sources)
             and r.op != "parameter"
         ):
-            why = f"{_op(r)} gives NaN in FP32 already"
-            yield Finding(
-                "non-finite", r.module, why, "mend this first", weight=1e29, line=r.place.line
-            )
+            why, cure = f"{_op(r)} gives NaN in FP32 already", "mend this first"
+            if r.op == "input":
+                why, cure = "the batch holds NaN", "drop or repair it, and check another batch"
+            yield Finding("non-finite", r.module, why, cure, weight=1e29, line=r.place.line)
             return
     if not math.isfinite(run.loss):
         yield Finding(

@@ -34,7 +34,7 @@ from tritonamp.checks import (
     warn_of_zero_eps,
 )
 from tritonamp.class_swap import uninstall
-from tritonamp.diagnosis import scaled_clipping
+from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
@@ -167,7 +167,7 @@ class Amp:
         self._parts = build_parts(request, _MovedBySteps(self))
         dispatch.acquire()
         user_functions.acquire()
-        scaled_clipping.acquire(self._parts.scaled_gradients)
+        scaled_gradients.acquire(self._parts.scaled_gradients)
         # at disable(), or when the last enabled model is gone without it
         self._release = weakref.finalize(self._parts.context, _release)
         self._release.atexit = False
@@ -659,4 +659,4 @@ class _MovedBySteps:
 def _release() -> None:
     dispatch.release()
     user_functions.release()
-    scaled_clipping.release()
+    scaled_gradients.release()

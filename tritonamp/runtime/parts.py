@@ -23,7 +23,7 @@ from tritonamp.diagnosis.fault_counts import FaultCounts
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.replays import Fp32Runs, Replays
 from tritonamp.diagnosis.response import Response
-from tritonamp.diagnosis.scaled_clipping import ScaledGradients
+from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
 from tritonamp.distributed.fsdp import to_local
 from tritonamp.distributed.ranks import Ranks, Resumable
@@ -178,7 +178,10 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         stepper=stepper,
         schedulers=schedulers,
         first_loss=FirstLoss(models, watches=context.autocast),
-        scaled_gradients=ScaledGradients(partial(_scaled_params, policy, pending, weights)),
+        scaled_gradients=ScaledGradients(
+            partial(_scaled_params, policy, pending, weights),
+            partial(_left_out, policy, models, weights),
+        ),
     )
 
 
@@ -284,3 +287,12 @@ def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) 
         for param, master, _ in weights[optimizer].with_groups():
             if param.grad is not None:
                 yield from (param, master)
+
+
+def _left_out(policy: Policy, models: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
+    """Yield the models' parameters with gradients that no enabled optimizer holds."""
+    if not policy.scales_loss or not weights:
+        return
+    held = {param for of_one in weights.values() for param in of_one.parameters()}
+    for model in models:
+        yield from (p for p in model.parameters() if p.grad is not None and p not in held)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
+from tritonamp.diagnosis.scaled_gradients import before_step
 from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.policy import Policy
@@ -332,7 +333,7 @@ def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -
     """
     seen = (
         torch._C._autograd._profiler_enabled(),
-        _global_optimizer_pre_hooks,
+        any(hook is not before_step for hook in _global_optimizer_pre_hooks.values()),
         _global_optimizer_post_hooks,
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

@@ -1,7 +1,8 @@
-"""torch's clipping, called on gradients that carry the loss scale: one warning.
+"""Gradients that carry the loss scale, clipped by torch or stepped on by others: one warning each.
 
 Of gradients that are 65536 times too large a clip to norm 1 leaves a 65536th of what was meant, and
-training stands still without an error.
+training stands still without an error. An optimizer that was not handed over steps 65536 times too
+far.
 """
 
 import functools
@@ -9,13 +10,17 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import CellType, GeneratorType
+from types import CellType, FrameType, GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from tritonamp.class_swap import is_installed
 from tritonamp.watched.frames import Role, outwards
 
 logger = logging.getLogger("tritonamp")
@@ -24,15 +29,21 @@ CLIPPING = (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)
 
 
 class ScaledGradients:
-    """The gradients of one ``Amp``, and whether anybody has been warned about clipping them.
+    """The gradients of one ``Amp``, and what has been warned of.
 
     Args:
         params: gives the tensors whose gradients carry the loss scale now, and their masters.
+        left_out: gives the models' parameters with gradients that no enabled optimizer holds: what
+            ``amp.backward`` has added there is never unscaled.
     """
 
-    def __init__(self, params: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(
+        self, params: Callable[[], Iterable[Tensor]], left_out: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self._params = params
+        self._left_out = left_out
         self._has_warned = False
+        self._has_warned_of_step = False
 
     def warn_if_clipped(self, given: set[int], function: Callable[..., Any]) -> None:
         """Warn, once, where torch is about to clip some of them.
@@ -52,6 +63,28 @@ class ScaledGradients:
             _user_line(),
         )
 
+    def warn_if_stepped(self, optimizer: Optimizer) -> None:
+        """Warn, once, where an optimizer that is not enabled is about to step on some of them.
+
+        Args:
+            optimizer: the one that steps.
+        """
+        if self._has_warned_of_step:
+            return
+        given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        scaled = (*self._params(), *self._left_out())
+        if not any(id(param) in given for param in scaled):
+            return
+        self._has_warned_of_step = True
+        logger.warning(
+            "%s.step()%s is given gradients that carry the loss scale, but the optimizer is not "
+            "one of those given to tritonamp.enable: nothing unscales them, nor skips. Hand over "
+            "every optimizer of the model, tritonamp.enable(model, [optimizer, other]), and do not "
+            "make another one later",
+            type(optimizer).__name__,
+            _user_line(),
+        )
+
 
 def _user_line() -> str:
     """Return " at FILE:LINE" of the user's innermost frame."""
@@ -62,17 +95,19 @@ def _user_line() -> str:
 
 
 class _Watched:
-    """torch's functions that clip, which are watched while a model is enabled.
+    """torch's functions that clip, and steps of optimizers, watched while a model is enabled.
 
     Attributes:
         gradients: of all enabled models.
         stock: where torch's functions keep what they wrap, and what was there.
+        steps: the hook on steps of all optimizers.
         owners: how many enabled models there are.
     """
 
     def __init__(self) -> None:
         self.gradients: weakref.WeakSet[ScaledGradients] = weakref.WeakSet()
         self.stock: list[tuple[CellType, Any]] = []
+        self.steps: RemovableHandle | None = None
         self.owners = 0
 
     def put(self) -> None:
@@ -85,12 +120,15 @@ class _Watched:
             if cell is not None:
                 self.stock.append((cell, cell.cell_contents))
                 cell.cell_contents = _warning_first(cell.cell_contents, self.gradients)
+        self.steps = register_optimizer_step_pre_hook(before_step)
 
     def take_back(self) -> None:
         """Put back what was there."""
         for cell, stock in self.stock:
             cell.cell_contents = stock
         self.stock.clear()
+        if self.steps is not None:
+            self.steps.remove()
 
 
 def wrapped_cell(function: Any) -> CellType | None:
@@ -116,11 +154,34 @@ def _warning_first(
     return clip
 
 
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Look at the gradients of an optimizer that is not enabled; torch's hook on all steps.
+
+    A GradScaler that steps for it has unscaled them.
+    """
+    if torch.compiler.is_compiling() or is_installed(optimizer) or _is_scalers_step():
+        return
+    for gradients in list(_watched.gradients):
+        gradients.warn_if_stepped(optimizer)
+
+
+def _is_scalers_step() -> bool:
+    """Tell whether a GradScaler calls the step: it is a few frames further out then."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False
+
+
 _watched = _Watched()
 
 
 def acquire(gradients: ScaledGradients) -> None:
-    """Watch the clipping of one more enabled model's gradients, as long as they are there."""
+    """Watch the gradients of one more enabled model, as long as they are there."""
     _watched.gradients.add(gradients)
     _watched.owners += 1
     if _watched.owners == 1:
@@ -128,7 +189,7 @@ def acquire(gradients: ScaledGradients) -> None:
 
 
 def release() -> None:
-    """Take back one ``acquire``; the last one puts torch's functions back."""
+    """Take back one ``acquire``; the last one leaves torch as it was."""
     _watched.owners -= 1
     if _watched.owners == 0:
         _watched.take_back()

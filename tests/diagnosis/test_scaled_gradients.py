@@ -1,4 +1,7 @@
-"""torch's own clipping of gradients that carry the loss scale is warned of, once, and only then."""
+"""torch's own clipping of gradients that carry the loss scale is warned of, once, and only then.
+
+So is the step of an optimizer that was not handed over.
+"""
 
 import inspect
 import logging
@@ -10,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import tritonamp
-from tritonamp.diagnosis.scaled_clipping import CLIPPING, wrapped_cell
+from tritonamp.diagnosis.scaled_gradients import CLIPPING, wrapped_cell
 
 X = torch.ones(2, 4)
 
@@ -223,3 +227,83 @@ def test_the_last_disable_puts_torchs_functions_back() -> None:
     assert not set(now()) & set(stock)
     second.amp.disable()
     assert now() == stock
+
+
+@pytest.fixture
+def stepped(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, "tritonamp")
+    return lambda: [m for m in caplog.messages if ".step()" in m and "tritonamp.enable" in m]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_was_made_later(
+    level: str, make: Callable[..., Loop], stepped: Callable[[], list[str]]
+) -> None:
+    loop = make(level=level)
+    later = torch.optim.SGD(loop.model.parameters(), lr=1e-9)
+    loop.backward()
+    later.step()
+    (message,) = stepped()
+    assert message.startswith(f"SGD.step() at {os.path.abspath(__file__)}:")
+    assert "not one of those given to tritonamp.enable" in message
+    later.step()
+    assert len(stepped()) == 1
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_optimizer_that_was_forgotten(
+    order: str, warnings_of_steps_at: Callable[[str], list[str]]
+) -> None:
+    assert len(warnings_of_steps_at(order)) == 1
+
+
+@pytest.fixture
+def warnings_of_steps_at(stepped: Callable[[], list[str]]) -> Callable[[str], list[str]]:
+    """Train a body and a head of which only the body's optimizer was handed over."""
+
+    def run(order: str) -> list[str]:
+        body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+        given = torch.optim.AdamW(body.parameters(), lr=1e-3)
+        forgotten = torch.optim.AdamW(head.parameters(), lr=1e-3)
+        with tritonamp.enable(nn.Sequential(body, head), given, level="O1") as amp:
+            for _ in range(2):
+                amp.backward(head(body(X)).sum())
+                steps = (forgotten, given) if order == "before" else (given, forgotten)
+                for optimizer in steps:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return stepped()
+
+    return run
+
+
+def test_steps_on_other_gradients(
+    make: Callable[..., Loop], stepped: Callable[[], list[str]]
+) -> None:
+    """Of another model, of a level without a scale, by a scaler, of the optimizer handed over."""
+    loop, other = make(level="O1"), nn.Linear(4, 1)
+    elsewhere = torch.optim.SGD(other.parameters(), lr=1e-3)
+    loop.backward()
+    other(X).sum().backward()
+    elsewhere.step()
+    loop.optimizer.step()
+    unscaled = make(level="O0")
+    unscaled.backward()
+    torch.optim.SGD(unscaled.model.parameters(), lr=1e-3).step()
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    given, by_scaler = (torch.optim.SGD(m.parameters(), lr=1e-3) for m in (body, head))
+    with tritonamp.enable(nn.Sequential(body, head), given, level="O1") as amp:
+        amp.scaler.scale(head(body(X)).sum()).backward()
+        for optimizer in (given, by_scaler):
+            amp.scaler.step(optimizer)
+        amp.scaler.update()
+    assert stepped() == []
+
+
+def test_steps_are_watched_while_a_model_is_enabled(make: Callable[..., Loop]) -> None:
+    before = list(_global_optimizer_pre_hooks)
+    loops = make(level="O1"), make(level="O2")
+    assert len(_global_optimizer_pre_hooks) == len(before) + 1
+    for loop in loops:
+        loop.amp.disable()
+    assert list(_global_optimizer_pre_hooks) == before
