@@ -65,7 +65,7 @@ def shape_of_parts(number: int, n: int, wants: tuple[bool, bool]) -> tuple[int, 
 
 
 def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> Callable[..., Tensor]:
-    """Return a function that adds up the wanted ones of grad * h and grad, in PARTS at most."""
+    """Return a function that sums grad * h and grad, as wanted, into at most PARTS parts."""
     tiles = -(-t.lines // ROWS)
     steps = -(-tiles // PARTS)
     shape = shape_of_parts(-(-tiles // steps), t.n, wants)
