@@ -19,9 +19,9 @@ _MISTAKEN = (
 def _give_way() -> None:
     """Put the next ``kernels`` on ``sys.path`` in the place of this module.
 
-    Where there is none, be a package without anything in it. Not an ImportError: transformers
-    (5.23) imports what ``find_spec`` finds without catching one, and takes a module that has
-    neither ``__version__`` nor ``__file__`` for not installed.
+    Where there is none, this module becomes an empty package. It raises no ImportError, since
+    transformers (5.23) imports every module that ``find_spec`` finds without catching one, and
+    treats a module without ``__version__`` and ``__file__`` as not installed.
     """
     checkout = Path(__file__).resolve().parents[1]
     elsewhere = [path for path in sys.path if Path(path).resolve() != checkout]
@@ -35,7 +35,7 @@ def _give_way() -> None:
 
 
 def _missing(name: str) -> NoReturn:
-    """Answer for every attribute of a package that is not there."""
+    """Raise AttributeError for every attribute of the empty package."""
     raise AttributeError(f"module 'kernels' has no attribute {name!r}: {_MISTAKEN}")
 
 

@@ -1,4 +1,4 @@
-"""What of an Adam step is the same for all elements of a tensor, computed once for each tensor."""
+"""Numbers of an Adam step that all elements of a tensor share, computed once for each tensor."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from tritonamp.kernels.device import tl, triton
 
 RATES = 9
-"""Numbers that adam_rates_kernel leaves for each tensor."""
+"""The count of numbers that adam_rates_kernel writes for each tensor."""
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def adam_rates_kernel(
 
 
 def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return -lr and the root in the denominator, corrected for bias: in FP64, on the device."""
+    """Return the bias-corrected -lr and denominator's root, computed in FP64 on the device."""
     bias_correction1 = 1 - rule.beta1 ** step.double()
     bias_correction2 = 1 - rule.beta2 ** step.double()
     return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)

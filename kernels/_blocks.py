@@ -1,4 +1,4 @@
-"""Tensors cut into blocks that stay in the cache, for what goes over them many times."""
+"""Tensors cut into blocks that stay in the cache, for arithmetic of many passes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._transfer import in_main_memory
 
-_GRAIN = 1 << 15  # elements: torch gives a thread as many at least
+_GRAIN = 1 << 15  # elements: the least that torch gives a thread
 
 
 def block_size() -> int:
@@ -23,14 +23,14 @@ def block_size() -> int:
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the elements of tensors of one shape, block by block, as views.
 
-    Where one tensor stands twice, its block does, too. Tensors on a GPU, small ones, and those that
-    do not lie in memory alike, come whole.
+    A tensor that is given twice is yielded twice, as the same view. Tensors on a GPU, small
+    tensors, and tensors of different layouts are yielded whole.
     """
     yield from cut(*tensors) or (tensors,)
 
 
 def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
-    """Return what ``blocks`` yields; None: they come whole."""
+    """Return the blocks of ``blocks`` as a list; None: the tensors stay whole."""
     first, size = tensors[0], block_size()
     whole = first.numel() <= size or first.device.type != "cpu"
     flat = None if whole or any(map(is_traceable_wrapper_subclass, tensors)) else _flat(tensors)
@@ -41,18 +41,18 @@ def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
 
 
 class Scratch:
-    """Memory for what a block's arithmetic leaves in between, the same for block after block."""
+    """Memory for intermediate results of a block's arithmetic, used again by the next block."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
 
     def __call__(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory of the shape of ``like``, which is contiguous; its values are anything.
+        """Return contiguous memory of the shape of ``like``, with arbitrary values.
 
         Args:
-            name: of the use; what has the same name is the same memory.
-            like: on a CPU.
-            dtype: of the elements.
+            name: the name of the use; one name is one piece of memory.
+            like: a tensor on a CPU.
+            dtype: the dtype of the elements.
         """
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < like.numel():
@@ -63,7 +63,7 @@ class Scratch:
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:
-    """Return by id the tensors as one dimension, all in the same order; None: there is no such."""
+    """Return the flattened tensors by id, in one common order; None: no order fits them all."""
     first = tensors[0]
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     laid_out = {id(tensor): tensor.permute(order) for tensor in tensors}
@@ -75,10 +75,10 @@ def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:
 def overflows(value: Tensor, half: torch.dtype) -> Tensor | None:
     """Tell whether an element that is finite becomes inf in ``half``, 0-d bool.
 
-    The extremes tell, since rounding keeps the order.
+    The two extremes are enough, since rounding keeps the order.
 
     Returns:
-        None where the host knows that there is none.
+        None where the host knows that no element overflows.
     """
     if not value.numel():
         return None

@@ -1,7 +1,7 @@
-"""The updates of optimizers in main memory: as their eager twins, bit for bit, at memory speed.
+"""Updates of optimizers in main memory: the bits of the eager twins, at memory speed.
 
-A twin is the specification, and makes a tensor for each result. Here tensors are worked on in place
-and in blocks that stay in the cache, with the same memory for what is between.
+A twin is the specification, and makes a tensor for each result. The updates here work in place, in
+blocks that stay in the cache, and reuse one memory for intermediate results.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ _MOST_WAITING = 1 << 20
 class CpuUpdate:
     """An update of tensors in main memory.
 
-    Those that are large enough to be cut into blocks are updated in place, block by block, since
-    results that wait leave the cache. Results of small ones are written together, whenever they
-    are 1 MiB: where an error comes up before that, all tensors are as they were.
+    Large tensors are updated in place, block by block, since results that wait leave the cache.
+    Results of small tensors are collected, and written whenever they reach 1 MiB: an error before
+    that leaves all tensors unchanged.
 
     Args:
         grad_scale: 0-d factor on the gradients, or None.
@@ -32,9 +32,9 @@ class CpuUpdate:
     def __init__(self, grad_scale: Tensor | None) -> None:
         self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
         self._results: list[tuple[Tensor, Tensor]] = []
-        self._waiting = 0  # bytes of those
+        self._waiting = 0  # bytes of the results that wait
         self._overflows: list[tuple[Tensor, Tensor]] = []
-        self._in_place = False  # whether the present block is updated so
+        self._in_place = False  # whether the present block is updated in place
         self._scratch = Scratch()
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -45,11 +45,11 @@ class CpuUpdate:
         self._in_place = False
 
     def opened(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``target`` to be changed in place, and then to be stored there."""
+        """Return the values of ``target`` in ``dtype``; the caller changes and stores them."""
         return target.to(dtype, copy=not self._in_place)
 
     def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return memory for a result that the block needs for itself; None: take new memory."""
+        """Return reusable memory for an intermediate result; None: allocate new memory."""
         return self._scratch(name, like, dtype) if self._in_place else None
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
@@ -62,7 +62,7 @@ class CpuUpdate:
         return torch.neg(grad, out=memory) if maximize else grad
 
     def store(self, target: Tensor, value: Tensor) -> None:
-        """Have ``target`` receive ``value``, rounded to its dtype."""
+        """Store ``value``, rounded to the dtype of ``target``, there: now or at the end."""
         if self._in_place:
             if value is not target:
                 target.copy_(value)
@@ -73,7 +73,7 @@ class CpuUpdate:
             self._write()
 
     def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
-        """Have ``copy`` receive ``value``; set the flag where that is finite and became inf."""
+        """Store ``value`` in ``copy``; set the flag where a finite element became inf."""
         self.store(copy, value)
         found = overflows(value, copy.dtype)
         if found is not None:
@@ -93,11 +93,11 @@ class CpuUpdate:
 
 
 def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Do as ``adamw_torch``."""
+    """Run the update of ``adamw_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(grad_scale)
-    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # of equal step counts: they are many
+    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # by step count: most share it
     names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
     rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
     for (row, rule, number), steps in rows:
@@ -156,7 +156,7 @@ def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
 
 
 def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Do as ``sgd_torch``."""
+    """Run the update of ``sgd_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(grad_scale)
@@ -176,7 +176,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
                 updates.store(momentum_buffer, buffer)
                 grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
             # update
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":  # whom the host must not read
+            if isinstance(lr, Tensor) and lr.device.type != "cpu":  # the host must not wait for it
                 p.sub_(lr.to(p) * grad)
             else:
                 p.add_(grad, alpha=-float(lr))
@@ -188,7 +188,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
 
 
 def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Do as ``lion_torch``."""
+    """Run the update of ``lion_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(grad_scale)

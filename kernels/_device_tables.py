@@ -17,13 +17,13 @@ from tritonamp.kernels._transfer import upload
 MIN_CHUNK, MAX_CHUNK = 1 << 12, 1 << 16
 """Elements that one program works on; multiples of every kernel's tile."""
 PROGRAMS = 4096
-"""Aimed at: several times what a GPU holds, so that the last ones do not leave it idle."""
+"""Programs to aim at: several times a GPU's capacity, so that the last ones leave little idle."""
 
 Rows = list[tuple[int, list[Tensor]]]
 """The rows of one table: the place of each in the lists, and the tensors that kernels work on."""
 Kind = tuple[tuple[torch.dtype | None, ...], bool]
-"""What the rows of one table share: the dtype of each list (None where it repeats "params"), and
-whether all pointers are multiples of 16 bytes.
+"""The kind of a table, shared by its rows: the dtype of each list (None where it repeats
+"params"), and whether all pointers are multiples of 16 bytes.
 """
 
 
@@ -31,16 +31,16 @@ class DeviceTables:
     """The tables of one device, in one piece of memory.
 
     Args:
-        device: whose tables these are.
-        lists: by name, those that kernels work on, on all devices.
+        device: the device of the tables.
+        lists: the lists that kernels work on, by name, on all devices.
         may_repeat: see ``TensorLists``.
         numbers: see ``TensorLists``.
-        places: in the lists, of the tensors on this device.
-        before: chunks of the devices that come first.
+        places: the places in the lists of tensors on this device.
+        before: the number of chunks on earlier devices.
 
     Attributes:
-        tables: one for each kind of row.
-        copies: list, place, and what kernels work on in the place of the tensor there.
+        tables: one table for each kind of row.
+        copies: list, place, and the copy that kernels work on instead of the tensor there.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DeviceTables:
         nothing = torch.zeros((len(lists) + 3, 0), dtype=torch.int64)
         columns = torch.cat([nothing, *(f.columns for f in filled)], 1)
         self._host = torch.cat([columns.flatten(), *(f.rows.view(torch.int64) for f in filled)])
-        # the same memory: faster to write than a tensor
+        # a ctypes view of the tensor's memory: faster to write
         self._memory = (ctypes.c_int64 * len(self._host)).from_address(self._host.data_ptr())
         on_cpu = device.type == "cpu"
         self._device = self._host if on_cpu else torch.empty_like(self._host, device=device)
@@ -105,7 +105,7 @@ class DeviceTables:
     def _kinds(
         self, lists: Mapping[str, Sequence[Tensor]], may_repeat: frozenset[str], places: list[int]
     ) -> dict[Kind, Rows]:
-        """Return the rows by what they have to share."""
+        """Return the rows grouped by kind."""
         kinds: dict[Kind, Rows] = {}
         for i in places:
             given = [tensors[i] for tensors in lists.values()]
@@ -144,7 +144,7 @@ class DeviceTables:
         return used
 
     def takes(self, name: str, pointers: Sequence[int]) -> bool:
-        """Tell whether a list may have these pointers: they are aligned where the tables say so."""
+        """Tell whether these pointers have the alignment that the tables promise."""
         used = self._used(name, pointers)
         return all(
             _aligned([used[i] for i in vectors])
@@ -162,7 +162,7 @@ class DeviceTables:
         self._send(begin, begin + self._width)
 
     def _used(self, name: str, pointers: Sequence[int]) -> Sequence[int]:
-        """Return the pointers that kernels use: to copies, where there are some."""
+        """Return the pointers that kernels use: to the copy of a tensor where it has one."""
         instead = {i: copy.data_ptr() for copied, i, copy in self.copies if copied == name}
         return [instead.get(i, p) for i, p in enumerate(pointers)] if instead else pointers
 
@@ -172,15 +172,15 @@ class DeviceTables:
 
 
 class _Filled(NamedTuple):
-    """What is in one table, on the host.
+    """The contents of one table, on the host.
 
     Both tensors end at a multiple of 16 bytes, so that every table starts at one.
 
     Attributes:
         columns: sizes, first chunks, numbers, and pointers by list.
         rows: the row that each chunk belongs to.
-        chunk: elements of a chunk.
-        chunks: how many there are.
+        chunk: the elements of a chunk.
+        chunks: the number of chunks.
     """
 
     columns: Tensor
@@ -212,7 +212,7 @@ def _aligned(pointers: Sequence[int]) -> bool:
 
 
 def _even(rows: int) -> int:
-    """Return how many columns that many rows take: every table starts at a multiple of 16 bytes."""
+    """Return the padded number of columns: every table starts at a multiple of 16 bytes."""
     return rows + rows % 2
 
 

@@ -1,4 +1,4 @@
-"""What runs between the graphs of torch.compile."""
+"""Functions that run between the graphs of torch.compile, untraced."""
 
 import inspect
 from collections.abc import Callable
@@ -16,21 +16,22 @@ _REASON = (
 
 
 def between_graphs(function: F) -> F:
-    """Have torch.compile call ``function`` as it is: the graph before it ends, none is made of it.
+    """Mark ``function`` so that torch.compile ends its graph before a call and traces none of it.
 
-    Nor of what it calls. That is ``torch.compiler.disable``, without its frame around each call,
-    and without the import of dynamo, which takes seconds.
+    The functions that it calls are not traced either. It does the work of
+    ``torch.compiler.disable`` without a frame around each call, and without the import of dynamo,
+    which takes seconds.
 
     Args:
-        function: a function, or one that ``contextlib.contextmanager`` has made: a block of that
-            ends the graph, too, and is not compiled.
+        function: a function, or a result of ``contextlib.contextmanager``: its block ends the
+            graph, too, and is not compiled.
     """
     marked: Any = function
-    # both private (torch 2.11 to 2.15): what torch.compiler.disable leaves for the trace of a
-    # caller to find
+    # both private (torch 2.11 to 2.15): the marks of torch.compiler.disable, by which the trace of
+    # a caller recognises such functions
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
-    # its frame, called then, and all below it
+    # skip the frame of the function, and all frames below it
     nowhere = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(inspect.unwrap(marked).__code__, nowhere)
     return function

@@ -1,7 +1,7 @@
-"""What each step asks of many tensors at once, to compare it with the step before.
+"""Facts of many tensors at once, by which a step is compared with earlier steps.
 
-The answers in Python are the specification. Once ``use_native`` was called, and could build
-``_facts.cpp``, that answers for lists of plain tensors, in a thirtieth of the time.
+The Python functions are the specification. Once ``use_native`` has built ``_facts.cpp``, C++
+answers for lists of plain tensors, in a thirtieth of the time.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 class _InPython:
-    """Answers nothing, so that Python does."""
+    """A stand-in for the C++ module: it answers nothing, so that Python does."""
 
     @staticmethod
     def ask(tensors: Any) -> Any:
@@ -35,50 +35,50 @@ _native: Any = _InPython
 
 
 def use_native() -> None:
-    """Have C++ answer from now on, where it can be built: for that, a first call takes seconds."""
+    """Switch to the C++ module if it can be built; the first build takes seconds."""
     global _native
     if not PLAIN_STEPS:
         _native = build("_facts").module or _InPython
 
 
 def identities(tensors: Sequence[Tensor]) -> bytes:
-    """Return which objects they are, 64 bits each."""
+    """Return the identities of the tensor objects, 64 bits each."""
     return _native.identities(tensors) or _packed(map(id, tensors))
 
 
 def addresses(tensors: Sequence[Tensor]) -> bytes:
-    """Return where their elements begin, 64 bits each."""
+    """Return the addresses of the tensors' first elements, 64 bits each."""
     return _native.addresses(tensors) or _packed(map(Tensor.data_ptr, tensors))
 
 
 def versions(tensors: Sequence[Tensor]) -> bytes:
-    """Return how many writes torch has counted of each, 64 bits each."""
+    """Return torch's count of writes to each tensor, 64 bits each."""
     return _native.versions(tensors) or _packed(map(_version, tensors))
 
 
 def numbers(answer: bytes) -> Sequence[int]:
-    """Return one of those answers as a number for each tensor."""
+    """Return 64-bit facts (bytes) as a number for each tensor."""
     return array("Q", answer)
 
 
 def grads(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients."""
+    """Return ``.grad`` of each tensor."""
     return _native.grads(params) or list(map(_grad, params))
 
 
 def dense(tensors: Sequence[Tensor | None]) -> Sequence[int]:
-    """Return the places of dense tensors: those without None, and without sparse ones."""
+    """Return the places of dense tensors, skipping None and sparse tensors."""
     if _native.dense(tensors):
         return range(len(tensors))
     return [i for i, t in enumerate(tensors) if t is not None and not t.is_sparse]
 
 
 def facts(lists: Sequence[Sequence[Tensor]]) -> tuple[Any, bytes]:
-    """Return what decides how kernels work on lists of the same length, of dense tensors.
+    """Return the facts that decide how kernels work on lists of dense tensors, of one length.
 
     Returns:
-        how they lie: devices, dtypes, sizes, strides, and where a tensor is the first list's; then
-        where their elements begin, 64 bits each, list after list.
+        the layout (devices, dtypes, sizes, strides, and the places where a tensor is the first
+        list's), and the addresses of the elements, 64 bits each, list after list.
     """
     found: tuple[Any, bytes] | None = _native.facts(lists)
     if found is not None:

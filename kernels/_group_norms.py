@@ -23,16 +23,16 @@ from tritonamp.kernels._lines import (
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 LOOP = 4096  # elements of a tile that moves along a line
-WARPS = 16  # that do so in the backward
+WARPS = 16  # warps of such a tile in the backward
 SECTOR = 32  # bytes that memory hands out at a time
 FARTHEST = 1 << 31  # elements between a tile's first and last: offsets have 32 bits
 
 
 class Groups(NamedTuple):
-    """How lines lie, and the tile that moves along them. All of it follows from the shape.
+    """The layout of lines, and the tile that moves along them, both computed from the shape.
 
     Attributes:
-        images: how many.
+        images: the number of images.
         blocks: programs that share the lines of an image.
         whole: a program's tile covers whole lines, else the program moves along them.
         sizes: groups, channels of a group, elements of a channel, elements of a line.
@@ -57,15 +57,15 @@ class Groups(NamedTuple):
 def walk(
     shape: tuple[int, ...], groups: int, last: bool, itemsize: int, per_thread: int, longest: int
 ) -> Groups:
-    """Return how to walk over a tensor of this shape.
+    """Return the tiling of a tensor of this shape.
 
     Args:
         shape: [N, C, ...].
-        groups: of channels.
+        groups: the number of groups of channels.
         last: whether channels are neighbours in memory.
         itemsize: bytes of an element.
-        per_thread: elements that a thread is to hold.
-        longest: line that a program holds in its registers.
+        per_thread: elements for a thread to hold.
+        longest: the longest line that a program holds in its registers.
     """
     images, depth, spatial = shape[0], shape[1] // groups, math.prod(shape[2:])
     last = last or spatial == 1
@@ -94,7 +94,7 @@ def walk(
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """Return the format in which ``x`` lies, or is to be brought: channels last, or contiguous."""
+    """Return the memory format for ``x``: channels last if it has that, else contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(x.dim(), torch.contiguous_format)
     lies_so = x.is_contiguous(memory_format=last) and not x.is_contiguous()
@@ -115,7 +115,7 @@ def along_axis(SIZE: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def sum_of_lines(x, LAST: tl.constexpr):
-    """Return the sum over each line of a tile, first of what one thread holds."""
+    """Return the sum over each line of a tile; each thread adds up its own elements first."""
     if x.shape[1 if LAST else 0] == 1:
         return tl.full([1, 1, 1], tl.sum(x), tl.float32)
     else:
@@ -148,7 +148,7 @@ def tile_lines(
 def tile_start(
     image, block, channel, place, groups, depth, spatial, LAST: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return where a tile begins."""
+    """Return the offset of a tile's first element."""
     image = image.to(tl.int64)
     if LAST:
         return ((image * spatial + place) * groups + block * ROWS) * depth + channel

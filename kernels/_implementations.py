@@ -1,4 +1,4 @@
-"""An operation's two implementations, and which of them runs."""
+"""An operation's two implementations, and the choice between them."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from tritonamp.kernels._sample import ListSample, Sample
 from tritonamp.kernels.device import runs_triton
 
 MIN_NUMEL = 1 << 16
-"""Below this ATen's launch costs less than what a kernel saves in bytes."""
+"""Elements below which ATen is faster: its launch is cheaper by more than a kernel saves."""
 
 
 class Implementations:
-    """An operation's kernel and its eager twin, and how they stand in for one another.
+    """An operation's kernel and its eager twin, each of which can stand in for the other.
 
     Attributes:
         samples: calls for the checks that hold for every operation.
@@ -44,7 +44,7 @@ class Implementations:
 
         Args:
             backend: "auto", "triton" or "eager".
-            x: what the operation works on.
+            x: the tensor that the operation works on.
         """
         return backend == "triton" or (
             backend == "auto" and runs_triton(x.device) and self.name not in failures
@@ -77,10 +77,10 @@ class TraceableOp(Implementations):
     """An operation on a tensor that tracers can follow; it returns one, or a tuple.
 
     Attributes:
-        left_to_inductor: what torch.compile makes of the eager twin moves no more bytes, and fuses
-            it with its neighbours, which a kernel of ours would not let it.
-        prepared: takes what ``triton_function`` takes, and returns what that does with tensors
-            that lie in memory like these.
+        left_to_inductor: torch.compile gets the eager twin: Inductor's code moves no more bytes,
+            and fuses with its neighbours, as a kernel of ours cannot.
+        prepared: a function with the arguments of ``triton_function``; it returns the same work
+            prepared for tensors that lie in memory like these.
     """
 
     samples: tuple[Sample, ...]
@@ -106,7 +106,7 @@ class TraceableOp(Implementations):
         )
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Any:
-        """Run the operation; under "auto" the kernel where ``x`` is large enough to gain by it.
+        """Run the operation; "auto" takes the kernel only where ``x`` is large enough to gain.
 
         Raises:
             KernelError: see ``run``.
@@ -114,7 +114,7 @@ class TraceableOp(Implementations):
         return self.chosen(backend, x)(x, *args)
 
     def chosen(self, backend: str, x: Tensor) -> Callable[..., Any]:
-        """Return what computes the operation on ``x``: its eager twin, or else runs the kernel."""
+        """Return the function to call for ``x``: the eager twin, or one that runs the kernel."""
         if backend == "eager":
             return self.torch_function
         watched = torch.compiler.is_compiling() or has_torch_dispatch(x)
@@ -142,7 +142,7 @@ class TraceableOp(Implementations):
 
 
 def _is_compiling() -> bool:
-    """Tell whether torch.compile traces what runs here."""
+    """Tell whether torch.compile traces the running code."""
     # private (torch 2.11 to 2.15): while AOTAutograd traces, the public name is False in 2.11
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
@@ -151,7 +151,7 @@ _operations: dict[str, Implementations] = {}
 
 
 def operations() -> dict[str, Implementations]:
-    """Import all modules of kernels, and return every operation that has a kernel by its name."""
+    """Import all modules of kernels, and return the operations with a kernel by name."""
     package = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules(sys.modules[package].__path__):
         importlib.import_module(f"{package}.{module.name}")
@@ -164,7 +164,7 @@ failures: dict[str, str] = {}
 
 @contextlib.contextmanager
 def compile_failure() -> Iterator[None]:
-    """Make every compilation fail inside of the block; afterwards all is as it was."""
+    """Make every compilation fail inside of the block, and restore the caches after it."""
     earlier = dict(failures)
     failures.clear()
     try:

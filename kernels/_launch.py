@@ -1,4 +1,4 @@
-"""A kernel is looked up, compiled where it is new, and started."""
+"""Launching a kernel: look it up, compile it if it is new, start it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tritonamp.kernels.device import INTERPRETED, require_triton
 
 
 class Operand(IntEnum):
-    """What is another tensor in each step, in the launches of an update."""
+    """Placeholders for the tensors that change in every step, in the launches of an update."""
 
     GRAD_SCALE = 0
     FOUND_INF = 1
@@ -31,7 +31,7 @@ _TRACERS = _MODE.FAKE, _MODE.PROXY, _MODE.FUNCTIONAL
 
 
 def is_traced(x: Tensor) -> bool:
-    """Tell whether a kernel on ``x`` is to be recorded, as by a tracer, in the place of run."""
+    """Tell whether a kernel on ``x`` is to be recorded, as by a tracer, instead of run."""
     return (torch._C._len_torch_dispatch_stack() > 0 and _has_tracer()) or (
         type(x) is not Tensor and _is_wrapper(x)
     )
@@ -91,15 +91,14 @@ def launch(
 
 
 class Launch:
-    """A launch that is made again and again: a call gives the tensors that change, if any.
+    """A repeated launch: each call gives the tensors that change, if any.
 
-    It looks at little more than their addresses: what was compiled for tensors that are aligned
-    like these is remembered.
+    A call reads little more than their addresses: compiled kernels are remembered by alignment.
 
     Args:
-        kernel: and what follows, as for ``launch``.
-        tensors: those that stay, the first of which is one; an ``Operand`` is the place of one that
-            each call gives. None: a call gives all.
+        kernel: the kernel; it and the next arguments are those of ``launch``.
+        tensors: the tensors of all calls, of which the first is fixed; an ``Operand`` stands for a
+            tensor that each call gives. None: a call gives all.
     """
 
     __slots__ = (
@@ -125,7 +124,7 @@ class Launch:
         self.maxnreg = maxnreg
         self._tensors = tensors
         self._operands = [(i, t) for i, t in enumerate(tensors or ()) if isinstance(t, Operand)]
-        # by device and alignment: the kernels that it was among, and what runs it
+        # by device and alignment: the cache that the kernel was found in, and its start function
         self._runs: dict[Any, tuple[Any, Any]] = {}
 
     def __call__(self, *given: Tensor) -> None:
@@ -154,7 +153,7 @@ class Launch:
         run(*tensors, *self.sizes, *self.constants, stream=stream)
 
     def prepare(self, *given: Tensor) -> None:
-        """Compile what a call with these tensors runs, and run nothing.
+        """Compile the kernel of a call with these tensors, and run nothing.
 
         Raises:
             KernelError: it could not be compiled or loaded.
@@ -168,7 +167,7 @@ class Launch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are that stay."""
+        """The device of the fixed tensors."""
         assert self._tensors is not None
         device: torch.device = self._tensors[0].device
         return device
@@ -181,7 +180,7 @@ class Launch:
         return tuple(tensors)
 
     def arguments(self, *given: Tensor) -> tuple[Any, ...]:
-        """Return what ``launch`` takes for a call with these tensors."""
+        """Return the arguments of ``launch`` for a call with these tensors."""
         return self._call(given if self._tensors is None else self._filled(given))
 
     def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -198,7 +197,7 @@ def _find(
     num_warps: int,
     maxnreg: int | None = None,
 ) -> Any:
-    """Return the compiled kernel, which is looked up by all that it is compiled from."""
+    """Return the compiled kernel, looked up by every input of its compilation."""
     key: list[Any] = [id(kernel), tensors[0].get_device(), num_warps, maxnreg, constants]
     pointers = 0
     for tensor in tensors:
@@ -218,7 +217,7 @@ def _find(
 
 
 def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
-    """Return what a kernel is compiled with; torch 2.11's Inductor keeps ``num_warps`` alone."""
+    """Return a kernel's compile options; torch 2.11's Inductor keeps ``num_warps`` alone."""
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     return options if maxnreg is None else {**options, "maxnreg": maxnreg}
 

@@ -22,14 +22,14 @@ MAX_WARPS, LOOP_WARPS = 32, 8
 SHORT = 4096  # elements of a tile of several short lines
 MANY = 128  # programs that fill a GPU well enough; fewer share their lines with others
 MAX_SPLITS = 256
-MOST_SHAPES = 4096  # that a function remembers
+MOST_SHAPES = 4096  # results that a function under ``cached_by_shape`` keeps
 
 
 class Tiling(NamedTuple):
-    """How a kernel walks over the lines of one tensor. All of it follows from the shape.
+    """The way of a kernel over the lines of one tensor, computed from the shape.
 
     Attributes:
-        n: elements of a line. ``lines``: how many.
+        n: elements of a line. ``lines``: the number of lines.
         whole: a program's tile covers whole lines, else the program moves along them.
         splits: programs that share a line, each ``steps`` tiles of it.
         grid: programs, (groups * blocks, splits, 1).
@@ -144,7 +144,7 @@ def dense(shape: Sequence[int]) -> Dense:
 
 
 def in_range(dim: int, rank: int) -> int:
-    """``dim`` counted from the front; torch's error where there is no such dimension."""
+    """Return ``dim`` counted from the front; raise torch's IndexError if there is none such."""
     if not -rank <= dim < rank:
         raise IndexError(
             "Dimension out of range "
@@ -206,9 +206,9 @@ def column_offsets(
     start, end, rows,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return where columns ``start`` to ``start + BLOCK`` lie from a line's start.
+    """Return the offsets of columns ``start`` to ``start + BLOCK`` from a line's start.
 
-    And which of them are before ``end``.
+    The second result is the mask of columns before ``end``.
     """
     j = tl.arange(0, BLOCK)[None, :]
     if ROW_MAJOR:

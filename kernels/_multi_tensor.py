@@ -18,10 +18,10 @@ _PLANS = 24  # three a step (statistics, step counts, update), of eight kinds of
 
 
 class Memory:
-    """What lasts from one step to the next: plans, and memory that kernels read and write.
+    """The memory of earlier steps: plans, and tensors that kernels read and write.
 
-    A step is like an earlier one, whose plan it launches again, or its plan is built. What a CUDA
-    graph captures has a plan of its own, which nothing writes to later.
+    A step is like an earlier one, and launches its plan again, or its plan is built. A captured
+    CUDA graph has a plan of its own, which nothing writes to later.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Memory:
 
     @property
     def has_plans(self) -> bool:
-        """Whether any step has left a plan; where kernels do not run none does."""
+        """Whether any step has left a plan; without kernels there are none."""
         return bool(self._plans)
 
     def find(self, facts: Facts) -> Plan | None:
@@ -51,9 +51,9 @@ class Memory:
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory that is always the same for this shape; zeros at first.
+        """Return the tensor of this name, device, and shape, always the same one; zeros at first.
 
-        It stays though other shapes come, for a CUDA graph that has captured it.
+        It is kept when other shapes come, since a CUDA graph may have captured it.
         """
         tensor = self._kept.get((name, device, shape))
         if tensor is None:
@@ -72,10 +72,10 @@ class Memory:
     def sent(
         self, name: str, rows: list[Sequence[Any]], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return rows of numbers on the device: sent where others were last, without waiting.
+        """Return rows of numbers on the device; changed numbers are sent without waiting.
 
-        The tensor is the same for each name and shape; what a CUDA graph reads is its own. None
-        stands for numbers that the caller writes there.
+        The tensor is the same for each name and shape, but a CUDA graph gets a tensor of its own.
+        None stands for a number that the caller writes there.
         """
         shape = len(rows), len(rows[0])
         if is_capturing(device):
@@ -93,16 +93,16 @@ class Memory:
 class TensorLists:
     """Named lists of n tensors each; those at one place have the same shape and device. A value.
 
-    A step makes one, asks its facts once, and drops it. A tensor that does not lie
-    there like the first list's tensor, without gaps, is worked on in a copy. A list of
-    ``may_repeat`` that holds the very tensor of "params" at some place holds nothing there. In the
-    place of sharded tensors there are this rank's parts.
+    A step makes one, asks its facts once, and drops it. Kernels work on a copy of a tensor with
+    gaps, or of another layout than the first list's tensor at that place. A list of ``may_repeat``
+    counts as empty at places where it holds the very tensor of "params". A sharded tensor is
+    represented by this rank's part.
 
     Args:
-        lists: the lists.
-        memory: what lasts; None: nothing lasts.
-        numbers: of the tensors, ascending, in what kernels write for each tensor; None: 0 to n - 1.
-        size: of that; None: n.
+        lists: the lists by name.
+        memory: the memory of earlier steps; None: nothing lasts.
+        numbers: the tensors' rows in results that kernels write, ascending; None: 0 to n - 1.
+        size: the number of rows in such results; None: n.
         may_repeat: names of lists that may hold the tensors of "params", the first list, again.
         scalars: names of lists of 0-d tensors, which kernels find in tables of their own.
     """
@@ -141,7 +141,7 @@ class TensorLists:
         scalars: Collection[str],
         lists: Mapping[str, Sequence[Tensor]],
     ) -> "TensorLists":
-        """Return these lists and others behind them."""
+        """Return new ``TensorLists`` of these lists followed by others."""
         return TensorLists(
             memory=self.memory,
             numbers=self.numbers,
@@ -172,7 +172,7 @@ class TensorLists:
         """
         if not len(self) or torch.compiler.is_compiling():
             return False
-        first = next(iter(self._lists.values()))[0]  # a plan looks at the others, once
+        first = next(iter(self._lists.values()))[0]  # a plan checks the others, once
         if not operation.uses_triton(backend, first):
             return False
         devices = self.plan(names).devices
@@ -228,7 +228,7 @@ class TensorLists:
         for name, i, copy in plan.copies:
             if name in written:
                 self._lists[name][i].copy_(copy)
-        for name in ("params", "copies"):  # that autograd may have saved
+        for name in ("params", "copies"):  # autograd may have saved these
             if name in written:
                 count_write(self._lists[name])
 
@@ -250,7 +250,7 @@ def shipped_lists(
 
 
 def _local(lists: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
-    """Return lists that hold this rank's parts in the place of sharded tensors (DTensor)."""
+    """Return the lists with sharded tensors (DTensor) replaced by this rank's parts."""
     return {
         name: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         for name, tensors in lists.items()

@@ -21,11 +21,11 @@ from tritonamp.kernels.device import triton
 logger = logging.getLogger("tritonamp")
 
 PLAIN_STEPS = os.environ.get("TRITONAMP_PLAIN_STEPS") == "1"
-"""Whether each step is to look at everything, and in Python: what faster ways are compared with."""
+"""Whether steps keep no plan and use no C++: the reference for the faster ways."""
 
 
 class Attempt(NamedTuple):
-    """A module that was built, or why it could not be.
+    """A built module, or the reason why there is none.
 
     Attributes:
         module: None where it could not be.
@@ -49,7 +49,7 @@ def build(name: str) -> Attempt:
         if module.prepare(sample, sample._cdata, nn.Parameter):
             return Attempt(module)
         problem = "a tensor's object is not as expected"
-    # a compiler can fail in any way, and so can a folder that nobody may write to
+    # a compiler can fail in any way, and so can a read-only folder
     except Exception as error:
         said = getattr(error, "stderr", None) or error  # by a compiler
         problem = f"{type(error).__name__}: {str(said)[:500]}"

@@ -1,7 +1,7 @@
 """Gradients of a norm's weight and bias: partial sums over lines, [wanted, parts, n] in FP32.
 
-The kernel for whole lines keeps them itself, in registers. Those of long lines are added up here,
-in a launch of their own.
+The kernel for whole lines keeps the sums in registers. Sums over long lines take a launch of their
+own, which is in this file.
 """
 
 from collections.abc import Callable
@@ -60,12 +60,12 @@ def norm_weights_kernel(
 
 
 def shape_of_parts(number: int, n: int, wants: tuple[bool, bool]) -> tuple[int, int, int]:
-    """Return their shape, one row at least: a pointer has to point somewhere."""
+    """Return the shape of the partial sums, one row at least: a pointer must point somewhere."""
     return max(sum(wants), 1), number, n
 
 
 def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> Callable[..., Tensor]:
-    """Return what adds up grad * h and grad, those that are wanted, over PARTS parts at most."""
+    """Return a function that sums grad * h and grad, as wanted, into at most PARTS parts."""
     tiles = -(-t.lines // ROWS)
     steps = -(-tiles // PARTS)
     shape = shape_of_parts(-(-tiles // steps), t.n, wants)

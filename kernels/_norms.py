@@ -1,7 +1,7 @@
-"""The arithmetic that norm kernels share: statistics of lines, what they make of them, gradients.
+"""The arithmetic that norm kernels share: statistics of lines, results, gradients.
 
-A tile is [lines, columns], and FP32 once it is loaded. Statistics are [lines, 1]: mean and rstd, of
-which a norm without CENTER (rms_norm) has rstd alone.
+A tile is [lines, columns], and FP32 once it is loaded. Statistics are [lines, 1]: mean and rstd, or
+rstd alone for a norm without CENTER (rms_norm).
 """
 
 from tritonamp.kernels.device import tl, triton
@@ -19,7 +19,7 @@ def load_sum(x_ptr, r_ptr, offs, mask, ADD: tl.constexpr, EVICT: tl.constexpr):
 
 @triton.jit
 def moments(x, mask, count, CENTER: tl.constexpr):
-    """Return of ``count`` columns the mean (0 without CENTER) and the sum of squares around it."""
+    """Return the mean of ``count`` columns (0 without CENTER) and the squares' sum around it."""
     mean = tl.sum(x, 1, keep_dims=True) / count if CENTER else 0.0
     # behind the mask for the reason given in ``softmax_rest_kernel``, too
     d = tl.where(mask, x - mean, 0.0)
@@ -28,7 +28,7 @@ def moments(x, mask, count, CENTER: tl.constexpr):
 
 @triton.jit
 def add_moments(x, mask, tile, mean, squares, count, CENTER: tl.constexpr):
-    """Return mean and squares of ``count`` columns with those ``tile`` ones of x more."""
+    """Return mean and squares of ``count`` columns joined by the ``tile`` columns of x."""
     tile_mean, tile_squares = moments(x, mask, tile, CENTER)
     if CENTER:
         return merge_moments(tile_mean, tile_squares, tile, mean, squares, count)
@@ -38,7 +38,7 @@ def add_moments(x, mask, tile, mean, squares, count, CENTER: tl.constexpr):
 
 @triton.jit
 def merge_moments(tile_mean, tile_squares, tile, mean, squares, count):
-    """Return mean and squares of ``count`` elements and ``tile`` others together.
+    """Return mean and squares of the union of ``count`` elements and ``tile`` others.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances", 1979.

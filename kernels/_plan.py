@@ -1,4 +1,4 @@
-"""A plan: the tables and launches for lists of tensors, good for all lists that lie like those."""
+"""A plan: tables and launches for lists of tensors, valid for all lists of the same kind."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -15,12 +15,13 @@ T = TypeVar("T")
 
 
 class Facts(NamedTuple):
-    """All that decides which kernels run on lists of tensors, and on what memory.
+    """The facts that decide which kernels run on lists of tensors, and on which memory.
 
     Attributes:
-        kind: names of the lists, numbers and how many there are, and how the tensors lie. Lists of
-            one kind share a plan.
-        pointers: to the elements, 64 bits each, list after list: these may move between steps.
+        kind: names of the lists, the numbers and their size, and the tensors' layout. Lists of one
+            kind share a plan.
+        pointers: addresses of the elements, 64 bits each, list after list: they may move between
+            steps.
     """
 
     kind: tuple[Any, ...]
@@ -34,17 +35,17 @@ class Plan:
     launches again. A plan holds no tensor of the lists.
 
     Args:
-        lists: by name, those that kernels work on.
+        lists: the lists that kernels work on, by name.
         scalars: names of lists that have tables of their own: they differ from the others in shape.
         may_repeat: see ``TensorLists``.
         numbers: see ``TensorLists``.
-        facts: of these lists.
+        facts: the facts of these lists.
 
     Attributes:
-        devices: where the tensors are; none where kernels do not take them.
-        tables: of these devices.
-        scalar_tables: those of ``scalars``.
-        copies: list, place, and what kernels work on in the place of the tensor there.
+        devices: the devices of the tensors; empty where kernels do not take them.
+        tables: the tables of these devices.
+        scalar_tables: the tables of ``scalars``.
+        copies: list, place, and the copy that kernels work on instead of the tensor there.
     """
 
     def __init__(
@@ -77,21 +78,21 @@ class Plan:
         )
 
     def send(self, facts: Facts) -> None:
-        """Put the pointers of these lists into the tables, as far as they have moved."""
+        """Send the pointers that have moved to the tables."""
         for name, pointers in self._moved(facts):
             for part in self._parts[name]:
                 part.follow(name, numbers_of(pointers))
         self._pointers = facts.pointers
 
     def prepared(self, name: Hashable, prepare: Callable[[], T]) -> T:
-        """Return what ``prepare`` made of these tables when it was first asked for by this name."""
+        """Return the result of ``prepare``, which is called once for each name."""
         if name not in self._launches:
             self._launches[name] = prepare()
         found: T = self._launches[name]
         return found
 
     def _moved(self, facts: Facts) -> Iterator[tuple[str, bytes]]:
-        """Yield the lists that lie elsewhere, and where."""
+        """Yield name and new pointers of each list that has moved."""
         if facts.pointers == self._pointers or not self.devices:
             return
         length = len(facts.pointers) // len(self._names)
@@ -117,7 +118,7 @@ def _parts(
 
 
 def _kernel_devices(lists: Mapping[str, Sequence[Tensor]]) -> list[torch.device]:
-    """Return where the tensors are; nowhere if kernels do not take them, or none has elements."""
+    """Return the tensors' devices; none if kernels do not take them, or none has elements."""
     rows = list(zip(*lists.values(), strict=True))
     suited = (
         any(row[0].numel() for row in rows)

@@ -24,12 +24,12 @@ _SPECIAL = float("inf"), -float("inf"), float("nan"), 65504.0
 
 
 class Call(NamedTuple):
-    """A call of an operation, whose kernel and eager twin are to leave the same.
+    """A call of an operation, on which kernel and eager twin must agree.
 
     Attributes:
-        what: it works on, for people.
-        args: maker of the arguments: each time the same values, in memory of their own.
-        results: the tensors to compare, from the arguments and from what was returned.
+        what: a description of the arguments, for people.
+        args: maker of the arguments: each time the same values, in new memory.
+        results: the tensors to compare, from the arguments and the returned value.
         moves: bytes that have to be read and written; 0: too few to be of interest.
     """
 
@@ -136,7 +136,7 @@ class ListSample(NamedTuple):
 
 
 def as_list(result: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what an operation has returned as a list."""
+    """Return an operation's result as a list of tensors."""
     return [result] if isinstance(result, Tensor) else result
 
 

@@ -1,4 +1,4 @@
-"""Tables of pointers on a device: what one launch takes of lists of tensors, and how it is read."""
+"""Tables of pointers on a device: the arguments of one launch on lists of tensors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,23 +10,23 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""What kernels take."""
+"""Dtypes that kernels take."""
 NUM_WARPS = 8
 
 
 class Table(NamedTuple):
-    """What one launch takes: rows that share the device, each list's dtype, and alignment.
+    """The rows of one launch; they share the device, each list's dtype, and alignment.
 
     Attributes:
-        device: where the table and its tensors are.
+        device: the device of the table and its tensors.
         pointers: by list, int64 of shape (rows,).
         numel: int64 of shape (rows,): elements.
         first: int64 of shape (rows,): the first chunk.
         number: int64 of shape (rows,): the tensor's number.
         rows: int32 of shape (chunks,): the row that each chunk belongs to.
         chunk: elements of a chunk.
-        chunks: how many there are.
-        before: how many the earlier tables have.
+        chunks: the number of chunks.
+        before: the number of chunks in earlier tables.
         dtypes: by list; None where the list only repeats an earlier one.
         aligned: all pointers are multiples of 16 bytes.
     """
@@ -58,15 +58,15 @@ class Table(NamedTuple):
         sizes: tuple[float, ...] = (),
         maxnreg: int | None = None,
     ) -> Launch:
-        """Return what runs ``kernel`` on every chunk.
+        """Return the launch of ``kernel`` on every chunk.
 
         Args:
-            kernel: with the parameters in the order of what follows.
+            kernel: takes pointers, columns, operands, sizes and constants, in this order.
             names: lists whose pointers come first; the table's columns follow.
-            operands: other tensors, or their places, after the columns.
-            constants: those in front of VEC and BLOCK.
+            operands: other tensors, or their ``Operand``, after the columns.
+            constants: the constants in front of VEC and BLOCK.
             vec: elements that a thread holds where the tensors are aligned.
-            sizes: those after the size of a chunk.
+            sizes: the sizes after the size of a chunk.
             maxnreg: the most registers that a thread may take.
         """
         vec = vec if self.aligned else 1
@@ -113,7 +113,7 @@ def note_overflow(flag_ptr, x, rounded, mask, VEC: tl.constexpr):
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:
-    """Return what kernels work on for ``dtype``.
+    """Return the dtype that kernels work on for ``dtype``.
 
     Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in.
     """

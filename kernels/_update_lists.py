@@ -1,4 +1,4 @@
-"""What the steps of one optimizer work on, and its hyperparameters on their way to the device."""
+"""The lists of one optimizer's step, with its hyperparameters on their way to the device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -23,14 +23,14 @@ class Hyperparameters(Protocol):
 
 
 class UpdateLists:
-    """What one step of an optimizer works on. A value.
+    """The lists and hyperparameters of one step of an optimizer. A value.
 
     Attributes:
         tensors: "params", "grads", "copies" (the parameter again where there is none), and the
             optimizer's state by the op's names, in FP32 (the parameter again where a group has no
             such state); "steps", the step counts, 0-d float32, of an optimizer that counts.
         rules: hyperparameters by group.
-        groups: by number, which group a tensor belongs to.
+        groups: the group of each tensor, by number.
         track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
             whose half value stayed the same although the update was not zero, and all those whose
             update was not zero; 0 for parameters that have no half value.
@@ -62,7 +62,7 @@ class UpdateLists:
         return self._numbers[device]
 
     def _rows(self, device: torch.device) -> tuple[list[Sequence[Any]], list[tuple[Any, ...]]]:
-        """Return numbers by group, and group, place and value of those that are tensors there."""
+        """Return numbers by group, and (group, place, value) of tensors on the device."""
         rows: list[Sequence[Any]] = []
         tensors = []
         for g, rule in enumerate(self.rules):
@@ -88,12 +88,12 @@ class UpdateLists:
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
 
     def numbers_and_flags(self, device: torch.device) -> tuple[Any, ...]:
-        """Return what a kernel takes behind the lists: groups, rules, factor, skip, overflow."""
+        """Return a kernel's arguments behind the lists: groups, rules, factor, skip, overflow."""
         rules, groups = self.numbers(device)
         return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
     def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield for each tensor those of the lists ``names`` (complex as real), rule and number."""
+        """Yield the lists' tensors at each place (complex as real), with rule and number."""
         lists = (map(_as_real, self.tensors[name]) for name in names)
         for row, number in zip(zip(*lists, strict=True), self.tensors.numbers, strict=True):
             yield row, self.rules[self.groups[number]], number
@@ -106,11 +106,11 @@ class UpdateLists:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Run an operation's kernel, its eager twin, or what does as that in main memory, faster.
+        """Run an operation's kernel, its eager twin, or the twin's faster form in main memory.
 
         Args:
-            operation: whose kernel and twin these are.
-            on_cpu: takes these lists, ``grad_scale`` and ``found_inf``.
+            operation: kernel and twin.
+            on_cpu: the faster form; it takes these lists, ``grad_scale`` and ``found_inf``.
             backend: "auto", "triton" or "eager".
             grad_scale: 0-d factor on the gradients, or None: 1.
             found_inf: 0-d, not 0: skip; None: as 0.
@@ -122,7 +122,7 @@ class UpdateLists:
             operation.run(backend, uses_triton, self, grad_scale, found_inf)
 
     def _is_in_main_memory(self, found_inf: Tensor | None) -> bool:
-        """Tell whether all parameters are there, and whether to skip is known there."""
+        """Tell whether all parameters, and the decision to skip, are in main memory."""
         known = found_inf is None or in_main_memory(found_inf) is not None
         return known and all(p.device.type == "cpu" for p in self.tensors["params"])
 
@@ -133,11 +133,11 @@ class UpdateLists:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Make all launches of an operation, or, where one cannot be compiled, none.
+        """Run all launches of an operation, or none where one cannot be compiled.
 
         Args:
-            plan: whose tables they read.
-            launches: gives them, with ``Operand`` for what each step gives.
+            plan: the plan with the tables that the launches read.
+            launches: makes the launches, with ``Operand`` for tensors that each step gives.
             grad_scale: 0-d factor on the gradients, or None: 1.
             found_inf: 0-d, not 0: skip; None: as 0.
         """
@@ -147,7 +147,7 @@ class UpdateLists:
             operands[device] = self._operands(device, grad_scale, found_inf)
 
         def prepare() -> list[tuple[Launch, torch.device]]:
-            use_native()  # here, where time goes by for compilers
+            use_native()  # a first step waits for compilers anyway
             made = [(launch, launch.device) for launch in launches(self, plan)]
             for launch, device in made:
                 launch.prepare(*operands[device])
@@ -171,7 +171,7 @@ class UpdateLists:
 
 
 class PendingWrites:
-    """What an eager update has computed, written at its end: all of it, or none.
+    """The results of an eager update, written at its end: all of them, or none.
 
     Args:
         found_inf: 0-d; not 0: every target keeps its bits. None: as 0.
@@ -182,20 +182,20 @@ class PendingWrites:
         self._rows: list[tuple[Tensor, Tensor]] = []
 
     def put(self, target: Tensor, value: Tensor) -> None:
-        """Have ``target`` receive ``value``, rounded to its dtype."""
+        """Plan to write ``value`` to ``target``, rounded to its dtype."""
         value = value.to(target.dtype)
         if self._skip is not None:
             value = torch.where(self._skip.to(target.device), target, value)
         self._rows.append((target, value))
 
     def put_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
-        """Have ``copy`` receive ``value``; set the flag where that is finite and became inf."""
+        """Plan to write ``value`` to ``copy``, and to set the flag where finite became inf."""
         self.put(copy, value)
         beyond = value.isfinite() & value.to(copy.dtype).isinf()
         self.put(overflow, overflow | beyond.any())
 
     def write(self) -> None:
-        """Write them; nothing here takes memory, so nothing can fail half-way."""
+        """Write the results; nothing here allocates, so nothing can fail half-way."""
         for target, value in self._rows:
             target.copy_(value)
 

@@ -44,10 +44,10 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: "cuda", "cpu", ...; None: "cuda" where there is one.
         init_scale: the scale to begin with.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by after an overflow.
+        growth_factor: the factor of the scale when it grows.
+        backoff_factor: the factor of the scale after an overflow.
         growth_interval: clean steps in a row until the scale grows.
-        enabled: False: every method does what there is to do without a scale, as in torch.
+        enabled: False: every method works without a scale, as in torch.
         min_scale: the scale never goes below; positive.
         max_scale: the scale never goes above.
         hysteresis: overflows, without a clean step between them, until the scale backs off.
@@ -140,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves."""
+        """The rule by which the scale moves."""
         return ScaleRule(
             self._growth_factor,
             self._backoff_factor,
@@ -222,7 +222,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def scale_state(self) -> ScaleState:
-        """The tensors that move after each decision; there are some once a loss was scaled."""
+        """The tensors that move after each decision; they exist once a loss was scaled."""
         assert self._scale is not None and self._growth_tracker is not None
         assert self._hysteresis_tracker is not None and self._ceiling is not None
         return ScaleState(
@@ -233,7 +233,7 @@ class GradScaler(torch.amp.GradScaler):
         """Note, for the next ``update``, a decision that was made elsewhere.
 
         Args:
-            optimizer: which has stepped, or skipped.
+            optimizer: the optimizer that has stepped or skipped.
             found_inf: 0-d, not 0: it was a skip.
             amax: magnitudes of its scaled gradients.
         """
@@ -243,7 +243,7 @@ class GradScaler(torch.amp.GradScaler):
         self.note(amax)
 
     def note(self, amax: Tensor) -> None:
-        """Note magnitudes of the scaled gradients that the next ``move`` is about."""
+        """Note magnitudes of the scaled gradients for the next ``move``."""
         if self.mode == "headroom" and len(amax):
             assert self._scale is not None
             largest = amax.max() / self._scale
@@ -324,11 +324,11 @@ class GradScaler(torch.amp.GradScaler):
         """Run ``optimizer.step()`` on unscaled gradients, or skip where something is non-finite.
 
         Args:
-            optimizer: whose gradients a backward of a scaled loss has made.
+            optimizer: its gradients come from the backward of a scaled loss.
             *args: passed on.
             **kwargs: passed on.
 
-        Where there are no gradients nothing is decided, and ``update`` has nothing to count.
+        Without gradients it is a no-op, which ``update`` does not count.
 
         Raises:
             RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
@@ -368,7 +368,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._process_group is None and all(param.grad is None for param in params)
 
     def _found_inf(self, optimizer: Optimizer) -> Tensor:
-        """Return whether to skip, 0-d; look at the gradients unless ``unscale_`` has.
+        """Return whether to skip, 0-d; check the gradients unless ``unscale_`` has.
 
         Raises:
             RuntimeError: called after ``step``.
@@ -383,7 +383,7 @@ class GradScaler(torch.amp.GradScaler):
         return found_inf
 
     def _step_on_device(self, optimizer: Any, found_inf: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Step an optimizer that unscales, and skips, by what it is told on the device.
+        """Step an optimizer that unscales and skips on the device.
 
         The contract is that of torch's own scaler and ``_step_supports_amp_scaling``: it sets
         ``grad_scale`` (times one that the user has set) and ``found_inf`` for the time of the step.
@@ -451,7 +451,7 @@ class GradScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the state under torch's keys. Reads the device.
 
-        What ``hysteresis`` above 1 and "headroom" remember is under keys of their own.
+        ``hysteresis`` above 1 and "headroom" keep their memory under keys of their own.
         """
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
@@ -507,7 +507,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _memories_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, Memory]":
-    """Return what lasts from one unscaling to the next, by optimizer."""
+    """Return a mapping of optimizer to its memory of earlier unscalings."""
     return weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Why a step was skipped: from what the device noted, the batch and the parameters."""
+"""The cause of a skip, found from the device's numbers, the batch and the parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,9 +32,9 @@ def find_cause(
 
     Args:
         skip: the skip.
-        batches: the data of the forwards that led to it, as far as it is known.
-        parameters: of the model, and buffers, with their names.
-        steps: those before.
+        batches: the data of the forwards that led to it, as far as they are known.
+        parameters: the model's parameters and buffers, with their names.
+        steps: the earlier steps.
     """
     if skip.outcome == FAULT:
         fault = (
@@ -50,7 +50,7 @@ def find_cause(
 
 
 def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:
-    """Look for the cause in what earlier steps have made of the parameters."""
+    """Search for the cause in the parameters, as earlier steps have left them."""
     bad = _in_parameters(skip, parameters, steps.writers)
     writer = None if bad is None else _writer(skip, bad.parameters, steps.writers)
     if writer is not None and writer.zero_eps is not None:
@@ -72,7 +72,7 @@ def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
 
 
 def _writer(skip: Skip, names: Sequence[str], writers: Mapping[str, Writer]) -> Writer | None:
-    """Return which optimizer has written these parameters, if one has; one at fault first."""
+    """Return the optimizer that wrote these parameters, if one did; one at fault first."""
     found = [writers[name] for name in names if name in writers] if skip.wrote else []
     at_fault = [writer for writer in found if writer.zero_eps is not None]
     return next(iter(at_fault or found), None)
@@ -152,7 +152,7 @@ def _in_parameters(
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
-    """Return what to add if running statistics, which a skip leaves as they are, are not finite."""
+    """Return a sentence about running statistics that are not finite; a skip leaves them so."""
     running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in _RUNNING)
     names = _nonfinite(running)
     if not names:

@@ -1,4 +1,4 @@
-"""What became of each step, and why: first on the device, later on the host."""
+"""Outcome and cause of each step: noted on the device, read on the host later."""
 
 import functools
 import logging
@@ -47,33 +47,33 @@ InFp32 = Callable[[Sequence[Snapshot]], Fp32Run | None]
 
 
 class RunNames(Protocol):
-    """What is asked about the models of a run, anew each time: parameters may be added."""
+    """Names in the models of a run, looked up anew each time: parameters may be added."""
 
     def parameters(self) -> Mapping[Tensor, str]:
         """Return parameter to full name."""
 
     def tensors(self) -> Mapping[Tensor, str]:
-        """Return parameter or buffer, in which a cause may be looked for, to full name."""
+        """Return parameter or buffer to full name, for the search for a cause."""
 
     def writers(self) -> Mapping[str, Writer]:
-        """Return by name of a parameter which optimizer steps on it."""
+        """Return by name of a parameter the optimizer that steps on it."""
 
 
 class StepLog:
-    """Counts of decisions, the last of them one by one, and the causes of those that were skipped.
+    """Counts of all decisions, a history of the last ones, and the causes of skips.
 
     Args:
-        names: of the models.
+        names: names in the models.
         dtype: the half format.
-        log_skips: a line is logged for each skip, when its numbers have arrived: the device is not
-            waited for.
-        in_fp32: runs forwards again in FP32, where causes may be looked for in that way.
+        log_skips: log a line for each skip, once its numbers have arrived, without waiting for the
+            device.
+        in_fp32: runs forwards again in FP32; None: the search for a cause must not.
 
     Attributes:
-        history: of the steps that were read.
+        history: the history of steps that were read.
         last: the explanation of the last skip.
-        last_scale: the loss scale that its backward used.
-        batches: the snapshots of its forwards.
+        last_scale: the loss scale of the last skip's backward.
+        batches: the snapshots of the last skip's forwards.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class StepLog:
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
-        """Return where the decision about the gradients of ``params`` is to be noted.
+        """Return the record for the decision about the gradients of ``params``.
 
         Args:
             params: one list for each optimizer. The lists do not change: other parameters come in
                 other lists.
-            device: where the decision is made.
-            ranks: behind the parameters the decision has a magnitude for each of these.
+            device: the device of the decision.
+            ranks: the ranks, whose magnitudes follow those of the parameters.
         """
         found = self._device_record.place(params, device, ranks)
         if found is None:
@@ -145,7 +145,7 @@ class StepLog:
         self._device_record.cancel_last_reading()
 
     def collect(self, wait: bool = False) -> None:
-        """Process the results that have arrived; with ``wait`` wait for all that were asked for."""
+        """Process the results that have arrived; with ``wait``, wait for all requested ones."""
         for reading in self._device_record.readings(wait):
             self._process(reading)
 
@@ -180,13 +180,13 @@ class StepLog:
     def _explain(
         self, values: Sequence[float], attached: Attached, loss: float | None, exact: bool
     ) -> Explanation:
-        """Explain the skip that such numbers of the device tell of.
+        """Explain a skip from the numbers of its decision.
 
         Args:
-            values: the numbers, without the loss.
-            attached: what the host knows of the decision.
-            loss: None: inf, NaN or not known.
-            exact: it was the last decision, not one before.
+            values: the numbers of the device, without the loss.
+            attached: facts of the decision that the host knows.
+            loss: the loss; None: inf, NaN or not known.
+            exact: whether it was the last decision, not an earlier one.
         """
         rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
@@ -233,9 +233,9 @@ class StepLog:
         return self.last
 
     def reconsider(self, in_fp32: InFp32) -> None:
-        """Look for the cause of the last skip again, now that its batch may run in FP32.
+        """Search for the cause of the last skip again, now that its batch may run in FP32.
 
-        Nothing is done where a step was taken since.
+        A no-op if a step was taken since.
         """
         last, records = self.explanation(), self.history.records
         if last is None or not records or records[-1].step != last.skip.step:
@@ -244,7 +244,7 @@ class StepLog:
         self.history.replace_last(last, self.last)
 
     def drift(self) -> str:
-        """Return that training has diverged if it has, though steps are taken; else "".
+        """Return a text if training has diverged while steps are taken; else "".
 
         Reads the device.
         """
@@ -256,12 +256,12 @@ class StepLog:
 
     @property
     def any_taken(self) -> Tensor | None:
-        """Whether any decision was to step, 0-d bool on the device; None: there was none."""
+        """Whether any step was taken, 0-d bool on the device; None: there was no decision."""
         counts = self._device_record.counts
         return None if counts is None else counts[CLEAN] > 0
 
     def counts(self) -> dict[str, int]:
-        """Return how many decisions had each outcome of ``COUNTS``. Reads the device."""
+        """Return the number of decisions by outcome of ``COUNTS``. Reads the device."""
         values = self._device_record.values()
         return {name: int(values[slot]) for name, slot in COUNTS.items()}
 
@@ -285,7 +285,7 @@ class StepLog:
     def load_counts(
         self, counts: Mapping[str, int], last_good: Sequence[float] = (0.0, 0.0)
     ) -> None:
-        """Continue from what ``counts`` and ``last_good`` returned."""
+        """Continue from results of ``counts`` and ``last_good``."""
         self.collect(wait=True)
         by_outcome = [float(counts[name]) for name in COUNTS]
         self._device_record.load([*by_outcome, *last_good])

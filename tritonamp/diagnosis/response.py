@@ -1,4 +1,4 @@
-"""What is said and done about a skip beyond skipping: explain, heal or raise the fault."""
+"""The response to a skip, by ``on_nonfinite``: explain, heal or raise the fault."""
 
 import logging
 from collections.abc import Callable
@@ -17,18 +17,18 @@ logger = logging.getLogger("tritonamp")
 
 
 class Response:
-    """Does what ``policy.on_nonfinite`` says about each skip.
+    """Carries out ``policy.on_nonfinite`` for each skip.
 
     Args:
-        policy: of the Amp.
-        log: knows the cause of the last skip.
-        heal: makes the module of that name compute in FP32.
-        forwards: knows the last ones.
-        replays: runs them again.
-        fp32_runs: runs them again in FP32.
+        policy: the policy of the Amp.
+        log: the log, which knows the cause of the last skip.
+        heal: makes the module of a name compute in FP32.
+        forwards: the last forwards.
+        replays: runs forwards again.
+        fp32_runs: runs forwards again in FP32.
 
     Attributes:
-        counts: of the faults so far.
+        counts: the counts of faults so far.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Response:
         forwards.holds_recent = policy.on_nonfinite in ("explain", "heal")
 
     def __call__(self, skipped: bool) -> None:
-        """Do what the policy says about a decision.
+        """Carry out the policy's response to a decision.
 
         Args:
             skipped: whether it was a skip.
@@ -68,7 +68,7 @@ class Response:
             self._find_vanished()
 
     def _find_vanished(self) -> None:
-        """Run one good batch again: an overflow may have become a wrong finite number in it."""
+        """Run one good batch again, to find an overflow that became a wrong finite number."""
         self._forwards.holds_recent = False
         batches, self._forwards.recent = self._forwards.recent, []
         report, fault = self._replays.replay_forwards(batches)

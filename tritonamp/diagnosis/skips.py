@@ -1,4 +1,4 @@
-"""A skipped step: what is known of it, the causes that there are, and the words for each."""
+"""A skipped step: its facts, its possible causes, and the words for each."""
 
 import enum
 import math
@@ -103,9 +103,9 @@ class Writer(NamedTuple):
     """The optimizer that steps on a parameter.
 
     Attributes:
-        name: of its class.
+        name: the name of its class.
         lr: its learning rate for that parameter; None: it has none.
-        dtype: what it steps in.
+        dtype: the dtype that it steps in.
         zero_eps: its eps, if its step rounds that to zero; else None.
     """
 
@@ -128,11 +128,11 @@ class Writer(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is known of the steps before a skip.
+    """The known facts of the steps before a skip.
 
     Attributes:
-        writers: by name of a parameter, which optimizer steps on it.
-        growth: tells what has grown in them; None: nothing is known of it.
+        writers: by name of a parameter, the optimizer that steps on it.
+        growth: describes the growth in these steps; None: unknown.
         in_fp32: runs the batch again in FP32; None: nobody may.
     """
 
@@ -196,7 +196,7 @@ class Skip(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What became known about a skip.
+    """The explanation of a skip.
 
     Attributes:
         skip: the skip it explains.

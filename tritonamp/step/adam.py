@@ -34,7 +34,7 @@ class FusedAdamRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Step once."""
+        """Run one step of the ``adamw`` operation, see ``FusedRule.update``."""
         _adamw.adamw(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
@@ -58,14 +58,14 @@ class FusedAdamRule(FusedRule):
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield what is wrong with the groups of a state, or only apex's FusedAdam can do."""
+        """Yield problems of a state's groups, options that only apex's FusedAdam has included."""
         yield from super().group_problems(groups, defaults)
         corrected = all(group.get("bias_correction", True) for group in groups)
         if not (corrected or "bias_correction" in defaults):
             yield "bias_correction=False, which is FusedAdam's"
 
     def refuse_sparse(self) -> None:
-        """Raise what torch's Adam raises."""
+        """Raise the RuntimeError of torch's Adam."""
         raise RuntimeError(
             "Adam does not support sparse gradients, please consider SparseAdam instead"
         )

@@ -1,4 +1,4 @@
-"""Copies of a model's buffers, two launches for each dtype, which leave out skipped steps."""
+"""Copies of a model's buffers: two launches for each dtype; a skipped step changes none."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class _Place(NamedTuple):
-    """Where a buffer is; ``key`` is its name in ``module``."""
+    """A buffer's place in a model; ``key`` is its name in ``module``."""
 
     name: str
     module: nn.Module
@@ -27,16 +27,16 @@ class _Place(NamedTuple):
 
 
 class CopiedBuffers:
-    """The buffers that the state of models holds, as they were at the last update.
+    """Copies of all persistent buffers of models, as they were at the last update.
 
     Half buffers are copied to FP32: the FP32 value behind one counts as long as it rounds to it.
 
     Args:
-        models: whose buffers they are.
-        fp32_values: of half ones.
+        models: the owners of the buffers.
+        fp32_values: FP32 values behind the half buffers.
 
     Attributes:
-        tensors: the copies, by name; of several models with the model's number in front.
+        tensors: the copies by name; with several models, names begin with the model's number.
     """
 
     def __init__(self, models: Sequence[nn.Module], fp32_values: Fp32Values) -> None:
@@ -55,12 +55,13 @@ class CopiedBuffers:
         values = [_fp32(place, fp32_values) if wide else place.buffer() for place in places]
         flat = torch.cat([value.reshape(-1) for value in values])
         self._flat.append((places, flat))
+        # named copies are views of the flat tensor: one copy_ updates all of them
         parts = flat.split([buffer.numel() for buffer in buffers])
         for place, buffer, part in zip(places, buffers, parts, strict=True):
             self.tensors[place.name] = part.view(buffer.shape)
 
     def update(self, found_inf: Tensor | None) -> None:
-        """Copy the buffers as they are now.
+        """Copy the present values of the buffers, unless the step was skipped.
 
         Args:
             found_inf: 0-d; any value other than 0 leaves the copies as they are. None: as 0.
@@ -78,7 +79,7 @@ def _places(models: Sequence[nn.Module]) -> list[_Place]:
     places = []
     for prefix, model in zip(prefixes(models), models, strict=True):
         for path, module in model.named_modules(remove_duplicate=False):
-            # private (torch 2.11 to 2.15): there is no public way to ask what no state holds
+            # private (torch 2.11 to 2.15): torch has no public list of non-persistent buffers
             passing = module._non_persistent_buffers_set
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in passing:

@@ -1,4 +1,4 @@
-"""One decision per loss: every optimizer that it feeds steps on its gradients, or none does."""
+"""One decision per loss: all optimizers that the loss feeds step on its gradients, or none does."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -18,7 +18,7 @@ Stats = tuple[Tensor, Tensor]
 
 
 class Phase(Enum):
-    """Where a decision is.
+    """The phase of a decision.
 
     ::
 
@@ -34,7 +34,7 @@ class Phase(Enum):
 
 
 class Undo:
-    """Tensors as they were before a decision moved them."""
+    """Copies of tensors that a decision is about to move; a call puts the old values back."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._before = [(tensor, tensor.clone()) for tensor in tensors]
@@ -50,23 +50,24 @@ class Undo:
 
 
 class Decision:
-    """From a loss being scaled to the step, or skip, of the optimizers it feeds.
+    """The life of one scaled loss, up to the step or skip of the optimizers it feeds.
 
-    Micro-batches share one. See ``Phase`` for its life, ``GradientState`` for the gradients'.
+    Micro-batches share one decision. ``Phase`` lists its phases, ``GradientState`` the states of
+    the gradients.
 
     Attributes:
-        scaler: whose scale the loss carries.
+        scaler: the scaler of the loss.
         scale: 0-d, the scale that the backward used.
         loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
         loss: 0-d, the loss (summed over micro-batches); None: it is not known.
         waiting: the optimizers that have not stepped yet.
         moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
-        phase: where it is.
-        blocks: how many ``with scale_loss`` blocks we are inside of.
-        zeroed: those that wait though the user has cleared their gradients.
+        phase: the present phase.
+        blocks: the number of ``with scale_loss`` blocks that are open.
+        zeroed: waiting optimizers whose gradients the user has cleared.
         found_inf: 0-d, not 0 where the optimizers skip; valid once decided, as the next two.
-        norm: 0-d, of the unscaled gradients.
-        grad_scale: 0-d, what turns a scaled gradient into the one to step with.
+        norm: 0-d, the 2-norm of the unscaled gradients.
+        grad_scale: 0-d factor that unscales and clips a scaled gradient.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Decision:
         self._verdict = scale.new_empty(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
-        self._judged: dict[MasterWeights, Stats] = {}  # of gradients that were unscaled since
+        self._judged: dict[MasterWeights, Stats] = {}  # statistics of gradients unscaled since
         self._undo = Undo()
         self._backend = backend
 
@@ -124,15 +125,15 @@ class Decision:
         undoable: bool = False,
         known: Mapping[MasterWeights, Gradients] | None = None,
     ) -> None:
-        """Judge the gradients of all optimizers that wait, and move the scale.
+        """Judge the gradients of all waiting optimizers, and move the scale.
 
         Args:
-            record: where the outcome is noted.
-            ranks: take part in it.
-            max_norm: clip all of them together to this 2-norm.
-            undoable: ``undo`` may follow. In eager torch it always may; kernels are not followed by
-                copies for it.
-            known: gradients of some of them, if they were asked for already.
+            record: receives the outcome.
+            ranks: the processes that decide together.
+            max_norm: clip the gradients of all optimizers together to this 2-norm.
+            undoable: keep copies so that ``undo`` may follow. Eager torch always keeps them,
+                kernels only on request.
+            known: gradients by optimizer, where they were asked for already.
         """
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         amax, square_sum = self._joined(stats)
@@ -161,19 +162,19 @@ class Decision:
         self.phase = Phase.DECIDED
 
     def undo(self) -> bool:
-        """Put scale and record back as they were before ``decide``, which may follow again.
+        """Put scale and record back as they were before ``decide``, which may be called again.
 
         Returns:
-            whether it was decided, and is not any more.
+            whether a decision was taken back.
         """
         moved = self.is_decided and bool(self._undo)
-        self._undo()  # also of a ``decide`` that failed half-way
+        self._undo()  # also after a ``decide`` that failed half-way
         if moved:
             self.phase = Phase.REOPENED
         return moved
 
     def _keep(self, waiting: Iterable[MasterWeights], stats: Iterable[Stats]) -> None:
-        """Keep statistics: the kernels write the next ones to the same memory."""
+        """Keep copies of statistics: the kernels write the next ones to the same memory."""
         for weights, (amax, square_sum) in zip(waiting, stats, strict=True):
             self._judged[weights] = amax.clone(), square_sum.clone()
 
@@ -188,6 +189,7 @@ class Decision:
         """Return statistics of the gradients that carry, or carried, this decision's scale."""
         device = self.scale.device
         if weights.decision is not self:
+            # unscaled early, or cleared: this loss has the statistics of then, or none
             nothing = torch.zeros(len(weights.parameters()), device=device)
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
         if gradients is None:

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model in training: in FP32, and without the skipped steps."""
+"""Exponential moving averages of a model in training: in FP32, and without the skipped steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from tritonamp.step.outcomes import StepOutcomes
 
 
 class EMA:
-    """Averages of the FP32 values that optimizers step on; ``Amp.ema`` makes it.
+    """Moving averages of the FP32 values that optimizers step on; ``Amp.ema`` makes one.
 
     ::
 
@@ -36,12 +36,12 @@ class EMA:
 
     Args:
         decay: in [0, 1).
-        models: whose values these are.
+        models: the averaged models.
         weights: optimizer to its master weights.
-        outcomes: of the steps, by optimizer.
-        fp32_values: of the models' half tensors.
+        outcomes: step outcomes by optimizer.
+        fp32_values: FP32 values of the models' half tensors.
         backend: "auto", "triton" or "eager".
-        check: raises where the models are not in training.
+        check: a function that raises where the models are not in training.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EMA:
 
     @property
     def decay(self) -> float:
-        """How much of an average an update leaves; in [0, 1)."""
+        """Share of an average that an update keeps; in [0, 1)."""
         return self._decay
 
     @decay.setter
@@ -81,7 +81,7 @@ class EMA:
 
     @between_graphs
     def update(self) -> None:
-        """Move the averages towards the values of now, unless the last step was skipped.
+        """Move the averages towards the present values, unless the last step was skipped.
 
         Call it once after each ``optimizer.step()``: each call moves them. The device decides; the
         host does not wait for it.
@@ -103,13 +103,13 @@ class EMA:
             self._buffers.update(self._found_inf())
 
     def _averaged(self, w: MasterWeights) -> dict[Tensor, Tensor]:
-        """Return parameter to what is stepped on, of those that train, or have once."""
+        """Return parameter to stepped-on tensor, for parameters that train or have trained."""
         stepped_on = (p for group in w.optimizer.param_groups for p in group["params"])
         pairs = zip(w.parameters(), stepped_on, strict=True)
         return {p: master for p, master in pairs if p.requires_grad or p in self._averages}
 
     def _averages_of(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return them in this order; those of new parameters begin at their values."""
+        """Return the averages of ``params`` in this order; a new one begins at the value."""
         averages = []
         for param in params:
             average = self._averages.get(param)
@@ -120,7 +120,7 @@ class EMA:
         return averages
 
     def _value(self, param: Tensor) -> Tensor:
-        """Return the FP32 (or FP64) value of a parameter of the model, where that is."""
+        """Return the FP32 (or FP64) value of ``param``, on the device of ``param``."""
         half = param.dtype in HALF_DTYPES and param in self._fp32_values
         value = self._fp32_values.get(param) if half else param
         return value.detach().to(param.device, torch.promote_types(param.dtype, torch.float32))

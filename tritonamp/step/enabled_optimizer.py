@@ -12,25 +12,26 @@ from tritonamp.step.stepper import Stepper
 class EnabledOptimizer(Swapped):
     """An optimizer that steps on unscaled gradients and FP32 masters, or skips.
 
-    A ``step`` that an LR scheduler wrapped on the instance is set aside: this one does what the
-    wrapper does. A copy is a plain optimizer.
+    A ``step`` that an LR scheduler wrapped on the instance is set aside: this ``step`` sets the
+    same marks. A copy is a plain optimizer.
     """
 
     _belongings = ("_stepper",)
     _set_aside = ("step", "_tritonamp_step")
     _kept_by_copies = False
-    _stepper: Stepper  # of the Amp that enabled it
-    _stepped = False  # by a GradScaler, which is about to call ``step`` for whoever watches
+    _stepper: Stepper  # belongs to the Amp that enabled it
+    _stepped = False  # True: a GradScaler has stepped, and calls ``step`` for its observers only
     # private (torch 2.11 to 2.15): has torch's GradScaler set ``found_inf``, by which ``step``
     # recognises it
     _step_supports_amp_scaling = True
 
     @between_graphs
     def step(self, closure: Any = None) -> None:
-        """Step or skip: unscale, check, clip, update, half copies. Nothing without any gradients.
+        """Step or skip: unscale, check, clip, update, half copies. A no-op without gradients.
 
         Raises:
-            RuntimeError: a closure was passed, or gradients are not of ``amp.backward(loss)``.
+            RuntimeError: a closure was passed, or gradients did not come from
+                ``amp.backward(loss)``.
         """
         if self._stepped:
             return
@@ -41,15 +42,15 @@ class EnabledOptimizer(Swapped):
             )
         if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
             self._stepper.check_scaler(None)
-        # private (torch 2.11 to 2.15): an LR scheduler warns of an order of calls that is wrong
-        # where it does not find it
+        # private (torch 2.11 to 2.15): without this mark an LR scheduler warns that it was called
+        # before the optimizer
         self._opt_called = True
         optimizer: Any = self
         with Uninterrupted(), self._stepper.around_step(optimizer):
             self._stepper.step(optimizer)
 
-    # both private (torch 2.11 to 2.15): Optimizer need not wrap it to fire hooks, which the step of
-    # the base class does; nor a scheduler, to see that it was called
+    # both private (torch 2.11 to 2.15): Optimizer wraps no hooks around this ``step``, since the
+    # base class's step fires them; a scheduler wraps no counter around it, see ``_opt_called``
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Optimizers that step in one pass on the device: what each rule says, and what all share."""
+"""Optimizers that step in one pass on the device: the rule of each, and the step of all."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ from tritonamp.step.gradients import Gradients
 
 
 class FusedRule(ABC):
-    """How one kind of optimizer steps: unscale, clip, update, half copies and skip in one pass.
+    """The step of one kind of optimizer: unscale, clip, update, half copies, skip in one pass.
 
     Attributes:
-        kinds: what users call such optimizers.
+        kinds: the name of such optimizers in messages, with its article.
         torch_step: the step function of torch's own optimizer of this kind; None: torch has none.
         needs: keys that a parameter group must have.
         state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
             parameter's shape, in FP32 (FP64 for FP64 parameters).
-        optional: those of these names that a group may lack.
+        optional: names of ``state_keys`` that a group may lack.
         counts_steps: whether the state holds a step count under "step".
         leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
     """
@@ -46,7 +46,14 @@ class FusedRule(ABC):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Call the operation of ``tritonamp.kernels``."""
+        """Call the operation of ``tritonamp.kernels`` on the lists of one step.
+
+        Args:
+            lists: parameters, gradients, copies and state, with the hyperparameters.
+            grad_scale: 0-d factor on the gradients, or None.
+            found_inf: 0-d, any value other than 0 skips; None: always step.
+            backend: "auto", "triton" or "eager".
+        """
 
     @abstractmethod
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Hyperparameters:
@@ -57,26 +64,26 @@ class FusedRule(ABC):
         return True
 
     def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Tell whether a parameter's first step differs from one on state of zeros.
+        """Tell whether a parameter's first step differs from a step on state of zeros.
 
-        It costs one host read a step: a step that is skipped on the device is not the first one.
+        True costs one host read a step: a step that the device skips does not count as the first.
         """
         return False
 
     def at_first_step(self, hyperparameters: Any) -> Hyperparameters:
-        """Return what holds in a parameter's first step in the place of ``hyperparameters``."""
+        """Return the hyperparameters that replace these in a parameter's first step."""
         return hyperparameters
 
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield what is wrong with the parameter groups of a state that is to be loaded."""
+        """Yield problems of the parameter groups of a state that is to be loaded."""
         missing = sorted(key for key in self.needs if any(key not in group for group in groups))
         if missing:
             yield f"the parameter groups have no {', '.join(missing)}"
 
     def refuse_sparse(self) -> None:
-        """Raise what torch raises for sparse gradients; return where torch takes them."""
+        """Raise torch's error for sparse gradients; return where torch's optimizer takes them."""
         return
 
 
@@ -84,8 +91,8 @@ class FusedStep:
     """The steps of one optimizer by a rule; hyperparameters and state stay in torch's format.
 
     Args:
-        optimizer: whose ``param_groups`` and ``state`` are read and written.
-        rule: of its kind.
+        optimizer: the optimizer; its ``param_groups`` and ``state`` are read and written.
+        rule: the rule of its kind.
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
     """
@@ -101,10 +108,10 @@ class FusedStep:
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Step once.
+        """Update parameters, state and half copies in one pass, or skip on the device.
 
         Args:
-            gradients: with what they lead to; "params" and "copies" are written.
+            gradients: the step's lists; "params" and "copies" are written.
             grad_scale: 0-d factor on the gradients, or None.
             found_inf: 0-d, any value other than 0 skips on the device; None: always step.
         """
@@ -122,14 +129,14 @@ class FusedStep:
             lists = self._lists(gradients, group_of)
             assert lists is not None
         rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
-        if tells_first:  # behind the groups stand those of first steps
+        if tells_first:  # number len(groups) + g: the first-step rule of group g
             rules += [self.rule.at_first_step(rule) for rule in rules]
             group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
         updates = UpdateLists(lists, rules, group_of, self._track_lost)
         self.rule.update(updates, grad_scale, found_inf, self._backend)
 
     def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
-        """Return the gradients' lists with those of the state; None where some is missing."""
+        """Return the gradients' lists joined by the state's; None where some state is missing."""
         tensors, states = gradients.lists, self._states(gradients.params)
         keys = {**self.rule.state_keys, **({"steps": "step"} if self.rule.counts_steps else {})}
         try:
@@ -155,7 +162,7 @@ class FusedStep:
         tensors: TensorLists,
         group_of: Sequence[int],
     ) -> Sequence[Tensor]:
-        """Return one list of state; the parameters where groups have no such state."""
+        """Return one list of state; a group without such state repeats its parameters there."""
         there = [True]
         if name in self.rule.optional:
             there = [self.rule.has(name, group) for group in self._optimizer.param_groups]
@@ -167,7 +174,7 @@ class FusedStep:
         return [state[key] if there[group_of[i]] else param for i, state, param in rows]
 
     def _bring_into_shape(self, gradients: Gradients, group_of: Sequence[int]) -> set[int]:
-        """Make what state is missing, FP32 what is not; return for which numbers it was made."""
+        """Make missing state, and widen half state to FP32; return the numbers with new state."""
         groups = self._optimizer.param_groups
         rows = zip(gradients.lists.numbers, gradients.params, strict=True)
         return {i for i, param in rows if self._shape_state(param, groups[group_of[i]])}
@@ -203,7 +210,7 @@ class FusedStep:
 
 
 def _is_in_shape(lists: TensorLists) -> bool:
-    """Tell whether the state is known to be as a step has left it: one had the same plan."""
+    """Tell whether the state has the shape that kernels take: an earlier step had the same plan."""
     try:
         return lists.known_plan() is not None
     except (AttributeError, TypeError):  # no tensors, as in the state of another optimizer
@@ -211,5 +218,5 @@ def _is_in_shape(lists: TensorLists) -> bool:
 
 
 def scalar(value: Any) -> Any:
-    """Return ``value``; a tensor of one element without its dimensions."""
+    """Return ``value``; a tensor of one element becomes 0-d."""
     return value.reshape(()) if isinstance(value, Tensor) else value

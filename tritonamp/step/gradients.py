@@ -1,4 +1,4 @@
-"""One optimizer's gradients: what state they are in, and what a step on them takes."""
+"""One optimizer's gradients: their state, and the lists of a step on them."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -11,7 +11,7 @@ from tritonamp.kernels._multi_tensor import Memory, TensorLists
 
 
 class GradientState(Enum):
-    """What the gradients of one optimizer's parameters are.
+    """The state of the gradients of one optimizer's parameters.
 
     ::
 
@@ -26,14 +26,14 @@ class GradientState(Enum):
 
 
 class Gradients(NamedTuple):
-    """The dense gradients that one step uses, with what it reads and writes beside them.
+    """The dense gradients of one step, with the tensors that the step reads and writes.
 
     Attributes:
-        lists: "params", the tensors that are stepped on; "grads", scaled ones or true ones;
-            "copies", the half parameters (the stepped-on tensor again where there is none). Of
-            DTensors this rank's parts.
-        params: what ``param_groups`` and ``state`` know the stepped-on tensors as.
-        any_sparse: whether there are sparse gradients, which are left out here.
+        lists: "params", the tensors that are stepped on; "grads", scaled or true gradients;
+            "copies", the half parameters (the stepped-on tensor again where there is none). A
+            DTensor is represented by this rank's part.
+        params: the stepped-on tensors as ``param_groups`` and ``state`` name them.
+        any_sparse: whether there are sparse gradients, which ``lists`` leaves out.
     """
 
     lists: TensorLists
@@ -49,14 +49,14 @@ class Gradients(NamedTuple):
         copies: Sequence[Tensor],
         known_as: Sequence[Tensor] | None = None,
     ) -> "Gradients":
-        """Return what a step on these takes.
+        """Return the value that a step on these gradients works on.
 
         Args:
-            memory: of the optimizer.
-            params: what is stepped on, in the order of the groups.
-            grads: None where there are none, or some that count elsewhere.
+            memory: the optimizer's memory of earlier steps.
+            params: the stepped-on tensors, in the order of the groups.
+            grads: gradients by parameter; None: there is none, or it counts elsewhere.
             copies: the parameter of the model for each.
-            known_as: what ``param_groups`` and ``state`` know ``params`` as; None: themselves.
+            known_as: ``params`` as ``param_groups`` and ``state`` hold them; None: the same.
         """
         known_as = params if known_as is None else known_as
         size, numbers, any_sparse = len(params), dense(grads), False

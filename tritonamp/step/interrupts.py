@@ -1,7 +1,7 @@
-"""Ctrl-C kept waiting until a step is whole."""
+"""Ctrl-C waits until a step is whole."""
 
-# private, and what ``signal`` is built on in all supported Pythons: ``signal`` itself makes an enum
-# of each answer, at 5 us each
+# private, and the base of ``signal`` in all supported Pythons: ``signal`` itself makes an enum of
+# each answer, at 5 us each
 import _signal  # type: ignore[import-not-found]
 import threading
 from types import FrameType
@@ -15,8 +15,8 @@ _SIGINT: int = _signal.SIGINT
 class Uninterrupted:
     """A context manager in which a first SIGINT waits until the block ends; a second one does not.
 
-    It acts in the main thread, the only one that Python hands signals to, and for any handler that
-    is installed there.
+    It acts in the main thread only, since Python hands signals to no other, and for any installed
+    handler.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Uninterrupted:
 
     def __exit__(self, *exception: Any) -> None:
         if self._handler is not None:
-            # else somebody has put another one there since
+            # a handler that somebody installed inside of the block stays
             if _signal.getsignal(_SIGINT) == self._keep:
                 _signal.signal(_SIGINT, self._handler)
             if self._arrived is not None:

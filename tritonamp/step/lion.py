@@ -25,7 +25,7 @@ class FusedLionRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Step once."""
+        """Run one step of the ``lion`` operation, see ``FusedRule.update``."""
         _lion.lion(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:

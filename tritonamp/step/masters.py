@@ -1,4 +1,4 @@
-"""The FP32 masters that an optimizer steps on, and the gradients that lead there."""
+"""The FP32 masters that an optimizer steps on, and their gradients."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Scale(Protocol):
-    """What scaled gradients are scaled by: a decision, as their masters know it."""
+    """The owner of a loss scale: a decision, as master weights know it."""
 
     grad_scale: Tensor
 
@@ -33,14 +33,14 @@ class Scale(Protocol):
 
 
 class MasterWeights:
-    """One optimizer's parameters: which FP32 tensor it steps on for which parameter of the model.
+    """One optimizer's parameters, each with the FP32 tensor that the optimizer steps on.
 
-    A parameter that is FP32 already, or that the policy gives no master, is its own.
+    A parameter that is FP32 already, or that the policy gives no master, is its own master.
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
-        state: of the gradients.
-        decision: what SCALED gradients are scaled by; None in the other states.
+        state: the state of the gradients.
+        decision: the decision whose scale SCALED gradients carry; None in the other states.
     """
 
     def __init__(
@@ -52,33 +52,34 @@ class MasterWeights:
         self._fp32_values = fp32_values
         self._trains_fp32_values = trains_fp32_values
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
-        self._masters: list[Tensor] = []  # the same, as lists
+        self._masters: list[Tensor] = []  # keys and values of _sources, as lists
         self._params: list[Tensor] = []
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
-        self._halves: list[int] = []  # what the FP32 values know the half parameters by
+        self._halves: list[int] = []  # the half parameters' numbers in the FP32 values
         self._memory = Memory()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         self._left = b""  # versions of the parameters after the last step, for the log
-        self._shown = ShownGradients()  # true ones, by half parameters
+        self._shown = ShownGradients()  # true gradients, in ``.grad`` of half parameters
         self.adopt(*optimizer.param_groups)
 
     # which tensors there are
 
     def adopt(self, *groups: dict[str, Any]) -> None:
-        """Put masters, with their state, in the place of the half parameters of groups."""
+        """Replace the half parameters of groups by masters, which take over their state."""
         for params in (group["params"] for group in groups):
             for i, param in enumerate(params):
                 master = param if param in self._sources else self._master_of(param)
                 if master is not param:
                     params[i] = master
         masters = [master for group in self.optimizer.param_groups for master in group["params"]]
-        self._masters = [m for m in masters if m in self._sources]  # not of groups still to come
+        # groups that are still to be adopted have no entry yet
+        self._masters = [m for m in masters if m in self._sources]
         self._params = [self._sources[master] for master in self._masters]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
 
     def _master_of(self, param: Tensor) -> Tensor:
-        """Return what is stepped on for a parameter, which gets its state."""
+        """Return the tensor to step on for ``param``; it takes over the optimizer's state."""
         master = param
         if self._trains_fp32_values and self._needs_master(param):
             master = self._fp32_values.master(param)
@@ -92,7 +93,7 @@ class MasterWeights:
         return trains_in_half or param in self._fp32_values
 
     def _adopt_unfrozen(self) -> None:
-        """Put masters in the place of half parameters that were frozen, and train now."""
+        """Replace half parameters by masters once they train: they were frozen when adopted."""
         unfrozen = list(filter(_requires_grad, self._frozen))
         if self._trains_fp32_values and unfrozen:
             widen_state(self.optimizer, unfrozen)
@@ -112,10 +113,10 @@ class MasterWeights:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
     def take_masters(self) -> None:
-        """Move ``master_param`` of a state of ``tritonamp.optim`` to where masters belong here.
+        """Move ``master_param`` of a ``tritonamp.optim`` state into the masters.
 
-        Wherever the parameters are what they round to: load the model first. Those of frozen half
-        parameters wait until these train.
+        A master moves only where its rounded value is the parameter: load the model first. Masters
+        of frozen half parameters wait until the parameters train.
         """
         for master, param in self._sources.items():
             if self._trains_fp32_values and master.dtype in HALF_DTYPES:
@@ -141,13 +142,13 @@ class MasterWeights:
         return {master: param for master, param in self._sources.items() if master is not param}
 
     def with_groups(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """Yield each parameter of the model, what is stepped on for it, and that one's group."""
+        """Yield each parameter of the model, its stepped-on tensor, and the tensor's group."""
         for group in self.optimizer.param_groups:
             for master in group["params"]:
                 yield self._sources.get(master, master), master, group
 
     def refresh(self) -> None:
-        """Bring the masters up to date with half parameters that somebody else wrote to.
+        """Copy half parameters into their masters where somebody else wrote to them.
 
         Raises:
             RuntimeError: the model was moved to another device since ``enable``.
@@ -174,12 +175,12 @@ class MasterWeights:
         return self.state is GradientState.TRUE
 
     def _of_state(self) -> Sequence[Tensor]:
-        """Return the tensors whose ``.grad`` the step will use."""
+        """Return the tensors with the step's gradients: masters if TRUE, else parameters."""
         self._take_replaced()
         return self._masters if self.has_true_gradients else self._params
 
     def has_gradients(self) -> bool:
-        """Tell whether any backward since the last step, or the last clearing, left something."""
+        """Tell whether a backward has left a gradient since the last step or clearing."""
         return bool(self._set_aside) or any(grad is not None for grad in map(_grad, self._params))
 
     def with_gradient(self) -> int:
@@ -191,7 +192,7 @@ class MasterWeights:
         return any(grad is not None and grad.is_sparse for grad in map(_grad, self._of_state()))
 
     def gradients(self) -> Gradients:
-        """Return the gradients as they are now, and what a step on them takes."""
+        """Return the present gradients as the value that a step works on."""
         grads = grads_of(self._of_state())
         return Gradients.of(self._memory, self._masters, grads, self._params)
 
@@ -206,7 +207,7 @@ class MasterWeights:
         return TensorLists(numbers=list(values), size=size, grads=list(values.values()))
 
     def all_gradients(self) -> list[Tensor]:
-        """Return the gradients as they are now, sparse ones, too."""
+        """Return the present gradients, sparse ones included."""
         return [g for g in map(_grad, self._of_state()) if g is not None]
 
     # from state to state
@@ -241,22 +242,22 @@ class MasterWeights:
         self.decision = None
 
     def show_true_gradients(self) -> None:
-        """Make the true gradients also those of the half parameters, until they are used.
+        """Show the masters' true gradients in ``.grad`` of the half parameters, until the step.
 
-        Work on either is work on the other.
+        Both share one tensor: a change to one is a change to the other.
         """
         for master, param in self.copies().items():
             self._shown.show(param, master.grad)
 
     def _take_replaced(self) -> None:
-        """Take over what the user has put in the place of a true gradient that was shown."""
+        """Take over gradients that the user has assigned in the place of shown ones."""
         for master, param in self.copies().items() if self._shown else ():
             if self._shown.is_replaced(param, master.grad):
                 master.grad = None if param.grad is None else param.grad.to(master.dtype)
                 self._shown.show(param, master.grad)
 
     def take_back(self) -> None:
-        """Undo ``begin``, whose backward has failed: true gradients that were set aside count."""
+        """Undo ``begin`` after a failed backward: true gradients set aside count again."""
         aside = dict(self._set_aside)
         self.clear()
         if aside:
@@ -267,10 +268,9 @@ class MasterWeights:
             self.show_true_gradients()
 
     def clear(self) -> None:
-        """Forget the gradients: a step has used them, or they are to count no more.
+        """Forget the gradients: a step has used them, or they are not to count.
 
-        Half parameters get the tensors back that their backward has written: a CUDA graph will
-        write them again.
+        Half parameters get the tensors of their backward back: a CUDA graph may write them again.
         """
         self.state = GradientState.CLEAR
         self.decision = None
@@ -304,16 +304,16 @@ class MasterWeights:
         self._fp32_values.mark_rounded(self._halves)
 
     def note_step(self) -> None:
-        """Note that the parameters are as a step has left them."""
+        """Note that the last write to the parameters was a step's."""
         self._left = versions(self._params)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody has written to the parameters since a step, as far as torch counts."""
+        """Whether torch has counted no write to the parameters since the last step."""
         return self._left == versions(self._params)
 
     def overflowed(self) -> list[Tensor]:
-        """Return the parameters that a finite master was too large for, in any step.
+        """Return the parameters that became inf in any step though their master was finite.
 
         Reads the device.
         """
@@ -347,5 +347,5 @@ def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor) -> Tensor | Non
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     grad_scale = transfer(grad_scale, grad.device)
     if param is master and not grad.is_sparse:
-        return grad.copy_(wide.mul_(grad_scale))  # nothing to copy where it is wide itself
+        return grad.copy_(wide.mul_(grad_scale))  # a no-op where ``wide`` is ``grad``
     return (wide * grad_scale).to(master.dtype)

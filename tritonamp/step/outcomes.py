@@ -1,4 +1,4 @@
-"""What became of one optimizer's steps: on the device, where nobody waits for it."""
+"""Outcomes of one optimizer's steps, kept on the device so that nobody waits for them."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from tritonamp.kernels.device import is_capturing, refuse_capture
 
 
 class StepOutcomes:
-    """The steps of one optimizer: how many were tried, how many of them taken, and the last one.
+    """Counts of one optimizer's steps: tried ones, taken ones, and whether the last was a skip.
 
     Taken steps are counted on the device, from the first call of ``count`` on.
 
     Attributes:
-        tried: steps, skipped ones included; replays of a CUDA graph go unseen.
-        captured: whether a CUDA graph has captured one.
+        tried: the number of steps, skipped ones included; replays of a CUDA graph go unseen.
+        captured: whether a CUDA graph has captured a step.
         found_inf: 0-d, on the device, not 0 where the last step was a skip; None: there was none.
         tried_before: steps tried before the last ``state`` or ``load_state``.
         known: how many of ``tried_before`` were taken.
@@ -31,13 +31,13 @@ class StepOutcomes:
         self.tried_before = 0
         self.counts = False
         self._uncounted_graph = False
-        self._taken: Tensor | None = None  # where the gradients are
+        self._taken: Tensor | None = None  # on the device of the gradients
 
     def note(self, found_inf: Tensor) -> None:
-        """Note a step that was decided on.
+        """Note the outcome of a step.
 
         Args:
-            found_inf: 0-d, not 0: it was a skip.
+            found_inf: 0-d, not 0: the step was skipped.
         """
         if self.captured and self.found_inf is not None:
             self.found_inf.copy_(found_inf)  # replays write there, too
@@ -62,11 +62,11 @@ class StepOutcomes:
     def count(self, any_taken: Tensor | None) -> Tensor | None:
         """Return how many steps were taken, float64 of shape (1,), kept up to date on the device.
 
-        Those before the first call count as one at most.
+        Steps before the first call count as one at most.
 
         Args:
-            any_taken: 0-d, whether there was one of them by any optimizer; of a first step it is
-                known whether it was taken.
+            any_taken: 0-d, whether any optimizer has taken a step before the first call; a single
+                tried step is known without it.
 
         Returns:
             None where no step was tried since the beginning, or since ``state`` or ``load_state``.
@@ -116,4 +116,4 @@ class StepOutcomes:
 
 
 NO_STEPS: dict[str, Any] = {"tried": 0, "taken": 0, "counted": False}
-"""The ``StepOutcomes.state`` of a beginning."""
+"""The ``StepOutcomes.state`` before any step."""

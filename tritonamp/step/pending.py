@@ -1,4 +1,4 @@
-"""The decisions that optimizers still wait for: opened by losses, over when all have stepped."""
+"""Pending decisions: a loss opens one, and it ends when all its optimizers have stepped."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ class PendingDecisions:
     """The decisions of one ``Amp`` that some optimizer waits for.
 
     Args:
-        policy: of the Amp.
+        policy: the policy of the Amp.
         backend: "auto", "triton" or "eager".
-        scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
+        scaler: the scaler that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
-        ranks: whether they keep gradients to themselves.
+        ranks: the processes that train together; sharded ones may hold back gradients.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class PendingDecisions:
         self._ranks = ranks
         self._decisions: list[Decision] = []
 
-    @between_graphs  # a block of it is the user's
+    @between_graphs  # the block runs the user's code
     @contextlib.contextmanager
     def open(
         self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]
     ) -> Iterator[Tensor]:
-        """Yield the scaled loss; inside the block its backward runs.
+        """Yield the scaled loss; its backward runs inside the block.
 
-        A loss joins the decision of an earlier one with the same scaler that feeds one of the same
-        optimizers and is still open (micro-batches); otherwise it begins its own.
+        A loss joins an open decision with the same scaler and a common optimizer (micro-batches);
+        otherwise it opens its own.
         """
         weights = [self._weights[o] for o in feeds]
         self._end_zeroed(weights)
@@ -91,7 +91,7 @@ class PendingDecisions:
         """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
         for decision in [d for d in self._decisions if d.blocks == 0]:
             for w in weights:
-                # FSDP2 keeps those of micro-batches without synchronisation to itself
+                # FSDP2 hides gradients of micro-batches that it does not synchronise
                 gone = not (self._ranks.sharded or w.has_gradients())
                 if w in decision.waiting and (w in decision.zeroed or gone):
                     self.leave(w, [decision])
@@ -122,15 +122,15 @@ class PendingDecisions:
     def of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.
 
-        One is opened for gradients that came another way: the user called
+        A decision is opened for gradients that came past ``open``: the user called
         ``scaler.scale(loss).backward()``, or, where there is no scale, a plain ``loss.backward()``.
 
         Args:
-            optimizer: an enabled one.
-            moves_scale: nobody will call ``scaler.update``.
+            optimizer: an enabled optimizer.
+            moves_scale: the decision moves the scale, since no ``scaler.update`` follows.
 
         Returns:
-            none where there are no gradients: as in torch, there is nothing to do then.
+            an empty list where there are no gradients: the step is a no-op then, as in torch.
 
         Raises:
             RuntimeError: there is a scale, and no backward of a scaled loss.
@@ -179,7 +179,7 @@ class PendingDecisions:
         return [o for o in self._weights.values() if o not in taken and o.with_gradient()]
 
     def leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """End the wait of ``w``, whose gradients are used; decisions that nobody waits for end."""
+        """Remove ``w``, whose gradients are used, from its decisions; end those without others."""
         w.clear()
         self._remove(w, decisions)
 
@@ -193,9 +193,9 @@ class PendingDecisions:
 
 
 def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:
-    """Return a loss, and those of earlier micro-batches, as one number on the device."""
+    """Return the sum of a loss and of earlier micro-batches' losses, 0-d, on the device."""
     loss = loss.detach()
-    if loss.dtype in HALF_DTYPES:  # in which their sum may be inf
+    if loss.dtype in HALF_DTYPES:  # a sum in half may be inf
         loss = loss.float()
     if loss.dim():
         loss = loss.sum()

@@ -1,4 +1,4 @@
-"""Which optimizers step in one pass."""
+"""The fused rule of an optimizer, if it has one."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,10 +17,9 @@ TORCHS: tuple[FusedRule, ...] = (ADAM, SGD)
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:
-    """Return the rule that ``optimizer`` steps by, or None: by its own step.
+    """Return the fused rule of ``optimizer``; None: it runs its own step.
 
-    An optimizer that is derived from another and steps in its own way has none, and one that is to
-    be differentiated through steps as torch does.
+    A subclass with a ``step`` of its own has no rule, nor has a differentiable optimizer.
     """
     if optimizer.defaults.get("differentiable", False):
         return None
@@ -41,17 +40,17 @@ def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype)
     states = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
     values = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
     if any(v.dtype is torch.float32 and v.dim() > 0 for v in values):
-        return None  # it is added to FP32 state, as by Adagrad, which has made that before
+        return None  # eps is added to FP32 state, as in Adagrad, which made the state before
     return eps if torch.tensor(eps, dtype=dtype) == 0 else None
 
 
 def keeps_fp32_state(optimizer: Optimizer) -> bool:
-    """Tell whether it is one of ``tritonamp.optim``: FP32 state and masters of half parameters."""
+    """Tell whether ``optimizer`` is of ``tritonamp.optim``: half parameters get FP32 state."""
     return hasattr(_step(optimizer), "by_fused_rule")
 
 
 def has_half_state(optimizer: Optimizer) -> bool:
-    """Tell whether its step takes state in the dtype of the parameters, as torch's own do."""
+    """Tell whether the own step of ``optimizer`` takes state in the dtype of the parameters."""
     module: str = inspect.unwrap(_step(optimizer)).__module__
     return module.startswith("torch.optim.") and not keeps_fp32_state(optimizer)
 

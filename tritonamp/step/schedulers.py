@@ -1,4 +1,4 @@
-"""Learning-rate schedulers that follow the steps that were taken, without waiting for the device.
+"""Learning-rate schedulers follow the taken steps, without waiting for the device.
 
     call           step the scheduler, as if the step before it was taken; ask for its outcome
     a later call   that outcome has arrived: a skip -> this call does not step the scheduler
@@ -24,15 +24,15 @@ _UNDER_WAY = 16  # calls whose outcome is unknown, after which the host waits fo
 
 
 class SteppedScheduler:
-    """One scheduler, and how far it has followed its optimizer.
+    """One scheduler, with the difference between its steps and its optimizer's.
 
-    A call asks for a step where a step of the optimizer was taken since the call before.
+    A call steps the scheduler if its optimizer has taken a step since the call before.
 
     Args:
-        scheduler: has ``step()``.
-        outcomes: of its optimizer.
-        log: of all steps.
-        state: what ``state`` returned; None: it begins.
+        scheduler: any object with ``step()``.
+        outcomes: the step outcomes of its optimizer.
+        log: the log of all steps.
+        state: a result of ``state``; None: the scheduler begins.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SteppedScheduler:
         self.scheduler = scheduler
         self._outcomes = outcomes
         self._log = log
-        self._ahead = 0  # steps of the scheduler that no taken step is known for
+        self._ahead = 0  # steps of the scheduler beyond the known taken steps
         self._unknown = 0  # calls whose outcome has not arrived
         self._tried = 0  # steps of the optimizer at the last call
         self._taken = 0  # of these, at the last call whose outcome has arrived
@@ -56,10 +56,10 @@ class SteppedScheduler:
             self._taken = outcomes.known - state["open"]
 
     def step(self, wait: bool) -> None:
-        """Step the scheduler, unless a skip is to be made up for, or no step was tried.
+        """Step the scheduler, unless it is ahead by a skip or no step was tried.
 
         Args:
-            wait: for the outcomes of earlier calls.
+            wait: wait for the outcomes of earlier calls.
         """
         outcomes = self._outcomes
         taken = outcomes.count(None if outcomes.counts else self._log.any_taken)
@@ -78,7 +78,7 @@ class SteppedScheduler:
             self._ahead += 1
 
     def _ask(self, taken: Tensor | None) -> None:
-        """Start copying how many steps were taken until now."""
+        """Start copying the number of taken steps to the host."""
         self._unknown += 1
         if taken is None or self._outcomes.is_known:
             self._learn(self._outcomes.known)
@@ -95,7 +95,7 @@ class SteppedScheduler:
                 self._learn(int(reading.values[0]))
 
     def _learn(self, taken: int) -> None:
-        """Learn how many steps had been taken at the oldest call that was unknown."""
+        """Settle the oldest unknown call: ``taken`` steps had been taken at it."""
         self._unknown -= 1
         if taken > self._taken:
             self._ahead -= 1
@@ -105,12 +105,12 @@ class SteppedScheduler:
         """Return what is outstanding, as plain values. Waits for the device.
 
         Args:
-            taken: how many steps of the optimizer were, until now.
+            taken: the number of steps that the optimizer has taken.
         """
         self._collect(wait=True)
         is_open = taken > self._taken
         if not is_open:
-            self._tried = self._outcomes.tried  # what was tried since the last call was skipped
+            self._tried = self._outcomes.tried  # every step since the last call was a skip
         return {
             "kind": type(self.scheduler).__name__,
             "ahead": self._ahead,
@@ -122,9 +122,9 @@ class SchedulerSteps:
     """The schedulers of one ``Amp``.
 
     Args:
-        outcomes: by optimizer.
-        log: of all steps.
-        ranks: where there are several, each has to learn of an outcome at the same call.
+        outcomes: step outcomes by optimizer.
+        log: the log of all steps.
+        ranks: several ranks must learn of an outcome at the same call.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class SchedulerSteps:
         self._loaded: dict[Optimizer, list[dict[str, Any]]] = {o: [] for o in outcomes}
 
     def step(self, schedulers: Sequence[Any]) -> None:
-        """Step those whose optimizer has stepped since the call before.
+        """Step the schedulers whose optimizer has stepped since the call before.
 
         Raises:
-            ValueError: not schedulers, or not of an enabled optimizer; none has been stepped then.
+            ValueError: an argument is no scheduler of an enabled optimizer; none was stepped.
         """
         found = [self._find(number, scheduler) for number, scheduler in enumerate(schedulers)]
         wait = self._ranks.several or torch.are_deterministic_algorithms_enabled()
@@ -176,7 +176,7 @@ class SchedulerSteps:
         )
 
     def _take_loaded(self, optimizer: Optimizer, scheduler: Any) -> dict[str, Any] | None:
-        """Return the state of the first such scheduler that was loaded, once."""
+        """Return, and forget, the first loaded state for a scheduler of this kind."""
         loaded = self._loaded[optimizer]
         for i, state in enumerate(loaded):
             if state["kind"] == type(scheduler).__name__:
@@ -184,7 +184,7 @@ class SchedulerSteps:
         return None
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what is outstanding, by number of the optimizer. Waits for the device."""
+        """Return the outstanding steps, by number of the optimizer. Waits for the device."""
         states = []
         any_taken = self._log.counts()["clean"] > 0
         for optimizer, outcomes in self._outcomes.items():
@@ -194,23 +194,23 @@ class SchedulerSteps:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from what ``state`` returned; schedulers are known by kind and order.
+        """Continue from a result of ``state``; schedulers are matched by kind and order.
 
-        Where it says nothing of an optimizer, nothing is outstanding.
+        For an optimizer without an entry nothing is outstanding.
         """
         for number, (optimizer, outcomes) in enumerate(self._outcomes.items()):
             state = states[number] if number < len(states) else {**NO_STEPS, "schedulers": []}
             outcomes.load_state(dict(state))
             if outcomes.tried:
-                # private (torch 2.11 to 2.15): by which a scheduler knows that the order of calls
-                # is right; of the optimizer's steps before the state was saved
+                # private (torch 2.11 to 2.15): a scheduler warns without this mark; the optimizer
+                # has stepped, before the state was saved
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             self._of[optimizer] = []
             self._loaded[optimizer] = list(state["schedulers"])
 
 
 def _check_step(number: int, scheduler: Any) -> None:
-    """Refuse what cannot be stepped without arguments."""
+    """Refuse an object whose ``step`` cannot be called without arguments."""
     kind, step = type(scheduler).__name__, getattr(scheduler, "step", None)
     if isinstance(scheduler, (type, Optimizer)) or not callable(step):
         raise ValueError(

@@ -30,7 +30,7 @@ class FusedSGDRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Step once."""
+        """Run one step of the ``sgd`` operation, see ``FusedRule.update``."""
         _sgd.sgd(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _sgd.SGDRule:

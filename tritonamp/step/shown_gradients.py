@@ -10,12 +10,12 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class _Own(NamedTuple):
-    """What a parameter had before it showed another gradient, and what it shows.
+    """A parameter's own gradient while it shows another one.
 
     Attributes:
-        grad: the tensor that its backward has written.
-        grad_dtype: the dtype that its backward makes.
-        shown: the gradient in its place.
+        grad: the tensor that the parameter's backward has written.
+        grad_dtype: the dtype of gradients that the backward makes.
+        shown: the gradient that ``.grad`` shows.
     """
 
     grad: Tensor | None
@@ -44,8 +44,8 @@ class ShownGradients:
     def show(self, param: Tensor, grad: Tensor | None) -> None:
         """Put ``grad`` in the place of the gradient of ``param``.
 
-        Where another one is shown already, the present one, which somebody has put there since, is
-        the one to put back.
+        If a gradient is shown already, the present ``.grad``, which somebody has assigned since,
+        becomes the one to put back.
         """
         known = self._own.get(param)
         grad_dtype = param.grad_dtype if known is None else known.grad_dtype
@@ -68,7 +68,7 @@ class ShownGradients:
 
     @staticmethod
     def clear(param: Tensor) -> None:
-        """Leave ``param`` without a gradient, and to half ones, also after one of another dtype."""
+        """Clear ``.grad`` of ``param``: its next backward makes a half one, whatever was shown."""
         _set_gradient(param, None, param.grad_dtype or param.dtype)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class ShownGradients:
 
     @torch.no_grad()
     def round_back(self) -> None:
-        """Round what ``.grad`` holds now into the half tensors, and put these in its place."""
+        """Round the present ``.grad`` into the half tensors, and put these in its place."""
         while self._own:
             param, (own, grad_dtype, _) = self._own.popitem()
             grad = param.grad

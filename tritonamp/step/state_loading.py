@@ -1,4 +1,4 @@
-"""Loading the state of an optimizer: what torch would round, and what does not fit."""
+"""Loading the state of an optimizer: FP32 state stays FP32, and misfits are named."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
 from tritonamp.step.rules import has_half_state, keeps_fp32_state
 
-_SHOWN = 5  # problems in an error
+_SHOWN = 5  # problems that an error lists
 
 
 def load_state(
@@ -20,14 +20,14 @@ def load_state(
     state_dict: dict[str, Any],
     rule: FusedRule | None,
 ) -> None:
-    """Call ``load(state_dict)``, the optimizer's own, and keep FP32 state of half parameters FP32.
+    """Call ``load(state_dict)``, and keep FP32 state of half parameters in FP32.
 
     Args:
-        optimizer: that loads.
+        optimizer: the optimizer that loads.
         load: its own ``load_state_dict``.
-        state_dict: of such an optimizer; where steps are counted, also of one that counts them by
-            group, as apex's FusedAdam does.
-        rule: that the optimizer steps by, if there is one.
+        state_dict: a state of such an optimizer; where steps are counted, the counts may stand in
+            the groups, as in apex's FusedAdam.
+        rule: the fused rule of the optimizer, if it has one.
 
     Raises:
         ValueError: it is no state of such an optimizer over such parameters; nothing was changed
@@ -35,7 +35,7 @@ def load_state(
     """
     if not isinstance(state_dict, Mapping):
         check_state(optimizer, state_dict, rule)
-    taken: list[dict[str, Any]] = []  # what the user's own hooks make of it
+    taken: list[dict[str, Any]] = []  # the state as the user's own hooks return it
 
     def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         check_state(optimizer, given, rule)
@@ -48,12 +48,12 @@ def load_state(
         load(state_dict)
     finally:
         handle.remove()
-    if taken:  # else the optimizer has a way of its own
+    if taken:  # else ``load`` ran no hook of torch's: the optimizer loads in its own way
         keep_fp32_state(optimizer, taken[0])
 
 
 def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
-    """Raise ValueError for a state of something else, with what differs."""
+    """Raise ValueError, listing the differences, unless the state fits ``optimizer``."""
     kind = type(optimizer).__name__
     where = f"{kind}.load_state_dict: "
     keys = [type(state_dict).__name__]
@@ -106,7 +106,7 @@ def _problems(
 
 
 def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with step counts of groups, which FusedAdam has, at the parameters."""
+    """Return the state with the groups' step counts (apex's FusedAdam) moved to parameters."""
     state, groups = dict(state_dict["state"]), []
     for group in state_dict["param_groups"]:
         if _counts_steps(group, state_dict["state"]):
@@ -120,7 +120,7 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Put back what ``Optimizer.load_state_dict`` has just cast to the dtype of half parameters."""
+    """Restore FP32 state that ``Optimizer.load_state_dict`` has just cast to half."""
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(numbers, params, strict=True):
@@ -131,10 +131,10 @@ def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None
 
 
 def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Make half state of these parameters FP32: they are to have FP32 values.
+    """Widen half state of these parameters to FP32: the parameters get FP32 values.
 
     Returns:
-        whether there was any.
+        whether there was any half state.
     """
     found = False
     for param in params:
@@ -146,9 +146,9 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
 
 
 def _replaced(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
-    """Return a copy of the state of ``param``, which has taken its place.
+    """Replace the state of ``param`` by a copy, and return the copy.
 
-    The old dictionary is part of what ``optimizer.state_dict()`` has returned to somebody.
+    The old dictionary may be part of a result of ``optimizer.state_dict()``.
     """
     if param not in optimizer.state:
         return {}
@@ -159,12 +159,12 @@ def _replaced(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
 def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> None:
     """Put the state of a disabled optimizer into the form that its own step takes.
 
-    Step counts of torch's go to main memory, unless fused or capturable. State of half parameters
-    becomes half where the optimizer is torch's; those of ``tritonamp.optim`` get their masters.
+    torch's optimizers get step counts in main memory (unless fused or capturable) and half state of
+    half parameters. Optimizers of ``tritonamp.optim`` get masters.
 
     Args:
-        optimizer: as it is after ``disable``.
-        fp32_values: half parameter to what it was rounded from.
+        optimizer: the optimizer after ``disable``.
+        fp32_values: half parameter to the FP32 value that it was rounded from.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -184,5 +184,6 @@ def _narrow(state: dict[str, Any], param: Tensor) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor) or value.dtype is not torch.float32 or name == "step":
             continue
-        if value.dim() or not param.dim():  # else a number, as NAdam's mu_product: FP32 in torch
+        # a 0-d number, such as NAdam's mu_product, stays FP32 in torch
+        if value.dim() or not param.dim():
             state[name] = value.to(param.dtype)

@@ -1,4 +1,4 @@
-"""What happens between a backward and the new weights: decide, then step or skip."""
+"""From a backward to the new weights: decide, then step or skip."""
 
 import contextlib
 import functools
@@ -30,11 +30,11 @@ from tritonamp.step.state_loading import load_state
 
 
 class _Judged(NamedTuple):
-    """The gradients of one optimizer, once decided on.
+    """The gradients of one optimizer with the decision about them.
 
     Attributes:
-        gradients: those that the step uses.
-        grad_scale: 0-d factor on them; None: they are true ones.
+        gradients: the gradients that the step uses.
+        grad_scale: 0-d factor on the gradients; None: they are true ones.
         found_inf: 0-d, not 0: skip.
     """
 
@@ -47,20 +47,20 @@ class Stepper:
     """Carries out the decisions of one ``Amp``.
 
     Args:
-        policy: of the Amp.
+        policy: the policy of the Amp.
         backend: "auto", "triton" or "eager".
-        scaler: the one that the user may drive himself, in a ``torch.amp`` loop.
+        scaler: the scaler that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
-        pending: the decisions.
-        log: notes every decision.
-        forwards: holds the batches that led to it.
-        ranks: take part in every decision.
+        pending: the pending decisions.
+        log: the log, which notes every decision.
+        forwards: the batches of the forwards that led to a decision.
+        ranks: the processes that decide together.
         respond: called after every decision with whether it was a skip, where the policy wants more
             than skipping.
-        around_step: gives a context manager for each step of an optimizer.
+        around_step: makes a context manager for each step of an optimizer.
 
     Attributes:
-        outcomes: of the steps, by optimizer.
+        outcomes: step outcomes by optimizer.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Stepper:
         """Put the true gradients of one optimizer into ``.grad`` of its params.
 
         Args:
-            optimizer: an enabled one.
+            optimizer: an enabled optimizer.
             by_scaler: called by ``GradScaler.unscale_``, so that an ``update`` will follow.
 
         Returns:
-            0-d, not 0 where the loss that has just been unscaled, or its gradients, are not finite.
+            0-d, not 0 where the loss whose gradients were unscaled, or these, are not finite.
         """
         w = self._weights[optimizer]
         found_inf = None
@@ -160,11 +160,11 @@ class Stepper:
         """Make the decisions that ``optimizer`` waits for, then step or skip.
 
         Args:
-            optimizer: an enabled one.
+            optimizer: an enabled optimizer.
             by_scaler: called by ``GradScaler.step``, so that an ``update`` will follow.
 
         Returns:
-            0-d, not 0 where it was a skip; None where there was nothing to do: no gradients.
+            0-d, not 0 after a skip; None without gradients, where the step is a no-op.
 
         Raises:
             RuntimeError: there are gradients that no backward of a scaled loss has left.
@@ -182,7 +182,7 @@ class Stepper:
             else:
                 step = functools.partial(self._step_in_one_pass, w, decisions, fused)
                 _as_torch_runs_it(step, optimizer)
-        except BaseException:  # as if this call had never been: it can be repeated
+        except BaseException:  # undo the decisions, so that the call can be repeated
             if w in decisions[0].waiting:
                 self._undo(w, undecided)
             raise
@@ -191,7 +191,7 @@ class Stepper:
         return _found_inf(decisions)
 
     def _fused_step_of(self, optimizer: Optimizer) -> FusedStep | None:
-        """Return what steps in one pass; None: the optimizer steps by itself."""
+        """Return the optimizer's ``FusedStep``; None: the optimizer steps by itself."""
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
@@ -210,7 +210,7 @@ class Stepper:
         fused: FusedStep,
         optimizer: Optimizer,
     ) -> None:
-        judged = self._judge(w, decisions)  # also what the user's hooks have left
+        judged = self._judge(w, decisions)  # hooks of the user's have run: it sees their gradients
         if judged.gradients.any_sparse:
             fused.rule.refuse_sparse()
         with torch.no_grad():
@@ -219,7 +219,7 @@ class Stepper:
         self._leave(w, decisions)
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Let an optimizer step that cannot skip on the device: one host read."""
+        """Run the own step of an optimizer that cannot skip on the device: one host read."""
         judged = self._judge(w, decisions, undoable=True)
         if bool(judged.found_inf):
             self._leave(w, decisions)
@@ -231,11 +231,11 @@ class Stepper:
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
         except BaseException:
-            if _versions(optimizer) != before:  # the part that it has done stays, as in torch
+            if _versions(optimizer) != before:  # updates made before the error stay, as in torch
                 w.write_back(self._backend)
                 self._leave(w, decisions)
             raise
-        # torch's fused steps, and writes to ``.data``, do not
+        # count a write: torch's fused steps, and writes to ``.data``, do not
         torch.autograd.graph.increment_version(
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         )
@@ -243,7 +243,7 @@ class Stepper:
         self._leave(w, decisions)
 
     def _leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """End the wait of ``w``, which has stepped or skipped; hooks of the user's may follow."""
+        """Note the step or skip of ``w``, and remove it from its decisions."""
         w.note_step()
         self._pending.leave(w, decisions)
         self.outcomes[w.optimizer].note(_found_inf(decisions))
@@ -251,7 +251,7 @@ class Stepper:
     def _judge(
         self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
     ) -> _Judged:
-        """Decide on the gradients of one optimizer, and on all that their losses feed."""
+        """Decide on the gradients of one optimizer, and of all others that its losses feed."""
         w.refresh()
         gradients = w.gradients()
         for decision in decisions:
@@ -263,7 +263,7 @@ class Stepper:
         return _Judged(gradients, grad_scale, _found_inf(decisions))
 
     def _decide(self, decision: Decision, max_norm: float | None = None, **how: Any) -> None:
-        """Make the decision unless it is made, and have the log note it."""
+        """Make the decision and log it, unless it was made before."""
         if decision.is_decided:
             return
         params = [w.parameters() for w in decision.waiting]
@@ -273,7 +273,7 @@ class Stepper:
             untouched = all(w.is_untouched for w in decision.waiting)
             batches = self._forwards.pop_all()
             self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
-        except BaseException:  # the log has nothing to take back then
+        except BaseException:  # the log noted nothing: only the decision is undone
             decision.undo()
             raise
 
@@ -283,7 +283,7 @@ class Stepper:
                 self._log.undo()
 
     def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
-        """Do what the policy wants about a skip, once for each decision."""
+        """Carry out ``on_nonfinite`` of the policy, once for each decision."""
         for decision in decisions:
             if decision.phase is Phase.ANSWERED:
                 continue
@@ -291,7 +291,7 @@ class Stepper:
             try:
                 self._respond(bool(decision.found_inf))
             except NonFiniteError:
-                if by_scaler:  # whose ``update`` the error keeps from being called
+                if by_scaler:  # the error keeps the user's loop from calling ``update``
                     decision.scaler.update()
                 raise
 
@@ -311,7 +311,7 @@ class Stepper:
         self._weights[optimizer].adopt(group)
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the gradients of half parameters: the user clears the optimizer's."""
+        """Clear the half parameters' gradients when the user clears the optimizer's."""
         self._pending.zeroed(optimizer, set_to_none)
 
     def load_state(
@@ -326,10 +326,10 @@ class Stepper:
 
 
 def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-    """Run ``step`` with the user's hooks around it, and torch's profiler, if there are any.
+    """Run ``step`` inside the user's hooks and torch's profiler, if there are any.
 
-    Without documentation or private, and the same from torch 2.11 to 2.15: what torch puts around
-    each step, at the price of a twentieth of it, and where torch keeps the hooks.
+    Undocumented or private, and the same from torch 2.11 to 2.15: torch's wrapper, which costs a
+    twentieth of a step, and the places where torch keeps hooks.
     """
     seen = (
         torch._C._autograd._profiler_enabled(),
@@ -344,7 +344,7 @@ def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -
 
 
 def _found_inf(decisions: Sequence[Decision]) -> Tensor:
-    """Return whether any of them skips, 0-d."""
+    """Return whether any of the decisions is a skip, 0-d, not 0: skip."""
     if len(decisions) == 1:
         return decisions[0].found_inf
     return torch.stack([d.found_inf for d in decisions]).amax()

@@ -1,4 +1,4 @@
-"""Which optimizer steps on which parameter, and how: for whoever finds inf or NaN in one."""
+"""The optimizer that steps on each parameter, named when inf or NaN is found there."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,11 +11,11 @@ from tritonamp.step.rules import zero_eps
 
 
 def writers(weights: Iterable[MasterWeights], names: Mapping[Tensor, str]) -> dict[str, Writer]:
-    """Return by name of a parameter what steps on it.
+    """Return by name of a parameter the optimizer that steps on it.
 
     Args:
-        weights: of the optimizers.
-        names: of the parameters.
+        weights: the optimizers' master weights.
+        names: parameter to its name.
     """
     return {
         names[param]: Writer(
