@@ -459,6 +459,23 @@ def test_no_precision_is_advised_where_none_helps(device: torch.device) -> None:
     )
 
 
+def test_what_is_advised_for_an_input_that_enable_casts_lets_the_batch_pass() -> None:
+    def explained(**fields: Any) -> tuple[int, str]:
+        model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), torch.full((4, 8), 1e6)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with tritonamp.enable(
+            model, optimizer, level="O2", on_nonfinite="explain", **fields
+        ) as amp:
+            amp.backward(model(x).mul(1e-7).square().mean())
+            optimizer.step()
+            return amp.stats()["forward_faults"], amp.explain()
+
+    faults, words = explained()
+    assert faults == 1 and "cast_inputs=False, with the modules that read it in fp32" in words
+    assert "(tried: it passes with the whole model in FP32)" in words
+    assert explained(cast_inputs=False, fp32_modules=["0", "1"])[0] == 0
+
+
 def test_a_remedy_is_tried_once_for_each_module(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ class Remedy(NamedTuple):
                 "single modules in FP32 does not help)"
             )
         if "" in self.modules:
-            return f"keep it in FP32: {by_hand} (tried: the batch passes)"
+            return f"keep it in FP32: {by_hand} (tried: it passes with the whole model in FP32)"
         more = len(self.modules) > 1
         alone = f"; {self.modules[0]} alone only moves the fault" if more else ""
         which = "them" if more else "it"
@@ -150,10 +150,12 @@ class FaultReport:
 
     def _keep(self) -> str:
         """Return what to keep in FP32, or what else helps where that was tried in vain."""
+        is_input = self.kind == "cast_overflow" and not self.event.place.file
+        by_hand = _UNCAST if is_input else _BY_HAND
         if self.remedy is not None:
-            return self.remedy.words(_BY_HAND)
+            return self.remedy.words(by_hand)
         module = self.module
-        return f"keep it in FP32: {f'fp32_modules=[{module!r}]' if module else _BY_HAND}"
+        return f"keep it in FP32: {f'fp32_modules=[{module!r}]' if module else by_hand}"
 
     def _reason(self) -> str:
         if self.event.discarded:
@@ -249,6 +251,7 @@ class FaultReport:
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _KEEP = re.compile(r"(, or|; if .*,| If this .*,) \{keep\}\.")
 _BY_HAND = "x.float() under tritonamp.disable_casts()"
+_UNCAST = "cast_inputs=False, with the modules that read it in fp32_modules"  # cast by enable
 
 
 def number(value: float | None) -> str:
