@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 import torch._dynamo  # here, and not in the first enable: see pytest_collection_finish
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
+from two_ranks import Pair
 
 import tritonamp
 from tritonamp.casts import dispatch
@@ -100,6 +101,16 @@ def fresh_python() -> Iterator[FreshPython]:
     python = FreshPython()
     yield python
     python.close()
+
+
+@pytest.fixture(scope="module")
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Two ranks, which run the file of the test."""
+    pair = Pair(tmp_path_factory.mktemp("ranks"), str(request.path))
+    yield pair
+    pair.stop()
 
 
 @pytest.fixture

@@ -3,28 +3,65 @@
 import contextlib
 import gc
 import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tritonamp
+
 
 class Net(nn.Module):
     """Two layers with a norm between them: parameters of each kind that levels tell apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6, hidden: int = 16, outputs: int = 3) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.norm = nn.LayerNorm(16)
-        self.last = nn.Linear(16, 3)
+        self.first = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.last = nn.Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
+def take_step(amp: tritonamp.Amp, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Train on ``loss`` as the README does: backward, step, and no gradient is left."""
+    amp.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def disabled_after(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The body of a fixture that gives ``make``; the ``amp`` of what it has made is disabled."""
+    made: list[Any] = []
+
+    def noted(*args: Any, **fields: Any) -> Any:
+        made.append(make(*args, **fields))
+        return made[-1]
+
+    yield noted
+    for run in made:
+        if run.amp._enabled:
+            run.amp.disable()
+
+
 class Killed(BaseException):
     """In the place of a SIGKILL, where a test stays in one process."""
+
+
+def snapshot(*holders: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
+    """Return copies of what a step may change: parameters, and the state of optimizers."""
+    found: list[Tensor] = []
+    for holder in holders:
+        if isinstance(holder, nn.Module):
+            found += holder.parameters()
+        else:
+            params = [p for group in holder.param_groups for p in group["params"]]
+            found += params
+            found += [v for p in params for v in holder.state[p].values() if isinstance(v, Tensor)]
+    return [t.detach().clone() for t in found]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -4,15 +4,14 @@ clearly.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import Net, same, snapshot, take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-
-import tritonamp
 
 ADAM, SGD = torch.optim.AdamW, torch.optim.SGD
 each_optimizer = pytest.mark.parametrize("kind", [ADAM, SGD])
@@ -21,53 +20,17 @@ SCALED = ["O1", "O2"]
 
 
 @pytest.fixture
-def enable() -> Iterator[Callable[..., Any]]:
-    handles = []
-
-    def make(model: Any, optimizer: Any = None, **settings: Any) -> Any:
-        handles.append(tritonamp.enable(model, optimizer, **settings))
-        return handles[-1]
-
-    yield make
-    for amp in handles:
-        if amp._enabled:
-            amp.disable()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.norm(self.first(x))))
+def enable(handles: Callable[..., Any]) -> Callable[..., Any]:
+    return handles
 
 
 def net(device: torch.device, seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return Net().to(device)
+    return Net(4, 6, 2).to(device)
 
 
 def x(device: torch.device, seed: int = 1, rows: int = 5) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def bits(*holders: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for holder in holders:
-        if isinstance(holder, nn.Module):
-            found += holder.parameters()
-        else:
-            groups = [p for g in holder.param_groups for p in g["params"]]
-            found += [
-                *groups,
-                *(v for p in groups for v in holder.state[p].values() if isinstance(v, Tensor)),
-            ]
-    return [t.detach().clone() for t in found]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 # gradients
@@ -106,7 +69,7 @@ def test_gradients_in_other_layouts(
             optimizer.step()
             optimizer.zero_grad()
         assert amp.stats() == {**amp.stats(), "steps": 2, "skipped": 1}
-        runs.append(bits(model, optimizer))
+        runs.append(snapshot(model, optimizer))
     assert same(*runs)
 
 
@@ -129,7 +92,7 @@ def test_gradients_of_another_dtype(
         weight.grad_dtype = given
         weight.grad = grad.to(given)
         optimizer.step()
-        runs.append(bits(model, optimizer))
+        runs.append(snapshot(model, optimizer))
     assert same(*runs)
 
 
@@ -139,13 +102,13 @@ def test_gradients_that_are_none(enable: Any, device: torch.device, level: str, 
     model = net(device)
     optimizer = kind(model.parameters(), lr=0.1)
     amp = enable(model, optimizer, level=level)
-    before = bits(model, optimizer)
+    before = snapshot(model, optimizer)
     amp.backward(model(x(device)).square().mean())
     model.zero_grad()
     for p in model.parameters():
         p.grad = None
     optimizer.step()  # as in torch: nothing to do
-    assert same(bits(model, optimizer)[: len(before)], before)
+    assert same(snapshot(model, optimizer)[: len(before)], before)
     amp.backward(model(x(device)).square().mean())
     kept = model.first.weight.detach().clone()
     model.first.weight.grad = None
@@ -165,14 +128,14 @@ def test_sparse_gradients_with_duplicates(
     model = nn.Embedding(6, 2, sparse=True).to(device)
     optimizer = SGD(model.parameters(), lr=0.5)
     amp = enable(model, optimizer, level=level, loss_scale=1.0)
-    before = bits(model)[0]
+    before = snapshot(model)[0]
     amp.backward((model(torch.tensor([1, 4, 1], device=device)) * value).sum())
     half = model.weight.dtype is torch.float16
     assert model.weight.grad.is_sparse
     optimizer.step()
     if half and value != 1.0:
         assert amp.stats()["skipped"] == 1
-        assert same(bits(model), [before])
+        assert same(snapshot(model), [before])
     else:
         moved = (
             before.float()
@@ -191,18 +154,18 @@ def test_sparse_adam_trains_and_adamw_refuses(
         model = nn.Embedding(6, 2, sparse=True).to(device)
         optimizer = kind(list(model.parameters()), lr=0.5)
         amp = enable(model, optimizer, level=level, loss_scale=8.0)
-        before = bits(model)[0]
+        before = snapshot(model)[0]
         amp.backward(model(torch.tensor([1, 4, 1], device=device)).sum())
         if kind is ADAM:
             with pytest.raises(
                 RuntimeError, match="does not support sparse gradients, please consider SparseAdam"
             ):
                 optimizer.step()
-            assert same(bits(model), [before])
+            assert same(snapshot(model), [before])
             assert amp.stats()["steps"] == 0
         else:
             optimizer.step()
-            moved = (bits(model)[0] != before).any(1).tolist()
+            moved = (snapshot(model)[0] != before).any(1).tolist()
             assert moved == [False, True, False, False, True, False]
 
 
@@ -233,9 +196,7 @@ def test_odd_shapes(enable: Any, device: torch.device, level: str, kind: Any) ->
         plain(data).backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
-        amp.backward(model(data))
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        take_step(amp, optimizers[1], model(data))
     for p, q in zip(plain.parameters(), amp.master_params(), strict=True):
         torch.testing.assert_close(q, p, rtol=2e-3, atol=2e-3)  # gradients rounded to half
     assert amp.stats()["steps"] == 2
@@ -272,22 +233,20 @@ def test_parameters_that_come_later(
     amp = enable(model, optimizer, level=level)
 
     def step(factor: float = 1.0) -> None:
-        amp.backward(model(x(device)).square().mean() * factor)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x(device)).square().mean() * factor)
 
     step()
     optimizer.add_param_group({"params": [model.last.weight], "lr": 0.2})
     optimizer.param_groups[0]["params"].append(model.last.bias)
-    before = bits(model)
+    before = snapshot(model)
     step()
-    after = bits(model)
+    after = snapshot(model)
     moved = [not torch.equal(p, q) for p, q in zip(before, after, strict=True)]
     assert moved == [True, True, False, False, True, True]  # the norm is in no group
     amp.backward(model(x(device)).square().mean())
     model.last.bias.grad.fill_(float("nan"))
     optimizer.step()
-    assert same(bits(model), after)
+    assert same(snapshot(model), after)
     assert all(p.dtype is torch.float32 for g in optimizer.param_groups for p in g["params"])
 
 
@@ -317,9 +276,7 @@ def test_frozen_and_thawed(enable: Any, device: torch.device, level: str, kind: 
     for frozen in (False, True, False):
         model.first.weight.requires_grad_(not frozen)
         before = model.first.weight.detach().clone()
-        amp.backward(model(x(device)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x(device)).square().mean())
         moved.append(not torch.equal(model.first.weight, before))
     assert moved == [True, False, True]
 
@@ -329,12 +286,12 @@ def test_one_optimizer_of_two_overflows(enable: Any, device: torch.device, level
     model = net(device)
     optimizers = [ADAM(model.first.parameters(), lr=0.1), SGD(model.last.parameters(), lr=0.1)]
     amp = enable(model, optimizers, level=level)
-    before = bits(model)
+    before = snapshot(model)
     amp.backward(model(x(device)).square().mean())
     model.last.weight.grad[0, 0] = float("inf")
     for optimizer in optimizers:
         optimizer.step()
-    assert same(bits(model), before)
+    assert same(snapshot(model), before)
     assert amp.stats() == {**amp.stats(), "steps": 0, "skipped": 1, "scale": 2.0**15}
 
 
@@ -361,10 +318,10 @@ def test_an_empty_batch(
     model = net(device)
     optimizer = SGD(model.parameters(), lr=0.1)
     amp = enable(model, optimizer, level=level)
-    before = bits(model)
+    before = snapshot(model)
     amp.backward(getattr(model(x(device, rows=0)).square(), reduce)())
     optimizer.step()
-    assert same(bits(model), before)
+    assert same(snapshot(model), before)
     assert amp.stats() == {
         **amp.stats(),
         "skipped": int(skips),
@@ -380,15 +337,13 @@ def test_a_loss_of_one_element_and_one_of_many(
     model = net(device)
     optimizer = SGD(model.parameters(), lr=0.1)
     amp = enable(model, optimizer, level=level)
-    amp.backward(model(x(device)).square().mean().reshape(1))
-    optimizer.step()
-    optimizer.zero_grad()
-    before = bits(model)
+    take_step(amp, optimizer, model(x(device)).square().mean().reshape(1))
+    before = snapshot(model)
     with pytest.raises(
         RuntimeError, match="grad can be implicitly created only for scalar outputs"
     ):
         amp.backward(model(x(device)).square())
-    assert same(bits(model), before)
+    assert same(snapshot(model), before)
     with pytest.raises(RuntimeError, match="does not require grad"):
         amp.backward(torch.ones((), device=device))  # depends on no parameter
     amp.backward(model(x(device)).square().mean())
@@ -416,7 +371,7 @@ def test_backward_twice_and_step_twice(
     # sums of two equal halves are exact, and so is twice a half, unless it was subnormal
     assert all(
         torch.allclose(p, q, rtol=1e-3, atol=1e-4)
-        for p, q in zip(bits(once), bits(twice), strict=True)
+        for p, q in zip(snapshot(once), snapshot(twice), strict=True)
     )
     with pytest.raises(RuntimeError, match=r"call step\(\) once per backward"):
         optimizers[1].step()
@@ -432,11 +387,9 @@ def test_rates_that_change(enable: Any, device: torch.device, level: str, kind: 
     group = optimizer.param_groups[0]
 
     def moved() -> bool:
-        before = bits(model)
-        amp.backward(model(x(device)).square().mean() * 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return not same(bits(model), before)
+        before = snapshot(model)
+        take_step(amp, optimizer, model(x(device)).square().mean() * 0)
+        return not same(snapshot(model), before)
 
     assert not moved()
     group["weight_decay"] = 0.5
@@ -467,7 +420,7 @@ def test_inference_then_training(enable: Any, device: torch.device, level: str) 
             amp.backward(model(x(device, i)).square().mean())
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        runs.append((bits(model, optimizer), amp.stats()))
+        runs.append((snapshot(model, optimizer), amp.stats()))
     assert same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
 
@@ -493,9 +446,11 @@ def test_two_models_train_in_two_threads(enable: Any, device: torch.device, leve
     def train(run: Any, steps: range) -> None:
         model, optimizer, amp = run
         for i in steps:
-            amp.backward(model(x(device, i)).square().mean() * (float("inf") if i == 5 else 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(
+                amp,
+                optimizer,
+                model(x(device, i)).square().mean() * (float("inf") if i == 5 else 1.0),
+            )
 
     def run(seed: int, other: str) -> Any:
         model = net(device, seed)
@@ -519,7 +474,7 @@ def test_two_models_train_in_two_threads(enable: Any, device: torch.device, leve
     assert not failed
     for one, other in zip(alone, together, strict=True):
         train(one, range(20))
-        assert same(bits(*one[:2]), bits(*other[:2]))
+        assert same(snapshot(*one[:2]), snapshot(*other[:2]))
         assert one[2].stats() == {**other[2].stats(), "steps": 19, "skipped": 1}
 
 
@@ -542,10 +497,8 @@ def test_data_loader_workers(enable: Any, device: torch.device) -> None:
         for data in DataLoader(
             Squares(), batch_size=4, num_workers=workers, multiprocessing_context=_context(workers)
         ):
-            amp.backward(model(data.to(device)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append((bits(model, optimizer), amp.stats()["steps"]))
+            take_step(amp, optimizer, model(data.to(device)).square().mean())
+        runs.append((snapshot(model, optimizer), amp.stats()["steps"]))
     assert same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1] == 2
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import dispatch_tables
+from helpers import dispatch_tables, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -485,9 +485,7 @@ def test_ema_over_masters_moves_where_a_half_one_is_stuck(
     start, began = [p.clone() for p in rounded], [p.clone() for p in precise]
     x = torch.ones(4, 8, device=device)
     for _ in range(50):
-        amp.backward(model(x).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x).sum())
         for ema, p in zip(precise, amp.master_params(), strict=True):
             ema.lerp_(p.detach(), 1e-4)
         for ema, p in zip(rounded, model.parameters(), strict=True):

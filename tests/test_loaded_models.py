@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same, storage_bytes
+from helpers import same, storage_bytes, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -277,9 +277,7 @@ def test_state_of_what_trains_again_later(
         model[0].requires_grad_(True)
         for i in range(3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(device)
-            amp.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(amp, optimizer, model(x).square().mean())
         assert amp.stats()["skipped"] == 0
         numbered = [optimizer.state[m] for m in amp.master_params()]
         found = [t for state in numbered for t in state.values() if t is not None]
@@ -498,9 +496,7 @@ def test_frozen_half_parameters_stay(
     x = torch.randn(8, 16, device=device)
     before = [m.detach().clone() for m in amp.master_params()]
     for _ in range(3):
-        amp.backward(model(x).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x).float().square().mean())
     assert amp.stats()["skipped"] == 0
     moved = [not torch.equal(a, b) for a, b in zip(before, amp.master_params(), strict=True)]
     assert moved == [p.requires_grad for p in model.parameters()]
@@ -620,9 +616,7 @@ def test_half_parameters_that_train_later(
             if as_group:
                 optimizer.add_param_group({"params": model[0].parameters()})
             start = model[0].weight.detach().float()
-        amp.backward(model(x).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x).sum())
     weight = model[0].weight
     state = model.state_dict()["0.weight"]
     assert state.dtype is FP32 and not torch.equal(state, start)
@@ -706,9 +700,7 @@ def test_memory_of_a_frozen_half_base(handles: Any, level: str) -> None:
     amp = handles(model, optimizer, level=level)
     x = torch.ones(1, width)
     for _ in range(2):
-        amp.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x).square().mean())
     ema = amp.ema(0.9)
     ema.update()
     state = model.state_dict()

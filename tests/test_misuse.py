@@ -1,6 +1,6 @@
 """Bad input gets a clear error, and nothing is lost."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,13 +210,10 @@ def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run() -> Iterator[Any]:
+def run(handles: Callable[..., Any]) -> Any:
     model = net()
     optimizer = adamw(model)
-    amp = tritonamp.enable(model, optimizer, level="O2")
-    yield model, optimizer, amp
-    if amp._enabled:
-        amp.disable()
+    return model, optimizer, handles(model, optimizer, level="O2")
 
 
 def test_closure(run: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import same
 from torch import Tensor, nn
 
 import tritonamp
@@ -79,10 +80,6 @@ def step(
 
 def values(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in model.state_dict().values()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 # levels

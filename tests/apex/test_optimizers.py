@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Net, take_step
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -462,20 +463,11 @@ def test_capturable_adam_follows_a_schedule(device: torch.device) -> None:
 # with tritonamp
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 def enabled(
     name: str, level: str, device: torch.device, wrap: Callable[[Any], Any] = lambda o: o
 ) -> Any:
     torch.manual_seed(3)
-    model = Net().to(device)
+    model = Net(4, 8, 1).to(device)
     optimizer = wrap(build(name, model.parameters(), lr=0.03))
     return model, optimizer, tritonamp.enable(model, optimizer, level=level)
 
@@ -488,9 +480,7 @@ def descend(
     y, losses = x.sum(1, keepdim=True), []
     for _ in range(steps):
         loss = (model(x * factor).float() - y).square().mean()
-        amp.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, loss)
         losses.append(loss.item())
     return losses
 

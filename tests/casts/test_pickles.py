@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_python import FreshPython
-from helpers import Net, assert_same
+from helpers import Net, assert_same, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -36,9 +36,7 @@ class Tied(nn.Module):
 
 def trained(model: nn.Module, amp: tritonamp.Amp, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
-        amp.backward(model(torch.ones(2, 6)).square().mean() * 1e-2)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(torch.ones(2, 6)).square().mean() * 1e-2)
 
 
 def saved(value: Any) -> io.BytesIO:

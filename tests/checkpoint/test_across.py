@@ -4,7 +4,7 @@ refused by name.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,20 +76,15 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.fixture
-def enabled(device: torch.device) -> Iterator[Callable[..., Run]]:
-    handles = []
-
+def enabled(device: torch.device, handles: Callable[..., Any]) -> Callable[..., Run]:
     def make(
         level: str = "O2", optimizer: Any = torch.optim.AdamW, seed: int = 0, **fields: Any
     ) -> Run:
         model = net(device, seed)
         made = optimizer(model.parameters(), lr=1e-2)
-        handles.append(tritonamp.enable(model, made, level=level, **fields))
-        return model, made, handles[-1]
+        return model, made, handles(model, made, level=level, **fields)
 
-    yield make
-    for handle in handles:
-        handle.disable()
+    return make
 
 
 def sgd(params: Any, **kwargs: Any) -> Optimizer:

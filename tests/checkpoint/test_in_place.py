@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -28,9 +29,7 @@ class Run:
     def train(self, steps: int, bad: int = -1) -> None:
         for step in range(steps):
             x = torch.randn(8, 4) * (math.inf if step == bad else 1)
-            self.amp.backward(self.model(x).square().mean())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.amp, self.optimizer, self.model(x).square().mean())
             self.schedule.step()
 
     def objects(self) -> dict[str, Any]:

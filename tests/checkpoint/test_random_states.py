@@ -126,13 +126,6 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(what: str) -> Non
 # Two ranks
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield pair
-    pair.stop()
-
-
 @on_ranks
 def saved_and_resumed(path: str, sharded: bool) -> list[Any]:
     seed(dist.get_rank())

@@ -5,11 +5,13 @@ stopped.
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import disabled_after, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -174,15 +176,7 @@ def bits(value: Any) -> Any:
 
 @pytest.fixture
 def runs(device: torch.device) -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
-
-    def make(*args: Any, **kwargs: Any) -> Run:
-        made.append(Run(device, *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.amp.disable()
+    yield from disabled_after(partial(Run, device))
 
 
 def train(run: Run, start: int = 0, end: int = STEPS) -> list[list[float]]:
@@ -341,9 +335,7 @@ def test_masters_of_a_model_that_was_half_already(device: torch.device) -> None:
         model, optimizer, amp = run
         for i in steps:
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i)).to(device)
-            amp.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(amp, optimizer, model(x).square().mean())
         return bits([*[part.state_dict() for part in run], list(amp.master_params())])
 
     straight, resumed = begin(0), begin(1)
@@ -379,9 +371,7 @@ def test_faults_on_the_way_to_healing_count_on(device: torch.device) -> None:
 
     def fail(run: Any) -> list[str]:
         model, optimizer, amp = run
-        amp.backward(model(torch.full((4, 4), 3000.0, device=device)).mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(torch.full((4, 4), 3000.0, device=device)).mean())
         return amp.stats()["healed"]  # type: ignore[no-any-return]
 
     straight = begin()
@@ -484,9 +474,7 @@ def test_the_gradients_of_the_last_good_step_are_remembered(device: torch.device
         if resumed:
             amp.load_state_dict(state)
         else:
-            amp.backward(model(torch.ones(2, 4, device=device)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(amp, optimizer, model(torch.ones(2, 4, device=device)).mean())
             state = amp.state_dict()
             assert amp.stats()["grad_norm"] > 0
         assert amp.state_dict() == state

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import Killed
-from torch import Tensor, nn
+from torch import nn
 
 import tritonamp
+from tests.checkpoint.test_checkpoint import DTYPES, VIEWS, bits, names
 from tritonamp import load_sharded, save_sharded
 from tritonamp.checkpoint import distributed, durable
 from tritonamp.checkpoint.manifest import MANIFEST
@@ -30,25 +31,6 @@ from tritonamp.checkpoint.manifest import MANIFEST
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="needs torch.distributed"
 )
-
-DTYPES = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.int64,
-    torch.bool,
-]
-DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16]
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.t(),
-    "strided": lambda x: x[::2, 1],
-    "empty": lambda x: x[:0],
-    "scalar": lambda x: x[0, 0],
-    "expanded": lambda x: x[0].expand(3, 4),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +42,6 @@ def _instant_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-def bits(tensor: Tensor) -> list[int]:
-    values: list[int] = (
-        tensor.reshape(-1).contiguous().view(torch.uint8).tolist() if tensor.numel() else []
-    )
-    return values
 
 
 def write(folder: Path, step: int, size: int = 3) -> None:
@@ -82,10 +57,6 @@ def read(folder: Path | str) -> int:
     }
     step: int = content["step"]
     return step
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir())
 
 
 def flip(path: Path, fraction: float = 0.5) -> None:

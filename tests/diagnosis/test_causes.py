@@ -6,11 +6,13 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import disabled_after, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -55,16 +57,7 @@ class Run:
 
 @pytest.fixture
 def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    runs = []
-
-    def make(**fields: Any) -> Run:
-        runs.append(Run(device, **fields))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        if run.amp._enabled:
-            run.amp.disable()
+    yield from disabled_after(partial(Run, device))
 
 
 def fill(value: float) -> Callable[[Net], Any]:
@@ -143,9 +136,7 @@ def test_a_step_whose_eps_is_zero_in_half(
     ]
     x = torch.randn(6, 8, device=device)
     for _ in range(12):
-        amp.backward(model(x).square().mean() * 1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x).square().mean() * 1e-5)
     causes = [record.cause for record in amp.history]
     wrote = causes.index("bad parameters")
     assert set(causes[wrote:]) == {"bad parameters"}
@@ -192,9 +183,7 @@ def test_a_step_is_not_blamed_for_what_somebody_else_wrote(
         if i == 3:
             with torch.no_grad():
                 model.head.bias[1] = NAN
-        amp.backward(model(torch.randn(6, 8, device=device)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(torch.randn(6, 8, device=device)).square().mean())
     assert [r.cause for r in amp.history][2:] == [None, "bad parameters", "bad parameters"]
     assert "something else wrote them: a loaded checkpoint" in amp.explain()
     amp.disable()
@@ -210,9 +199,7 @@ def test_a_step_of_ours_that_wrote_them_is_named(device: torch.device) -> None:
         model.weight.fill_(6e4)
         model.weight[1:] = 0.0
     for _ in range(3):
-        amp.backward(model(x * 1e-3)[0, 0] * -1e3)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x * 1e-3)[0, 0] * -1e3)
     assert "Step 1 wrote them (SGD, lr=16384): Lower the learning rate" in amp.explain()
     amp.disable()
 
@@ -394,9 +381,7 @@ def test_running_statistics_that_a_bad_batch_left_behind(device: torch.device) -
     for bad in (True, False):
         x = torch.randn(8, 4, device=device)
         x[3, 1] = INF if bad else 0.0
-        amp.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, model(x).square().mean())
     assert [record.cause for record in amp.history] == ["data", None], (
         "statistics of its own serve a training forward"
     )

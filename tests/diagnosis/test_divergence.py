@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import op_of_linear
+from helpers import op_of_linear, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -56,9 +56,7 @@ class Run:
             self.y = torch.randint(0, 4, (32,), device=device)
             if break_ is not None and i == 10:
                 break_(self)
-            self.amp.backward(self.loss())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.amp, self.optimizer, self.loss())
 
     def loss(self) -> Tensor:
         return nn.functional.cross_entropy(self.model(self.x), self.y)
@@ -358,9 +356,7 @@ def test_growth_from_zero_to_a_far_minimum_is_no_divergence() -> None:
         for last in [False] * 29 + [True]:
             x = torch.randn(16, 8)
             loss = nn.functional.mse_loss(model(x), x @ target)
-            amp.backward(loss * (NAN if last else 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(amp, optimizer, loss * (NAN if last else 1.0))
         assert float(model.weight.detach().abs().max()) > 1000.0
         assert amp.history[-1].cause == "forward fault"
         assert "diverged" not in amp.explain()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Net
+from helpers import Net, take_step
 
 import tritonamp
 from tritonamp.diagnosis.causes import Cause
@@ -56,9 +56,7 @@ def test_a_run_is_drawn(name: str, start: bytes, tmp_path: Path, device: torch.d
     with pytest.raises(RuntimeError, match=r"expected a step in amp\.history, got none"):
         amp.plot(tmp_path / name)
     for factor in (1.0, math.inf, 1.0):
-        amp.backward((model(torch.ones(2, 6, device=device)) * factor).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, (model(torch.ones(2, 6, device=device)) * factor).sum())
     path = amp.plot(str(tmp_path / name))
     assert path == tmp_path / name
     assert path.read_bytes().startswith(start)

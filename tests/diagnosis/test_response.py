@@ -6,13 +6,14 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import op_of_linear
+from helpers import disabled_after, op_of_linear, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -76,24 +77,13 @@ class Run:
 
     def step(self, i: int, size: float = 600.0) -> float:
         loss = self.loss(i, size)
-        self.amp.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.amp, self.optimizer, loss)
         return loss.item()
 
 
 @pytest.fixture
 def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    runs = []
-
-    def make(**fields: Any) -> Run:
-        runs.append(Run(device, **fields))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        if run.amp._enabled:
-            run.amp.disable()
+    yield from disabled_after(partial(Run, device))
 
 
 NAMED = "matmul overflow, forward: attention, op "
@@ -327,9 +317,7 @@ def test_what_one_model_makes_is_not_the_data_of_the_next(
     amp = tritonamp.enable([encoder, decoder], optimizer, level="O2", on_nonfinite="heal")
     for _ in range(4):
         h = encoder(torch.randn(4, 8, device=device))
-        amp.backward(decoder(h.detach() if detached else h).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, decoder(h.detach() if detached else h).square().mean())
     assert [record.cause for record in amp.history][:2] == ["forward fault"] * 2
     assert amp.stats()["healed"] == ["0"]
     assert "data" not in {record.cause for record in amp.history}
@@ -354,9 +342,11 @@ def test_many_faults_of_another_kind_do_not_end_healing(device: torch.device) ->
     amp = tritonamp.enable(model, optimizer, level="O2", on_nonfinite="heal")
     for i in range(40):
         model.mode = "log" if i < 10 else "square"
-        amp.backward(model(torch.randn(4, 8, device=device)).square().mean() + model.s.l.bias.sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(
+            amp,
+            optimizer,
+            model(torch.randn(4, 8, device=device)).square().mean() + model.s.l.bias.sum(),
+        )
     assert amp.stats()["healed"] == ["s"]
     assert "domain error" not in amp.explain(), "the last fault is another one"
     amp.disable()
@@ -554,9 +544,7 @@ def saturating(device: torch.device, inner: nn.Module, size: float, **fields: An
 
 
 def one_step(run: Run) -> None:
-    run.amp.backward(run.model(run.x).float().square().mean())
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    take_step(run.amp, run.optimizer, run.model(run.x).float().square().mean())
 
 
 @pytest.mark.parametrize("inner", [HalfNorm, Lorentzian])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import disabled_after
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -38,16 +39,7 @@ class Loop:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Loop]]:
-    made: list[Loop] = []
-
-    def new(**settings: Any) -> Loop:
-        made.append(Loop(**settings))
-        return made[-1]
-
-    yield new
-    for loop in made:
-        if loop.amp._enabled:
-            loop.amp.disable()
+    yield from disabled_after(Loop)
 
 
 @pytest.fixture

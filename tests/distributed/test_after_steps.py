@@ -5,7 +5,6 @@ The ranks are this file run as a script, see two_ranks.py.
 
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ pytestmark = [
 DECAY = 0.5
 SKIPPED = [0, 3]
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield pair
-    pair.stop()
 
 
 def net() -> nn.Sequential:

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,13 +30,6 @@ pytestmark = [
 ]
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield pair
-    pair.stop()
 
 
 # What the ranks train

@@ -8,7 +8,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,13 +29,6 @@ pytestmark = [
 
 STEPS = 6
 SCALE = 2.0**10
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield pair
-    pair.stop()
 
 
 class Net(nn.Module):

@@ -7,7 +7,6 @@ The ranks are this file run as a script, see two_ranks.py.
 import copy
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,13 +29,6 @@ OPTIMIZERS = {
     "optim.AdamW": tritonamp.optim.AdamW,
 }
 SCALE, STEPS, BAD = 2.0**10, 4, 1
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield pair
-    pair.stop()
 
 
 def harmed(kind: str, loss: Tensor, model: nn.Module) -> Tensor:

@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -460,9 +461,7 @@ def finite_loss(model, policy, x, steps=3):
             while amp.stats()["steps"] < steps and amp.stats()["skipped"] < 40:
                 output = twin(x)
                 loss = (output - 1).square().mean()
-                amp.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(amp, optimizer, loss)
             losses[name] = loss.item()
         finally:
             amp.disable()
@@ -1087,9 +1086,7 @@ def test_the_policy_begins_at_the_loss_scale_that_fits():
         optimizer = adamw(twin)
         amp = tritonamp.enable(twin, optimizer, **options)
         while not amp.stats()["steps"]:
-            amp.backward(1e3 * twin(x).square().sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(amp, optimizer, 1e3 * twin(x).square().sum())
         lost[name] = amp.stats()["skipped"]
         amp.disable()
     assert lost == {"level": 16 - largest, "policy": 0, "scaler": 0, "both": 0}

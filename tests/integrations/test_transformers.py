@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_same
 from torch import Tensor, nn
 
 if sys.version_info < (3, 11):
@@ -129,12 +130,6 @@ def by_hand(level: str, kind: type, accumulate: int, norm: float) -> Any:
     result = state(model), norms, rates
     amp.disable()
     return result
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize(

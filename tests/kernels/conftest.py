@@ -20,8 +20,18 @@ from tritonamp.kernels._implementations import TraceableOp, operations
 from tritonamp.kernels._sample import Sample, as_list
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 
+Shrink = Callable[[int | None], None]  # what the fixture small_tiles is
 GUARD = 64  # elements; a multiple of 16 bytes leaves the alignment as it is
 U = 2.0**-24  # half an ulp of 1 in FP32
+
+# of overflows and the like in the interpreter
+numpy_warns = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """Return a copy one element behind an address that is a multiple of 16 bytes."""
+    memory = tensor.new_full((tensor.numel() + 16,), 7.0)
+    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 class SampleCall(NamedTuple):
@@ -198,7 +208,7 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Shrink:
     """Takes the number of programs below which they share lines, or None: all as shipped.
 
     A program then holds at most 128 elements of a line, in softmax's backward 64. It walks over

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._adam_rates import RATES, _power
 from tritonamp.kernels._launch import launch
@@ -18,9 +19,7 @@ from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw import OPTIONAL, AdamRule, adamw
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALF, BF16, WIDE, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import reduce, softmax, softmax_backward
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import column_offsets, line_offsets
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 ROWS, BLOCK, STEPS = 4, 8, 2
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.conftest import numpy_warns, unaligned
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.cast import cast, fp32_value
 from tritonamp.kernels.device import INTERPRETED
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALVES = [torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
@@ -25,11 +24,6 @@ def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 def overflow(lists: TensorLists, device: torch.device) -> list[int]:
     return lists.kept("overflow", (lists.size,), torch.int32, device).tolist()
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    memory = tensor.new_full((tensor.numel() + 16,), 7.0)
-    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -1,14 +1,13 @@
 """cross_entropy, kernel and twin against FP64."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import U, assert_within, softmax_and_error
+from tests.kernels.conftest import Shrink, U, assert_within, softmax_and_error
 from tests.kernels.test_softmax import BF16, HALF, LAYOUTS, WIDE, Layout, inputs
 from tests.kernels.test_softmax_special import SPECIAL, N
 from tritonamp.kernels import cross_entropy as module
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered:RuntimeWarning"
 )  # NumPy's, in the interpreter
 
-Shrink = Callable[[int | None], None]
 NAMES = ["3", "8", "255", "1024", "more lines", "columns", "two tiles of columns", "vector"]
 NAMES += ["no rows", "whole at most", "long from", "long", "long, no masks"]
 NAMES += ["long columns", "long, two tiles of columns"]

@@ -1,7 +1,6 @@
 """The gradient of cross_entropy, kernel and twin against FP64."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.conftest import U, assert_within, ulp
+from tests.kernels.conftest import Shrink, U, assert_within, ulp
 from tests.kernels.test_cross_entropy import REAL, SMALL, each_smoothing, special_lines
 from tests.kernels.test_softmax import BF16, HALF, LAYOUTS, WIDE, Layout, inputs
 from tritonamp.kernels.cross_entropy import cross_entropy, sample_targets
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
 )  # NumPy's, in the interpreter
 
 INF, NAN = float("inf"), float("nan")
-Shrink = Callable[[int | None], None]
 
 
 def gradient_and_error(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.decide import (
     RECORD,
@@ -23,9 +24,7 @@ from tritonamp.kernels.decide import (
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 from tritonamp.kernels.grad_stats import grad_stats
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 INF, NAN = float("inf"), float("nan")
 FORMS = (

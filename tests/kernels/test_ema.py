@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import Traffic, U, assert_within
+from tests.kernels.conftest import Traffic, U, assert_within, numpy_warns, unaligned
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.ema import ema
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (4107,), (5, 7), (3, 0)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -24,11 +22,6 @@ def made(device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
     tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
     tensors.append(torch.randn(6, 5, generator=generator).t())
     return [t.to(device, dtype) for t in tensors]
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    memory = tensor.new_full((tensor.numel() + 16,), 7.0)
-    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])

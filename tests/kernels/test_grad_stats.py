@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _device_tables, _tables
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 from tritonamp.kernels.grad_stats import _float_bits, _magnitude, grad_stats
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 KERNELS_TAKE = DTYPES[:3]

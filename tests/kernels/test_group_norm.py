@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import Traffic, U, assert_within, ulp
+from tests.kernels.conftest import Traffic, U, assert_within, numpy_warns, ulp
 from tests.kernels.test_norm import DTYPES, EPS, HALF, WIDE, Shrink, exact
 from tritonamp.kernels._group_norms import walk
 from tritonamp.kernels.group_norm import group_norm
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 LAST = torch.channels_last
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {

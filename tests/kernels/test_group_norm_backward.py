@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.conftest import Traffic, U, assert_within, ulp
+from tests.kernels.conftest import Traffic, U, assert_within, numpy_warns, ulp
 from tests.kernels.test_group_norm import (
     Inputs,
     each_case,
@@ -16,9 +16,7 @@ from tritonamp.kernels import group_norm_backward as group_norm_backward_module
 from tritonamp.kernels.group_norm import group_norm
 from tritonamp.kernels.group_norm_backward import group_norm_backward
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 
 def check_backward(given: Inputs, backend: str) -> None:

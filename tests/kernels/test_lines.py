@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _lines, reduce, softmax
 from tritonamp.kernels._launch import launch
 from tritonamp.kernels._lines import (
@@ -21,9 +22,7 @@ from tritonamp.kernels._lines import (
 )
 from tritonamp.kernels.device import tl, triton
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 tiling = inspect.unwrap(_lines.tiling)  # remembers nothing
 

@@ -1,22 +1,18 @@
 """What operations read and write, counted in Triton's interpreter; and the same bits again."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import SAMPLES, SampleCall, each_sample
+from tests.kernels.conftest import SAMPLES, SampleCall, Shrink, each_sample, numpy_warns
 from tritonamp.kernels import reduce, softmax
 from tritonamp.kernels._launch import Launch
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALF, WIDE = torch.float16, torch.float32
-Shrink = Callable[[int | None], None]
 
 
 WHOLE = [((3, 9), 1), ((3, 64), 1), ((9, 1025), 1), ((9, 7), 0), ((2, 33, 5), 1)]

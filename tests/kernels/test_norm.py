@@ -1,22 +1,18 @@
 """layer_norm and rms_norm, kernels and twins against FP64."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import U, assert_within, ulp
+from tests.kernels.conftest import Shrink, U, assert_within, numpy_warns, ulp
 from tritonamp.kernels.norm import norm
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
 EPS = 1e-5
-Shrink = Callable[[int | None], None]
 SHAPES = {f"{n}": (3, n) for n in (1, 2, 3, 8, 9, 255, 256, 257, 1024, 1025)} | {
     "one line": (5,),
     "two tiles of lines": (513, 8),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.conftest import U, assert_within, ulp
+from tests.kernels.conftest import U, assert_within, numpy_warns, ulp
 from tests.kernels.test_norm import (
     BF16,
     DTYPES,
@@ -22,9 +22,7 @@ from tritonamp.kernels import norm_backward as norm_backward_module
 from tritonamp.kernels.norm import norm
 from tritonamp.kernels.norm_backward import norm_backward
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 
 def check_backward(given: Inputs, center: bool, backend: str) -> None:

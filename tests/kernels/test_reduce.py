@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import assert_within, sum_and_error, ulp
+from tests.kernels.conftest import Shrink, assert_within, numpy_warns, sum_and_error, ulp
 from tritonamp.kernels.reduce import sum
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALVES = [torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
-Shrink = Callable[[int | None], None]
 
 LENGTHS = [(n, None) for n in (0, 1, 2, 1023, 1024, 1025, 8191, 8192, 8193)]  # tiles of 8192
 LENGTHS += [(n, 0) for n in (127, 128, 129, 255, 256, 257)]  # of 128

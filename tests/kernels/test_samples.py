@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import SampleCall, each_sample
+from tests.kernels.conftest import SampleCall, each_sample, numpy_warns
 from tritonamp.commands.selftest.kernels import differs
 from tritonamp.kernels._implementations import Implementations, operations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 INF, NAN = float("inf"), float("nan")
 MAX_GRID = 2**31 - 1, 65535, 65535  # CUDA's

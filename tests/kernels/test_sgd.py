@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Traffic, U
+from tests.kernels.test_lion import made
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.sgd import OPTIONAL, SGDRule, sgd
 
-SHAPES = [(5,), (3, 7), (64, 65), (), (4100,)]
 RULES = {
     "plain": SGDRule(0.1, 0.0, 0.0, 0.0, False, False),
     "decay": SGDRule(0.1, 0.0, 0.0, 0.25, False, True),
@@ -21,13 +21,6 @@ RULES = {
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 each_copy = pytest.mark.parametrize("copy", [None, torch.float16, torch.bfloat16], ids=str)
-
-
-def made(device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    tensors.append(torch.randn(6, 5, generator=generator).t())
-    return [t.to(device, dtype) for t in tensors]
 
 
 class Run:

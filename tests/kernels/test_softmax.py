@@ -8,17 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import assert_within, softmax_and_error, ulp
+from tests.kernels.conftest import Shrink, assert_within, numpy_warns, softmax_and_error, ulp
 from tritonamp.kernels.device import INTERPRETED
 from tritonamp.kernels.softmax import log_softmax, softmax
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
 Op = Callable[..., Tensor]
-Shrink = Callable[[int | None], None]
 
 
 class Layout(NamedTuple):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.conftest import U, assert_within, backward_and_error, ulp
+from tests.kernels.conftest import U, assert_within, backward_and_error, numpy_warns, ulp
 from tests.kernels.test_softmax import (
     BF16,
     HALF,
@@ -25,9 +25,7 @@ from tritonamp.kernels.softmax_backward import (
     softmax_backward,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 BACKWARD_DTYPES = [(HALF, HALF, HALF), (BF16, BF16, BF16), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
 

@@ -9,18 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import softmax_and_error, ulp
+from tests.kernels.conftest import Shrink, numpy_warns, softmax_and_error, ulp
 from tritonamp.kernels.softmax import log_softmax, softmax
 from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
 HALF, BF16 = torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
 Op = Callable[..., Tensor]
-Shrink = Callable[[int | None], None]
 
 
 class Regime(NamedTuple):

@@ -13,9 +13,11 @@ from torch import Tensor
 from tests.kernels.conftest import (
     SAMPLES,
     SampleCall,
+    Shrink,
     assert_within,
     backward_and_error,
     each_sample,
+    numpy_warns,
     softmax_and_error,
     sum_and_error,
     ulp,
@@ -25,11 +27,8 @@ from tritonamp.kernels.reduce import SUM, sum
 from tritonamp.kernels.softmax import log_softmax, softmax
 from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy's, in the interpreter
+pytestmark = numpy_warns
 
-Shrink = Callable[[int | None], None]
 OTHERS = Sample(
     lambda x, dim: (x, [d for d in range(x.dim()) if d != dim], True, torch.float32),
     any_order=True,

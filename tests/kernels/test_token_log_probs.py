@@ -1,14 +1,14 @@
 """token_log_probs, kernel and twin against FP64."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import U, assert_within
+from tests.kernels.conftest import Shrink, U, assert_within
+from tests.kernels.test_cross_entropy import REAL
 from tests.kernels.test_softmax import BF16, HALF, LAYOUTS, WIDE, Layout, inputs
 from tests.kernels.test_softmax_special import SPECIAL, N
 from tritonamp.kernels import token_log_probs as module
@@ -18,15 +18,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered:RuntimeWarning"
 )  # NumPy's, in the interpreter
 
-Shrink = Callable[[int | None], None]
 NAMES = ["3", "8", "255", "1024", "more lines", "columns", "vector", "no rows", "whole at most"]
 NAMES += ["long from", "long", "long, no masks", "long columns"]
 SMALL = {name: LAYOUTS[name] for name in NAMES}
-REAL = {
-    "whole": Layout((1, 8192), 1),
-    "odd": Layout((2, 50257), 1),
-    "most classes": Layout((1, 262144), 1),
-}
 each_temperature = pytest.mark.parametrize("temperature", [1.0, 0.7, 4.0])
 
 

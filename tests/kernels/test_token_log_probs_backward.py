@@ -1,14 +1,13 @@
 """The gradient of token_log_probs, kernel and twin against FP64."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import U, assert_within, ulp
+from tests.kernels.conftest import Shrink, U, assert_within, ulp
 from tests.kernels.test_softmax import BF16, HALF, LAYOUTS, WIDE, Layout, inputs
 from tests.kernels.test_token_log_probs import REAL, SMALL
 from tritonamp.kernels.token_log_probs import sample_rows, token_log_probs
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered:RuntimeWarning"
 )  # NumPy's, in the interpreter
 
-Shrink = Callable[[int | None], None]
 each_entropy = pytest.mark.parametrize("entropy", [False, True], ids=["alone", "with entropy"])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpuless.fake_cuda import FakeCuda
+from helpers import take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -59,9 +60,7 @@ class Run:
 
     def step(self, skip: bool = False) -> None:
         loss = self.model(self.x).float().square().mean()
-        self.amp.backward(loss * math.inf if skip else loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.amp, self.optimizer, loss * math.inf if skip else loss)
 
     def values(self) -> list[Tensor]:
         return [p.detach().double().cpu() for p in self.amp.master_params()]
@@ -303,9 +302,7 @@ def test_a_cuda_graph_captures_it(fake_cuda: FakeCuda, level: str) -> None:
     factors = [torch.ones((), device="cuda") for _ in range(2)]
 
     def step(run: Run, factor: Tensor) -> None:
-        run.amp.backward(run.model(run.x).float().square().mean() * factor)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        take_step(run.amp, run.optimizer, run.model(run.x).float().square().mean() * factor)
         run.ema.update()
 
     for run, factor in zip((eager, captured), factors, strict=True):

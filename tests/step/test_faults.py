@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import same
+from helpers import same, snapshot
 from torch import Tensor, nn
 
 import tritonamp
@@ -47,12 +47,8 @@ class Run:
 
     def bits(self) -> list[Tensor]:
         """Everything that a step may change, and the loss scale."""
-        groups = [p for g in self.optimizer.param_groups for p in g["params"]]
-        state = [
-            v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)
-        ]
         scale = torch.tensor([self.scaler.get_scale(), self.scaler._get_growth_tracker()])
-        return [t.detach().clone() for t in (*self.model.parameters(), *groups, *state, scale)]
+        return [*snapshot(self.model, self.optimizer), scale]
 
     def gradients(self) -> Tensor:
         """All of them in one piece, a copy."""

@@ -10,12 +10,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import same
+from helpers import disabled_after, same, snapshot, take_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -54,7 +55,9 @@ class Net(nn.Module):
 
 
 class Run:
-    def __init__(self, device: torch.device, level: str, optimizer: str, **fields: Any) -> None:
+    def __init__(
+        self, device: torch.device, level: str = "O2", optimizer: str = "AdamW", **fields: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model = Net().to(device)
         self.optimizer = FUSED[optimizer](self.model.parameters())
@@ -72,16 +75,10 @@ class Run:
         return self.model(x).square().mean()
 
     def step(self, i: int) -> None:
-        self.amp.backward(self.loss(i))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.amp, self.optimizer, self.loss(i))
 
     def bits(self) -> list[Tensor]:
-        groups = [p for g in self.optimizer.param_groups for p in g["params"]]
-        state = [
-            v for p in groups for v in self.optimizer.state[p].values() if isinstance(v, Tensor)
-        ]
-        return [t.detach().clone() for t in (*self.model.parameters(), *groups, *state)]
+        return snapshot(self.model, self.optimizer)
 
     def numbers(self) -> Any:
         return self.amp.state_dict(), self.amp.stats(), self.amp.history
@@ -89,15 +86,7 @@ class Run:
 
 @pytest.fixture
 def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    runs = []
-
-    def make(level: str = "O2", optimizer: str = "AdamW", **fields: Any) -> Run:
-        runs.append(Run(device, level, optimizer, **fields))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.amp.disable()
+    yield from disabled_after(partial(Run, device))
 
 
 def raises(error: type[BaseException]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, same
+from helpers import Net, same, snapshot, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -33,29 +33,15 @@ def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(data[0]), data[1])
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every bit that a step may change."""
-    groups = [p for g in optimizer.param_groups for p in g["params"]]
-    state = [v for p in groups for v in optimizer.state[p].values() if isinstance(v, Tensor)]
-    return [t.detach().clone() for t in (*model.parameters(), *groups, *state)]
-
-
 @pytest.fixture
-def enabled(device: torch.device) -> Iterator[Callable[..., Any]]:
-    handles = []
-
+def enabled(device: torch.device, handles: Callable[..., Any]) -> Callable[..., Any]:
     def make(level: Any = "O2", optimizer: str = "AdamW", **fields: Any) -> Any:
         torch.manual_seed(0)
         model = Net().to(device)
         opt = OPTIMIZERS[optimizer](model.parameters())
-        amp = tritonamp.enable(model, opt, level=level, **fields)
-        handles.append(amp)
-        return model, opt, amp
+        return model, opt, handles(model, opt, level=level, **fields)
 
-    yield make
-    for amp in handles:
-        if amp._enabled:
-            amp.disable()
+    return make
 
 
 @pytest.mark.steps
@@ -132,9 +118,7 @@ def test_a_skipped_step_changes_no_bit(
 ) -> None:
     model, opt, amp = enabled(level, optimizer)
     for i in range(3):
-        amp.backward(loss_of(model, batch(device, i)))
-        opt.step()
-        opt.zero_grad()
+        take_step(amp, opt, loss_of(model, batch(device, i)))
     before = snapshot(model, opt)
     scale = amp.stats()["scale"]
     loss = loss_of(model, batch(device, 9))
@@ -242,9 +226,7 @@ def test_micro_batches_are_one_decision(
     enabled: Callable[..., Any], device: torch.device, level: str, optimizer: str
 ) -> None:
     model, opt, amp = enabled(level, optimizer)
-    amp.backward(loss_of(model, batch(device, 4)))
-    opt.step()
-    opt.zero_grad()
+    take_step(amp, opt, loss_of(model, batch(device, 4)))
     amp.backward(loss_of(model, batch(device, 0)) / 2)
     amp.backward(loss_of(model, batch(device, 1)) / 2 * float("inf"))
     before = snapshot(model, opt)
@@ -462,9 +444,7 @@ def test_forty_bad_batches_leave_the_scale_alone(
     for i in range(40):
         x, y = batch(device, i)
         x[3, 2] = float("inf")
-        amp.backward(loss_of(model, (x, y)))
-        opt.step()
-        opt.zero_grad()
+        take_step(amp, opt, loss_of(model, (x, y)))
     assert amp.stats() == {**amp.stats(), "scale": 2.0**16, "skipped": 40, "forward_faults": 40}
 
 

@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, same
+from helpers import Net, disabled_after, same, snapshot, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -26,42 +27,25 @@ def loss_of(model: nn.Module, device: torch.device, factor: float = 1.0) -> Tens
     return model(torch.ones(4, 6, device=device)).square().mean() * factor
 
 
-def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every bit that a step may change."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [v for p in params for v in optimizer.state[p].values() if isinstance(v, Tensor)]
-    return [t.detach().clone() for t in (*params, *state)]
-
-
 class Run:
     """An enabled model, and what no-ops must not move."""
 
-    def __init__(self, device: torch.device, level: str, optimizer: str) -> None:
+    def __init__(self, device: torch.device, level: str = "O2", optimizer: str = "AdamW") -> None:
         torch.manual_seed(0)
         self.device, self.model = device, Net().to(device)
         self.optimizer = MAKERS[optimizer](self.model.parameters())
         self.amp = tritonamp.enable(self.model, self.optimizer, level=level)
 
     def step(self, factor: float = 1.0) -> None:
-        self.amp.backward(loss_of(self.model, self.device, factor))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.amp, self.optimizer, loss_of(self.model, self.device, factor))
 
     def all(self) -> tuple[list[Tensor], dict[str, Any], int]:
-        return bits(self.optimizer), self.amp.stats(), len(self.amp.history)
+        return snapshot(self.optimizer), self.amp.stats(), len(self.amp.history)
 
 
 @pytest.fixture
 def make(device: torch.device) -> Iterator[Callable[..., Run]]:
-    runs = []
-
-    def one(level: str = "O2", optimizer: str = "AdamW") -> Run:
-        runs.append(Run(device, level, optimizer))
-        return runs[-1]
-
-    yield one
-    for run in runs:
-        run.amp.disable()
+    yield from disabled_after(partial(Run, device))
 
 
 def assert_nothing(run: Run, call: Callable[[], Any]) -> None:
@@ -122,14 +106,14 @@ def test_a_loss_that_reaches_one_of_two_optimizers(device: torch.device) -> None
     optimizers = [MAKERS["AdamW"](m.parameters()) for m in models]
     with tritonamp.enable(models, optimizers, level="O2") as amp:
         schedulers = [torch.optim.lr_scheduler.StepLR(o, 1) for o in optimizers]
-        still = bits(optimizers[1])
+        still = snapshot(optimizers[1])
         for _ in range(3):
             amp.backward(loss_of(models[0], device))  # feeds both, for all that amp knows
             for optimizer in reversed(optimizers):
                 optimizer.step()
                 optimizer.zero_grad()
             amp.step_schedulers(*schedulers)
-        assert same(still, bits(optimizers[1]))
+        assert same(still, snapshot(optimizers[1]))
         assert amp.stats()["steps"] == 3
         assert [s.last_epoch for s in schedulers] == [3, 0]
 
@@ -181,14 +165,14 @@ def test_scaler_alone(device: torch.device, optimizer: str, unscale: bool) -> No
         scaler.update()
         opt.zero_grad()
 
-    start = bits(opt)
+    start = snapshot(opt)
     loop(False)
-    assert same(start, bits(opt)) and scaler.get_scale() == 2.0**16
+    assert same(start, snapshot(opt)) and scaler.get_scale() == 2.0**16
     loop(True)
-    before = bits(opt)
+    before = snapshot(opt)
     for _ in range(3):
         loop(False)
-    assert same(before, bits(opt)) and not same(start, before)
+    assert same(before, snapshot(opt)) and not same(start, before)
     assert scaler.state_dict()["_growth_tracker"] == 1 and scaler.get_scale() == 2.0**16
     loop(True)
     assert scaler.get_scale() == 2.0**17
@@ -223,10 +207,10 @@ def test_gradients_that_come_after_unscaling(
     scaler.unscale_(opt)
     for p in model.parameters():
         p.grad = torch.full_like(p, value)
-    before = bits(opt)[:2]
+    before = snapshot(opt)[:2]
     scaler.step(opt)
     scaler.update()
-    assert same(before, bits(opt)[:2]) is (value != 1.0)
+    assert same(before, snapshot(opt)[:2]) is (value != 1.0)
     assert scaler.get_scale() == (2.0**16 if value == 1.0 else 2.0**15)
 
 
@@ -238,9 +222,9 @@ def test_apex(device: torch.device, opt_level: str, capsys: pytest.CaptureFixtur
         model, optimizer = apex_amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
 
         def no_op() -> None:
-            before, scale = bits(optimizer), apex_amp.state_dict()
+            before, scale = snapshot(optimizer), apex_amp.state_dict()
             optimizer.step()
-            assert same(before, bits(optimizer)) and apex_amp.state_dict() == scale
+            assert same(before, snapshot(optimizer)) and apex_amp.state_dict() == scale
 
         no_op()
         with apex_amp.scale_loss(loss_of(model, device), optimizer) as scaled:
@@ -269,6 +253,6 @@ def test_fp16_optimizer(device: torch.device) -> None:
         optimizer.update_master_grads()
         optimizer.step()
     optimizer.zero_grad(set_grads_to_None=True)
-    before, scale = bits(optimizer.optimizer), dict(vars(optimizer.loss_scaler))
+    before, scale = snapshot(optimizer.optimizer), dict(vars(optimizer.loss_scaler))
     optimizer.step()
-    assert same(before, bits(optimizer.optimizer)) and vars(optimizer.loss_scaler) == scale
+    assert same(before, snapshot(optimizer.optimizer)) and vars(optimizer.loss_scaler) == scale

@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import more
 from gpuless.fake_cuda import FakeCuda
-from helpers import Net
+from helpers import Net, take_step
 from torch import Tensor
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -171,9 +171,7 @@ def test_a_cuda_graph(fake_cuda: FakeCuda) -> None:
     factor = torch.ones((), device="cuda")
 
     def step() -> None:
-        run.amp.backward(run.model(run.x).float().square().mean() * factor)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        take_step(run.amp, run.optimizer, run.model(run.x).float().square().mean() * factor)
 
     step()
     assert run.call() == 1
@@ -365,9 +363,7 @@ def test_torchs_schedulers_do_not_warn(
     scheduler = scheduler or make(optimizer)
     for call in range(CALLS - 1):
         loss = model(torch.ones(2, 6, device=device)).float().sum()
-        amp.backward(loss * math.inf if call < 3 else loss * 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(amp, optimizer, loss * math.inf if call < 3 else loss * 1e-3)
         amp.step_schedulers(scheduler)
         if call >= 3:
             plain.step()
