@@ -581,7 +581,10 @@ def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> No
         ),
         (lambda run: run[1].state_dict(), r"expected .*got the keys \['param_groups', 'state'\]$"),
         (lambda run: [run[2].state_dict()], "expected the keys .*got list$"),
-        (lambda run: {}, r"expected the keys .*got the keys \[\]: an empty state is that of a GradScaler"),
+        (
+            lambda run: {},
+            r"expected the keys .*got the keys \[\]: an empty state is that of a GradScaler",
+        ),
         (
             lambda run: {"loss_scaler0": {"loss_scale": 1.0}},
             r"expected the keys .*got the keys \['loss_scaler0'\]$",
