@@ -22,6 +22,7 @@ from two_ranks import Pair
 
 import tritonamp
 from tritonamp.casts import dispatch
+from tritonamp.kernels import _facts, _multi_tensor
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.
@@ -126,6 +127,13 @@ def handles() -> Iterator[Callable[..., Any]]:
     for amp in made:
         if amp._enabled:
             amp.disable()
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps keep their plans, with ``TRITONAMP_PLAIN_STEPS=1`` in the environment, too."""
+    monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", False)
+    monkeypatch.setattr(_facts, "PLAIN_STEPS", False)
 
 
 @pytest.fixture

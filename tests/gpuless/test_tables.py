@@ -18,6 +18,9 @@ HALF, WIDE = torch.float16, torch.float32
 SIZES = (3, 4099)
 
 
+pytestmark = pytest.mark.usefixtures("plans")
+
+
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     counts = SimpleNamespace(builds=0)

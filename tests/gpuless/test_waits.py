@@ -111,6 +111,9 @@ def logged(t: Training) -> None:
 LOOPS = [clipped, unscaled, torch_amp, two_losses, *more([plain, accumulated, apex, logged])]
 
 
+pytestmark = pytest.mark.usefixtures("plans")
+
+
 @pytest.fixture(autouse=True)
 def apex_ends() -> Iterator[None]:
     yield

@@ -20,7 +20,7 @@ from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels.cast import CAST
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
-pytestmark = pytest.mark.usefixtures("triton_device")
+pytestmark = pytest.mark.usefixtures("triton_device", "plans")
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
 SHAPES = [

@@ -227,6 +227,7 @@ def test_parameters_without_a_gradient_stay(device: torch.device) -> None:
     run.amp.disable()
 
 
+@pytest.mark.usefixtures("plans")
 def test_tables_are_sent_only_when_memory_moves(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

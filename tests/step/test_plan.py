@@ -91,10 +91,8 @@ class Run:
 
 
 @pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def again(plans: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Noted for each update: was it made as the last one was."""
-    monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", False)
-    monkeypatch.setattr(_facts, "PLAIN_STEPS", False)
     _facts.use_native()  # not in between: its answers are other ones than Python's
     noted: list[bool] = []
     launch = UpdateLists.launch
