@@ -32,8 +32,8 @@ DECIDED: dict[str, str] = {
     """,
     "one floating tensor; the others are indices, masks, counts or a shape": """
         align_as bernoulli bincount bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
-        bitwise_xor embedding embedding_renorm expand_as gather gcd index index_select is_same_size is_set_to
-        lcm lu_unpack masked_select narrow nll_loss2d_forward nll_loss_forward
+        bitwise_xor embedding embedding_renorm expand_as gather gcd index index_select is_same_size
+        is_set_to lcm lu_unpack masked_select narrow nll_loss2d_forward nll_loss_forward
         repeat_interleave reshape_as resize_as resize_as_sparse result_type segment_reduce
         sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor
         sparse_csc_tensor sparse_csr_tensor sparse_mask take take_along_dim tensor_split to type_as
