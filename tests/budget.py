@@ -15,7 +15,7 @@ from covering import SLOW, is_slow
 SLOWNESS = pytest.StashKey[float]()
 SECONDS = 2.0
 IN_PROCESSES = 10.0
-"""Of those that a test starts: to import torch takes one of them two, and four on a busy machine."""
+"""Of those that a test starts: to import torch takes one two of them, where others run four."""
 LOOP = 0.011
 """What ``slowness`` has Python do takes as many seconds where tests were marked."""
 
