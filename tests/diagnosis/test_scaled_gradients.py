@@ -14,7 +14,7 @@ import torch
 from helpers import disabled_after
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import tritonamp
 from tritonamp.diagnosis.scaled_gradients import CLIPPING, wrapped_cell
@@ -299,3 +299,25 @@ def test_steps_are_watched_while_a_model_is_enabled(make: Callable[..., Loop]) -
     for loop in loops:
         loop.amp.disable()
     assert list(_global_optimizer_pre_hooks) == before
+
+
+def test_the_watch_costs_an_enabled_step_no_wrapper(
+    make: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's wrapper of hooks is there for the hooks of others: it takes a twentieth of a step."""
+    wrapped: list[Any] = []
+    original = torch.optim.Optimizer.profile_hook_step
+    monkeypatch.setattr(
+        torch.optim.Optimizer,
+        "profile_hook_step",
+        staticmethod(lambda step: (wrapped.append(step), original(step))[1]),
+    )
+    loop = make(level="O2")
+    for _ in range(2):
+        loop.backward()
+        loop.optimizer.step()
+    assert wrapped == []
+    with register_optimizer_step_pre_hook(lambda *_: None):
+        loop.backward()
+        loop.optimizer.step()
+    assert len(wrapped) == 1
