@@ -105,6 +105,7 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
             preserve({d for m in models for d in devices(m)}),
             preserve_versions((*params, *(b for b, _ in values))),
             torch.compiler.set_stance("force_eager"),
+            silenced(modules),
         ):
             try:
                 yield
