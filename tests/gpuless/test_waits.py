@@ -195,6 +195,30 @@ def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_watched_ranges_bring_no_wait(fake_cuda: FakeCuda, level: str) -> None:
+    training = Training(level, logged)
+    training.amp.watch(every=2)
+    assert waits(fake_cuda, training) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_watches_every_other_replay(fake_cuda: FakeCuda, level: str) -> None:
+    eager, captured = Training(level, plain), Training(level, plain)
+    for training in (eager, captured):
+        training.amp.watch(every=2)
+        training.step()
+    with fake_cuda.capture() as graph:
+        captured.step()
+    read = []
+    for _ in range(4):
+        eager.step()
+        graph.replay()
+        assert eager.amp.ranges() == captured.amp.ranges()
+        read.append(captured.amp.ranges()[0].step)
+    assert read == [1, 3, 3, 5]
+
+
 def test_masters_are_made_on_the_gpu(fake_cuda: FakeCuda) -> None:
     with fake_cuda.watch() as records:
         training = Training("O2", plain)

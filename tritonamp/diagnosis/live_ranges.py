@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.trends import steps_left
+from tritonamp.kernels._dynamo import never_alone
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.ranges import (
     AMAX,
@@ -42,7 +43,8 @@ class RangeRecord(NamedTuple):
         direction: "forward": the output; "backward": its gradient, which carries the loss scale.
         step: the number of the step, from 1, as in ``amp.history``.
         absmax: largest magnitude; inf or NaN if there was one.
-        headroom_bits: how often ``absmax`` can double before it leaves the format; inf for zeros.
+        headroom_bits: how often ``absmax`` can double before it leaves the format; inf where all
+            is 0, -inf or NaN where something is inf or NaN.
         zeros: share of the elements that are 0.
         subnormals: share of those that are not 0 but below the smallest normal number (6e-5 in
             float16): they have lost digits, and what is smaller still is 0.
@@ -205,12 +207,19 @@ def _record(name: str, direction: str, step: int, row: Sequence[float]) -> Range
         direction,
         step,
         absmax,
-        math.log2(torch.finfo(dtype).max / absmax) if absmax else math.inf,
+        _headroom(absmax, torch.finfo(dtype).max),
         row[ZEROS] / row[ELEMENTS],
         row[SUBNORMALS] / row[ELEMENTS],
         int(row[ELEMENTS]),
         dtype,
     )
+
+
+def _headroom(absmax: float, limit: float) -> float:
+    """Return how often ``absmax`` can double up to ``limit``."""
+    if absmax == 0.0:
+        return math.inf
+    return -absmax if math.isinf(absmax) else math.log2(limit / absmax)
 
 
 def _readable(value: Any, device: torch.device) -> Tensor | None:
@@ -233,6 +242,7 @@ class _Hook:
         self._backend = backend
         self.is_silent = False
 
+    @never_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
             return None
