@@ -171,6 +171,7 @@ def test_checkpointing(run: Any, use_reentrant: bool) -> None:
             assert training.records()[key].absmax == record.absmax
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_is_one_graph(run: Any, backend: str) -> None:
     training, plain = run(), run()

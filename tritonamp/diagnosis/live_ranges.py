@@ -153,7 +153,7 @@ class LiveRanges:
         records = list(self._records(values))
         self._readings.append(records)
         for record in records:
-            if record.steps_left is not None and record.module not in self._warned:
+            if record.steps_left and record.module not in self._warned:
                 self._warned.add(record.module)
                 logger.warning(_GROWS.format(**record._asdict(), **_limit(record)))
 
@@ -262,9 +262,10 @@ class _Hook:
             ranges(found, self._backward, self._on, self._backend)
 
     def _traced(self, value: Any) -> Any:
-        if _readable(value, self._on.device) is not value:
+        found = _readable(value, self._on.device)
+        if found is None or found is not value:
             return value
-        ranges_traced(value.detach(), self._forward, self._on, self._backend)
+        ranges_traced(found.detach(), self._forward, self._on, self._backend)
         return _Gradient.apply(value, self._backward, self._on, self._backend)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:

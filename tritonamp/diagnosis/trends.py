@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 _POINTS = 8  # readings that a trend is made of
 _FEWEST = 4
-_AHEAD = 2.0  # a trend holds for so many times the steps that it was read over
 
 
 class _Line(NamedTuple):
@@ -41,7 +40,7 @@ def steps_left(points: Sequence[tuple[int, float]], limit: float) -> int | None:
 
     Returns:
         None where there are fewer than four readings, where no growth stands out of the noise, and
-        where the end is further away than twice the steps of the trend.
+        where the end is further away than the trend is long, in steps or in powers of two.
     """
     points = points[-_POINTS:]
     step, last = points[-1]
@@ -53,12 +52,13 @@ def steps_left(points: Sequence[tuple[int, float]], limit: float) -> int | None:
     factor, amount = _Line.through(xs, bits), _Line.through(xs, [y for _, y in points])
     by_factor = _miss(xs, bits, factor.at)
     by_amount = _miss(xs, bits, lambda x: math.log2(max(amount.at(x), 1e-300)))
-    span = xs[-1] - xs[0]
-    if factor.slope * span < 3 * min(by_factor, by_amount) or factor.slope * span < 0.25:
+    span, end = xs[-1] - xs[0], math.log2(limit)
+    grown = factor.slope * span
+    if grown < 3 * min(by_factor, by_amount) or grown < end - bits[-1]:
         return None
-    end = factor.reaches(math.log2(limit)) if by_factor <= by_amount else amount.reaches(limit)
-    left = max(end - step, 1.0)
-    return round(left) if left <= _AHEAD * span else None
+    reached = factor.reaches(end) if by_factor <= by_amount else amount.reaches(limit)
+    left = max(reached - step, 1.0)
+    return round(left) if left <= span else None
 
 
 def _miss(xs: Sequence[float], bits: Sequence[float], line: Callable[[float], float]) -> float:
