@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.kernels import cast, ema, grad_stats
-from tritonamp.kernels.ranges import ROW, ranges
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels.ranges import ROW, ranges
 
 HALF = torch.float16
 LR = 1e-5
