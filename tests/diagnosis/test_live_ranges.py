@@ -174,7 +174,8 @@ def test_checkpointing(run: Any, use_reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_is_one_graph(run: Any, backend: str) -> None:
-    training, plain = run(), run()
+    layers = [nn.Linear(6, 16), nn.ReLU(inplace=True), nn.LayerNorm(16), nn.Linear(16, 3)]
+    training, plain = run(nn.Sequential(*copy.deepcopy(layers))), run(nn.Sequential(*layers))
     for each in (training, plain):
         each.amp.watch(every=2)
     compiled = torch.compile(training.model, backend=backend, fullgraph=True)

@@ -38,12 +38,13 @@ def test_noise_moves_the_end_a_little() -> None:
         [100.0] * 9,  # stands still
         [1000.0 / (i + 1) for i in range(9)],  # falls
         [100.0, 300.0, 90.0, 280.0, 110.0, 310.0, 95.0, 290.0, 105.0],  # noise
+        [2e4, 6e4, 1.5e4, 5e4, 1.8e4, 6.2e4, 2.1e4, 6.4e4],  # noise close to the end
         [1.0 + 0.1 * i for i in range(9)],  # grows, the end is far
         [1.0, 10.0, 100.0],  # too few
         [0.0] * 9,
         [math.inf, 1.0, 2.0, 3.0, 4.0],
     ],
-    ids=["still", "falls", "noise", "far", "few", "zeros", "inf"],
+    ids=["still", "falls", "noise", "close", "far", "few", "zeros", "inf"],
 )
 def test_no_end_in_sight(magnitudes: list[float]) -> None:
     points = list(zip(STEPS, magnitudes, strict=False))
