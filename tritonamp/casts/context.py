@@ -1,4 +1,4 @@
-"""What the modules of an enabled model know, and how their forwards run under its policy."""
+"""The context that modules of an enabled model share, and their forwards under its policy."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What the forward of a norm computes, read from its code: a proof, where that is possible."""
+"""A norm's formula, read from the code of its forward: a proof, where that is possible."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""What a half format makes of gradients, and which loss scale fits them."""
+"""Gradients in a half format, and the loss scale that fits them."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -34,7 +34,7 @@ EARLY = "_linear_cross_entropy_batch_chunked"
 it makes gradients in the forward, in the dtype of its input.
 """
 MARKED = ("input", "parameter", "gradient", "loss gradient")
-"""What a record says in place of an op where no op of the run made the tensor."""
+"""The op in records of tensors that no op of the run made."""
 NORMS = (
     "native_layer_norm",
     "native_group_norm",

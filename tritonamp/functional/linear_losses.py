@@ -4,10 +4,10 @@ Let r be rows, v classes, d features. Training takes 6 rvd FLOPs, as with all lo
 take 4 B (with torch's operations up to 12 B) for each of r * v; here it is 4 B for each of
 chunk_rows * v. Gradients are made chunk by chunk in the forward, where the logits are.
 
-What other kernels lose by that is not lost here, though neither the loss scale nor any other factor
-is known yet: gradients of logits are probabilities, at most 1, so that a fixed power of two puts
-them where float16 is densest, and what is summed up of them is kept in FP32, 4 (r + v) d B until
-the backward. That multiplies by the factor that has come, in FP32, and rounds once.
+Neither the loss scale nor any other factor is known there, yet no small gradient is lost: gradients
+of logits are probabilities, at most 1, and a fixed power of two puts them where float16 is densest.
+Their sums stay in FP32, 4 (r + v) d B until the backward, which multiplies by the incoming gradient
+in FP32 and rounds once.
 
 Losses that are not reduced get a factor for each row, of which no sum can be made before. They are
 computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.

@@ -1,4 +1,4 @@
-"""What the names of a file mean: variables, imported names, and which variables hold one object."""
+"""Names of a file: variables, imported names, and variables that hold one object."""
 
 import ast
 from collections import defaultdict
