@@ -195,7 +195,7 @@ def run_under(
 
     Args:
         entry: of the policy.
-        function: what is run.
+        function: to run.
         args: of it, by position.
         kwargs: of it, by name.
     """

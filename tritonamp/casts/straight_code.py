@@ -94,7 +94,7 @@ def computed_by(module: nn.Module, n: int) -> Computed | None:
 
 
 class _Reader:
-    """Evaluates code of a module; what it does not know raises ``Unproved``."""
+    """Evaluates code of a module; an unknown construct raises ``Unproved``."""
 
     def __init__(self, module: nn.Module, n: int) -> None:
         self.module, self.n = module, n

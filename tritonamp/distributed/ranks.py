@@ -169,7 +169,7 @@ class Ranks:
             if dist.is_initialized():  # else no rank is left to reduce gradients with
                 rebuild_buckets(wrapper)
 
-    # what is agreed on
+    # agreement
 
     def agree(self, mine: Evidence, scale: Tensor, taken: Tensor) -> Evidence:
         """Return the same evidence on all ranks, by a collective that the host does not wait for.
@@ -250,7 +250,7 @@ class Ranks:
         if self._steps is not None and dist.get_rank(self._group) != source:
             self._steps.load_state_dict(states[0])
 
-    # what should have stayed alike
+    # divergence
 
     def _compare(self, table: Tensor) -> None:
         """Check the tables that have arrived, and start copying this one now and then."""

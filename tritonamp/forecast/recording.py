@@ -84,7 +84,7 @@ class Hazard(NamedTuple):
     Attributes:
         kind: "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
         place: where it is.
-        detail: what it is, in words.
+        detail: a description in words.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Recorder(WatchedCopy):
 
     Attributes:
         records: inputs, parameters, every op's result, and the gradients of parameters and loss.
-        hazards: what is wrong whatever the sizes, each once.
+        hazards: faults that do not depend on sizes, each once.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ class LinearHead(NamedTuple):
 
     Attributes:
         dtype: of logits and their gradients.
-        wide: what is summed up in: FP32, of FP64 FP64.
+        wide: dtype of sums: FP32, of FP64 FP64.
         operand: that of products.
         weight: [v, d], an operand.
         bias: [v], an operand, or None.
@@ -59,7 +59,7 @@ class LinearHead(NamedTuple):
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
     def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
-        """Return the gradients of rows, weight and bias, in ``wide``; None for what is not needed.
+        """Return the gradients of rows, weight and bias, in ``wide``, or None where not needed.
 
         Args:
             dlogits: [r, v], the gradients of logits.
@@ -109,7 +109,7 @@ class GradientSums:
             self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
 
     def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
-        """Return all three, in the dtypes of what they are gradients of."""
+        """Return all three, in the dtypes of input, weight and bias."""
         return (
             self.input,
             None if self.weight is None else self.weight.to(weight.dtype),

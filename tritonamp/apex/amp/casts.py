@@ -12,7 +12,7 @@ _INHERITED = object()
 
 
 class UserFunction(NamedTuple):
-    """A function of the user's own in the lists: ``module.name``, and what is put around it."""
+    """A function of the user's own in the lists: ``module.name``, and its wrapper."""
 
     module: Any
     name: str
