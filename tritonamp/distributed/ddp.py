@@ -80,9 +80,10 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
     wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
     if has_wide_gradients(wrapper):
         # what torch's own mixed precision of DDP sets; new buckets follow it, the first do not
-        wrapper.reducer._set_mixed_precision_param_dtype(torch.float32)
-        wrapper.reducer._push_all_rebuilt_params()
-        wrapper.reducer._rebuild_buckets()
+        reducer: Any = wrapper.reducer
+        reducer._set_mixed_precision_param_dtype(torch.float32)
+        reducer._push_all_rebuilt_params()
+        reducer._rebuild_buckets()
     wrapper._has_rebuilt_buckets = wrapper._static_graph_delay_allreduce_enqueued = False
     if wrapper.static_graph:
         wrapper.reducer._set_static_graph()
