@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import fp32_modules
-from tritonamp.distributed.ddp import unwrapped
+from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
@@ -236,6 +237,32 @@ def check_sharding(
         _check_sharded_params(models)
         kept = [m for model in models for m in fp32_modules(model, policy)]
         _check_sharded_policy([m for model in models for m in fsdp2_modules(model)], kept, policy)
+
+
+def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse ``grad_dtype`` where DDP or FSDP2 would reduce in half all the same.
+
+    Args:
+        models: as they were given, DDPs included.
+        policy: of them.
+
+    Raises:
+        ValueError: such a DDP, or FSDP2 with another ``reduce_dtype``.
+    """
+    if policy.grad_dtype is None:
+        return
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(module, DistributedDataParallel) and policy.cast_model:
+            check_buckets(module)
+    for module in (m for model in models for m in fsdp2_modules(model)):
+        # private (torch 2.11 to 2.15): nothing public returns the policy
+        half = module._get_fsdp_state()._mp_policy
+        if half.param_dtype in HALF_DTYPES and half.reduce_dtype is not torch.float32:
+            raise ValueError(
+                "grad_dtype=torch.float32: expected fully_shard with mp_policy="
+                "MixedPrecisionPolicy(..., reduce_dtype=torch.float32), which adds up and reduces "
+                f"gradients in FP32, got reduce_dtype={half.reduce_dtype}"
+            )
 
 
 def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -140,7 +140,12 @@ def test_no_loop_waits(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"optimizer": torch.optim.SGD}, {"track_lost_updates": True}, {"dtype": torch.bfloat16}],
+    [
+        {"optimizer": torch.optim.SGD},
+        {"track_lost_updates": True},
+        {"dtype": torch.bfloat16},
+        {"grad_dtype": torch.float32},
+    ],
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("level", LEVELS)
@@ -193,6 +198,19 @@ def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop
         graph.replay()
     for left, right in zip(eager.weights(), captured.weights(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_a_graph_captures_fp32_gradients(fake_cuda: FakeCuda) -> None:
+    eager, captured = (Training("O2", accumulated, grad_dtype=torch.float32) for _ in range(2))
+    for training in (eager, captured):
+        for _ in range(2):
+            training.step()
+    with fake_cuda.capture() as graph:
+        captured.step()
+    for _ in range(2):
+        eager.step()
+        graph.replay()
+    assert all(map(torch.equal, eager.weights(), captured.weights()))
 
 
 @pytest.mark.parametrize("level", LEVELS)

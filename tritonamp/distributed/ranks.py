@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import install, is_installed, uninstall
-from tritonamp.distributed.ddp import EnabledDDP, rebuild_buckets
+from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.decide import Evidence
@@ -109,6 +109,8 @@ class Ranks:
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and wrapper not in self._wrappers:
+            if has_wide_gradients(wrapper):
+                rebuild_buckets(wrapper)
             self._attach(wrapper)
             self._to_align.add(wrapper)
 

@@ -26,6 +26,7 @@ from tritonamp.casts.loaded import (
 from tritonamp.casts.model import fp32_modules
 from tritonamp.checks import (
     check_cast_inputs,
+    check_gradients,
     check_max_norm,
     check_models,
     check_optimizers,
@@ -114,6 +115,7 @@ def enable(
     resolved = resolve(level, dtype, **policy_fields)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     check_sharding(models, resolved, optimizers)
+    check_gradients(given, resolved)
     check_dtype(resolved.dtype, device)
     if resolved.cast_model or resolved.op_policy:
         warn_of_known_fault(device)
