@@ -326,7 +326,6 @@ def test_micro_batches_are_looked_at_too(start: Callable[..., Run]) -> None:
         run.amp.backward(run.model(x).square().mean())
     run.optimizer.step()
     assert run.amp.history[-1].cause == "data"
-    assert run.amp.stats()["skipped_by_cause"]["data"] == 1
     assert "sample(s) 5" in run.amp.explain()
 
 

@@ -149,7 +149,6 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
         "skipped": 1,
         "scale_overflows": 1,
         "forward_faults": 0,
-        "skipped_by_cause": {"scale overflow": 1},
         "last_skip_reason": "scale overflow",
         "grad_norm": 3.0,
     }

@@ -277,7 +277,6 @@ class StepLog:
             "skipped": int(values[OVERFLOW] + values[FAULT]),
             "scale_overflows": int(values[OVERFLOW]),
             "forward_faults": int(values[FAULT]),
-            "skipped_by_cause": {c: n for c, n in self.history.causes.items() if n},
             "last_skip_reason": None if last is None else last.cause.value,
             "grad_norm": values[NORM],
         }

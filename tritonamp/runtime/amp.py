@@ -424,8 +424,6 @@ class Amp:
             - skipped: decisions to skip.
             - scale_overflows: those because the scale was too high.
             - forward_faults: those because a loss was inf or NaN.
-            - skipped_by_cause: cause ("data", "divergence", "scale overflow"...) to skips since
-              ``enable``; it lacks what did not occur.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.
