@@ -56,7 +56,7 @@ def unwrapped_name(name: str) -> str:
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:
-    """Return the module, or, for a container without a forward of its own, what it holds."""
+    """Return the module, or, for a container without a forward of its own, its modules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [m for child in module.children() for m in _with_forward(child)]
     return [module]

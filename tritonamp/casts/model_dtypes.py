@@ -85,7 +85,7 @@ def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]
     """Return the tensors of ``model`` whose dtype ``policy`` changes, each with its new dtype.
 
     Raises:
-        ValueError: ``policy.fp32_modules`` names what is not there.
+        ValueError: ``policy.fp32_modules`` names a module that the models lack.
     """
     outer = fp32_modules(model, policy)
     kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: trees of tensors and plain values."""
+"""Content that a checkpoint may hold: trees of tensors and plain values."""
 
 import sys
 from collections import Counter, OrderedDict
