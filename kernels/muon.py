@@ -252,7 +252,7 @@ def _orthogonalize_(matrices: Tensor, rule: MuonRule) -> None:
 
 
 def _compute_dtype(rule: MuonRule, matrices: Tensor) -> torch.dtype:
-    """Return the dtype of the products: float16, safe for values below 1, where bfloat16 is slow."""
+    """Return the dtype of the products: float16 holds these values where bfloat16 is slow."""
     if matrices.dtype is torch.float64:
         return matrices.dtype
     lacks = rule.compute is torch.bfloat16 and not takes_bfloat16(matrices.device)
