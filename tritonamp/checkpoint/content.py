@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: trees of tensors and plain values."""
+"""Content that a checkpoint may hold: trees of tensors and plain values."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
