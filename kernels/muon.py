@@ -173,21 +173,11 @@ def muon_apply_kernel(
 
 
 def muon_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    _launch_prepare(lists, grad_scale, found_inf)
+    with lists.tensors.launches(("momentum_buffers", "updates")) as plan:
+        lists.launch(plan, _prepare_launches, grad_scale, found_inf)
     # after a skip: whatever an earlier step has left there, to no effect
     for matrices, rule, _ in _stacks(lists):
         _orthogonalize_(matrices, rule)
-    _launch_apply(lists, grad_scale, found_inf)
-
-
-def _launch_prepare(
-    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None
-) -> None:
-    with lists.tensors.launches(("momentum_buffers", "updates")) as plan:
-        lists.launch(plan, _prepare_launches, grad_scale, found_inf)
-
-
-def _launch_apply(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("params", "copies")) as plan:
         lists.launch(plan, _apply_launches, grad_scale, found_inf)
 
@@ -354,8 +344,10 @@ def shipped() -> Iterator[Shipped]:
             updates=wide,
             copies=copy or "params",
         )
-        lists = UpdateLists(tensors, [_RULE], [0])
-        name = f"{param} {grad} {copy}{'' if aligned else ' unaligned'}".replace("torch.", "")
-        args = lists, None, None
-        yield Shipped(f"muon_prepare {name}", _launch_prepare, args, 64, None, 0, 0)
-        yield Shipped(f"muon_apply {name}", _launch_apply, args, 64, None, 0, 0)
+        square = {name: tensors[name][0].view(64, 64) for name in _MATRICES}
+        if copy is None:
+            square["copies"] = square["params"]
+        matrices = TensorLists(**{name: [tensor] for name, tensor in square.items()})
+        lists = UpdateLists(matrices, [_RULE], [0])
+        name = f"muon {param} {grad} {copy}{'' if aligned else ' unaligned'}"
+        yield Shipped(name.replace("torch.", ""), muon_triton, (lists, None, None), 64, None, 0, 0)

@@ -7,10 +7,9 @@ from everybodys import COLUMNS, KINDS, Kind
 QUICK = "RMSprop", "Muon"
 
 
-@pytest.mark.tools
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind.name in QUICK else pytest.mark.slow) for kind in KINDS],
+    [pytest.param(kind, marks=() if kind.name in QUICK else pytest.mark.long) for kind in KINDS],
     ids=lambda kind: f"{kind.name} of {kind.package}",
 )
 def test_the_table_is_true(kind: Kind) -> None:
