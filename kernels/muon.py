@@ -347,7 +347,8 @@ def shipped() -> Iterator[Shipped]:
         square = {name: tensors[name][0].view(64, 64) for name in _MATRICES}
         if copy is None:
             square["copies"] = square["params"]
-        matrices = TensorLists(**{name: [tensor] for name, tensor in square.items()})
+        rows: dict[str, Any] = {name: [tensor] for name, tensor in square.items()}  # of tensors
+        matrices = TensorLists(**rows)
         lists = UpdateLists(matrices, [_RULE], [0])
         name = f"muon {param} {grad} {copy}{'' if aligned else ' unaligned'}"
         yield Shipped(name.replace("torch.", ""), muon_triton, (lists, None, None), 64, None, 0, 0)

@@ -21,7 +21,15 @@ class FusedMuonRule(FusedRule):
 
     kinds = "a Muon"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Muon.step))
-    needs = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps")
+    needs: Sequence[str] = (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+    )
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
 
     def update(
@@ -70,7 +78,7 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     """``tritonamp.optim.Muon`` with ``adamw_params``: groups that have betas are AdamW's."""
 
     kinds = "a Muon with adamw_params"
-    torch_step = None
+    torch_step = None  # type: ignore[assignment]
     needs = ("lr", "weight_decay", "eps")
     state_keys: ClassVar[Mapping[str, str]] = {
         "momentum_buffers": "momentum_buffer",
