@@ -241,6 +241,32 @@ def test_disable_leaves_nothing_of_it(run: Any, level: str) -> None:
     assert {p.dtype for p in r.model.parameters()} == {WIDE}
 
 
+@pytest.mark.parametrize("own", [None, WIDE])
+def test_disable_puts_back_a_grad_dtype_of_the_user(run: Any, own: Any) -> None:
+    model = Net().half()
+    model.first.bias.grad_dtype = own
+    r = run(model)
+    plain(r, 2)
+    r.optimizer.step()
+    r.optimizer.zero_grad()
+    r.amp.disable()
+    assert model.first.bias.grad_dtype is own
+    assert model.last.bias.grad_dtype is torch.float16
+
+
+def test_a_half_gradient_in_the_place_of_a_shown_one(run: Any) -> None:
+    r = run()
+    weight = r.model.first.weight
+    plain(r, 1)
+    r.amp.unscale_()
+    weight.grad = torch.zeros_like(weight)
+    r.optimizer.step()
+    assert weight.grad.dtype is WIDE
+    weight.grad = None
+    plain(r, 1)
+    assert weight.grad.dtype is WIDE
+
+
 def test_a_healed_module_and_back(run: Any) -> None:
     r = run()
     r.amp.heal("first")

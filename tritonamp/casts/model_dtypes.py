@@ -126,7 +126,8 @@ class ModelDtypes:
         self._fp32_values = fp32_values
         self._came: dict[Tensor, torch.dtype] = {}  # the dtypes before ``enable``
         self._widened: dict[Tensor, torch.dtype] = {}  # the dtypes under the policy
-        self._wide_gradients: list[Tensor] = []  # half parameters
+        # of half parameters with FP32 gradients: the ``grad_dtype`` before ``enable``
+        self._wide_gradients: dict[Tensor, torch.dtype | None] = {}
 
     @property
     def has_changed(self) -> bool:
@@ -151,8 +152,8 @@ class ModelDtypes:
                 self._fp32_values.add(tensor, original.to(at, torch.float32).data)
         if self._policy.grad_dtype is not None:
             halves = [p for p in model.parameters() if p.dtype in HALF_DTYPES]
-            self._wide_gradients += halves  # frozen ones, too: they may train one day
-            for half in halves:
+            for half in halves:  # frozen ones, too: they may train one day
+                self._wide_gradients[half] = self._came.get(half, half.grad_dtype)
                 set_data(half, half.detach(), self._policy.grad_dtype)
         flatten_rnns(model)
 
@@ -221,6 +222,10 @@ class ModelDtypes:
             # one that stays half may have an FP32 gradient
             data = tensor.detach() if came is None else value.to(tensor.device, came)
             set_data(tensor, data)
+        for param, grad_dtype in self._wide_gradients.items():
+            if grad_dtype is not param.dtype:  # somebody's own
+                set_data(param, param.detach(), grad_dtype)
+                param.grad_dtype = grad_dtype
         self._came.clear()
         self._widened.clear()
         self._wide_gradients.clear()

@@ -73,12 +73,14 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
         ValueError: see ``check_buckets``; nothing was changed then.
     """
     c10d: Any = dist
-    if has_wide_gradients(wrapper):
-        check_buckets(wrapper)
+    wide = has_wide_gradients(wrapper)
     params, sparse = wrapper._build_params_for_reducer()
+    if wide:
+        check_buckets(wrapper)
+        params, sparse = params[::-1], sparse[::-1]  # as backwards come to them
     names = wrapper._build_debug_param_to_name_mapping(params)
     wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
-    if has_wide_gradients(wrapper):
+    if wide:
         # what torch's own mixed precision of DDP sets; new buckets follow it, the first do not
         reducer: Any = wrapper.reducer
         reducer._set_mixed_precision_param_dtype(torch.float32)

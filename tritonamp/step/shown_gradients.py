@@ -67,6 +67,8 @@ class ShownGradients:
         while self._own:
             param, (own, grad_dtype, shown) = self._own.popitem()
             grad = own if own is not None and param.grad is shown else param.grad
+            if grad is not None and self._grad_dtype is not None:
+                grad = grad.to(self._grad_dtype)
             fits = grad is None or grad.dtype == grad_dtype
             _set_gradient(param, grad, grad_dtype if fits else None)
 
