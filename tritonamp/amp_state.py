@@ -112,9 +112,9 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
 
 def _counts(counts: Any) -> dict[str, int]:
     """Return counts by name; raise ValueError where other names, or none, are given."""
-    if not isinstance(counts, dict) or set(counts) != set(COUNTS):
+    if not isinstance(counts, dict) or set(counts) | {"vetoes"} != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
-    return dict(counts)
+    return {name: counts.get(name, 0) for name in COUNTS}
 
 
 def _is_scaler(state: Any) -> bool:

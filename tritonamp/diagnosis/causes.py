@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
-from tritonamp.kernels.decide import FAULT
+from tritonamp.kernels.decide import FAULT, VETO
 
 # times the gradients of the step before: more than a scale that is looking for its level runs into
 _SUDDEN = 256
@@ -36,6 +36,11 @@ def find_cause(
         parameters: the model's parameters and buffers, with their names.
         steps: the earlier steps.
     """
+    if skip.outcome == VETO:
+        where = f" on {skip.ranks}" if skip.ranks else ""
+        return Explanation(
+            skip, Cause.VETO, f"amp.veto was called with True{where}. {Cause.VETO.advice}"
+        )
     if skip.outcome == FAULT:
         fault = (
             _in_data(skip, batches)

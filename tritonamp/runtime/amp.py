@@ -26,6 +26,7 @@ from tritonamp.casts.loaded import (
 from tritonamp.casts.model import fp32_modules
 from tritonamp.checks import (
     check_cast_inputs,
+    check_flag,
     check_max_norm,
     check_models,
     check_optimizers,
@@ -320,6 +321,32 @@ class Amp:
             self._fed_optimizers("clip_grad_norm_"), max_norm
         )
 
+    @between_graphs
+    def veto(self, flag: bool | Tensor) -> None:
+        """Skip the step that the pending losses lead to, where ``flag`` is True.
+
+        For a skip that somebody else wants: parameters, optimizer state and loss scale stay as they
+        are, and the cause is "veto". Several calls combine by or. A tensor is not waited for. Where
+        ranks train together, a veto of one is a veto of all.
+
+        Args:
+            flag: a bool, or a 0-d bool tensor on any device.
+
+        Raises:
+            ValueError: another type, shape or dtype.
+            RuntimeError: no loss was scaled since the last step (by ``amp.backward``,
+                ``amp.scale_loss`` or ``amp.scaler.scale``); or after ``clip_grad_norm_`` or
+                ``unscale_`` on a GPU or with several ranks.
+        """
+        self._check_enabled("veto")
+        check_flag(flag)
+        if not self._parts.pending.fed_optimizers():
+            raise RuntimeError(
+                "amp.veto(): expected a call between amp.backward(loss) and optimizer.step(), got "
+                "one before any backward or after the step"
+            )
+        self._parts.stepper.veto(flag)
+
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
         pending = self._parts.pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
@@ -420,6 +447,7 @@ class Amp:
             - skipped: decisions to skip.
             - scale_overflows: those because the scale was too high.
             - forward_faults: those because a loss was inf or NaN.
+            - vetoes: those that ``veto`` wanted.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tritonamp.distributed.ranks import Ranks
-from tritonamp.kernels.decide import CLEAN, DECIDE, Evidence, Record, decide
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
@@ -58,7 +59,7 @@ class Decision:
     Attributes:
         scaler: the scaler of the loss.
         scale: 0-d, the scale that the backward used.
-        loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
+        loss_nonfinite: 0-d flag of the loss (the largest over micro-batches); VETOED after a veto.
         loss: 0-d, the loss (summed over micro-batches); None: it is not known.
         waiting: the optimizers that have not stepped yet.
         moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
@@ -68,6 +69,7 @@ class Decision:
         found_inf: 0-d, not 0 where the optimizers skip; valid once decided, as the next two.
         norm: 0-d, the 2-norm of the unscaled gradients.
         grad_scale: 0-d factor that unscales and clips a scaled gradient.
+        max_norm: the 2-norm that the gradients were clipped to; None: they were not.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Decision:
         self.phase = Phase.OPEN
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
+        self.max_norm: float | None = None
         self._verdict = scale.new_empty(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
@@ -99,6 +102,15 @@ class Decision:
     def is_decided(self) -> bool:
         """Whether found_inf, norm and grad_scale are there."""
         return self.phase in (Phase.DECIDED, Phase.ANSWERED)
+
+    def veto(self, flag: bool | Tensor) -> None:
+        """Have the optimizers skip where ``flag``, a bool or 0-d, is True; before ``decide``."""
+        if isinstance(flag, bool):  # filled on the device: a copy from main memory would wait
+            wanted = torch.full_like(self.loss_nonfinite, VETOED * flag)
+        else:
+            wanted = transfer(flag, self.scale.device) * VETOED
+        # not in place: a scaler that the user drives learns of it in ``decide``
+        self.loss_nonfinite = torch.maximum(self.loss_nonfinite, wanted)
 
     def unscale_early(self, weights: MasterWeights) -> None:
         """Unscale one optimizer's gradients because another loss is about to add its own."""
@@ -135,6 +147,7 @@ class Decision:
                 kernels only on request.
             known: gradients by optimizer, where they were asked for already.
         """
+        self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         amax, square_sum = self._joined(stats)
         flag = self.loss_nonfinite
@@ -143,7 +156,7 @@ class Decision:
             mine = Evidence(amax, square_sum, flag, earlier)
             taken = record.numbers[CLEAN]
             amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, taken)
-            flag.copy_(agreed)  # a scaler that the user drives has the same flag
+            flag.copy_(agreed)
         elif undoable or not DECIDE.uses_triton(self._backend, self.scale):
             self._undo = Undo([*self.scaler.scale_state, record.numbers])
             self._keep(self.waiting, stats)
@@ -157,6 +170,7 @@ class Decision:
             self.scaler.note(amax)
             self.scaler.move(self.found_inf, flag)
         if not self.moves_scale:
+            self.scaler.note_flag(flag)
             for weights in self.waiting:
                 self.scaler.record(weights.optimizer, self.found_inf, amax)
         self.phase = Phase.DECIDED

@@ -115,6 +115,24 @@ class Stepper:
                 found_inf = decision.found_inf
         return found_inf
 
+    def veto(self, flag: bool | Tensor) -> None:
+        """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
+
+        Raises:
+            RuntimeError: the gradients were clipped or unscaled, and the decision cannot be undone.
+        """
+        for decision in self._pending.veto(flag):
+            # the numbers are kept, so that nobody reads the gradients again
+            if self._ranks.several or not decision.undo():
+                raise RuntimeError(
+                    "amp.veto() after amp.clip_grad_norm_() or amp.unscale_(): expected a call "
+                    "before these, which decide about the step, on a GPU and where several ranks "
+                    "decide together: call amp.veto(flag) directly after amp.backward(loss)"
+                )
+            self._log.undo()
+            decision.veto(flag)
+            self._decide(decision, decision.max_norm)
+
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
         decisions = list(
