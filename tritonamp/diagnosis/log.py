@@ -22,8 +22,11 @@ from tritonamp.kernels.decide import (
     AMAX,
     CLEAN,
     FAULT,
+    LOSS,
     NORM,
+    OUTLIER,
     OVERFLOW,
+    RECORD,
     SCALE,
     SKIPPED,
     SKIPPED_SCALE,
@@ -205,6 +208,7 @@ class StepLog:
             by_rank=self._device_record.by_rank(values),
             wrote=self.history.wrote,
             loss=loss,
+            outlier=tuple(values[LOSS:RECORD]),
         )
         return self._find_cause(skip, attached.batches, self._in_fp32)
 
@@ -274,6 +278,7 @@ class StepLog:
             "skipped": _skipped(values),
             "scale_overflows": int(values[OVERFLOW]),
             "forward_faults": int(values[FAULT]),
+            "outliers": int(values[OUTLIER]),
             "vetoes": int(values[VETO]),
             "last_skip_reason": None if last is None else last.cause.value,
             "grad_norm": values[NORM],

@@ -107,6 +107,12 @@ class Cause(enum.Enum):
         "NaN in the backward of the last module named, or train it in FP32 with fp32_modules.",
         replayable=True,
     )
+    OUTLIER = _Facts(
+        "outlier",
+        "Look at the batch; a run that really changes its level goes on after 4 such skips. "
+        "skip_outliers=None takes every step.",
+        asked_for=True,
+    )
     VETO = _Facts(
         "veto",
         "The loss scale, parameters and optimizer state are as they were.",
@@ -163,7 +169,7 @@ class Skip(NamedTuple):
     """A skipped step as the device saw it.
 
     Attributes:
-        outcome: FAULT, OVERFLOW or VETO.
+        outcome: FAULT, OVERFLOW, OUTLIER or VETO.
         step: its number, from 1.
         exact: False: it was that step or one before it, whose numbers were not read.
         skipped: how many steps were skipped so far, this one included.
@@ -172,6 +178,8 @@ class Skip(NamedTuple):
         wrote: number of the step that left parameters as they are; 0: not known, or it was not a
             step.
         loss: None: it is inf, NaN or not known.
+        outlier: of an outlier the loss, the usual one and its limit, the same of the norm,
+            and how many standard deviations the limits are away.
         scale: the loss scale that the backward used.
         lowest: the scale below which it does not go.
         fixed: whether the scale never moves.
@@ -196,6 +204,7 @@ class Skip(NamedTuple):
     by_rank: Mapping[int, float] = {}
     wrote: int = 0
     loss: float | None = None
+    outlier: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> str:

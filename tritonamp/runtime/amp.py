@@ -447,6 +447,7 @@ class Amp:
             - skipped: decisions to skip.
             - scale_overflows: those because the scale was too high.
             - forward_faults: those because a loss was inf or NaN.
+            - outliers: those that ``skip_outliers`` wanted.
             - vetoes: those that ``veto`` wanted.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
@@ -600,6 +601,7 @@ class Amp:
             self._parts.healing.names,
             faults,
             self._parts.schedulers.state(),
+            self._parts.stepper.outlier_windows.state(self._scalers),
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -622,6 +624,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._parts.response.counts = FaultCounts.of(state.faults)
+        self._parts.stepper.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
 
     def disable(self) -> None:

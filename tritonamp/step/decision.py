@@ -10,6 +10,7 @@ from tritonamp.distributed.ranks import Ranks
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
+from tritonamp.kernels.outliers import Limit, outliers
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
@@ -135,6 +136,7 @@ class Decision:
         ranks: Ranks,
         max_norm: float | None = None,
         undoable: bool = False,
+        outlying: Limit | None = None,
         known: Mapping[MasterWeights, Gradients] | None = None,
     ) -> None:
         """Judge the gradients of all waiting optimizers, and move the scale.
@@ -145,6 +147,7 @@ class Decision:
             max_norm: clip the gradients of all optimizers together to this 2-norm.
             undoable: keep copies so that ``undo`` may follow. Eager torch always keeps them,
                 kernels only on request.
+            outlying: the window of the scaler, and what an outlier is; None: nothing is.
             known: gradients by optimizer, where they were asked for already.
         """
         self.max_norm = max_norm
@@ -155,11 +158,19 @@ class Decision:
         if ranks.several:
             mine = Evidence(amax, square_sum, flag, earlier)
             taken = record.numbers[CLEAN]
-            amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, taken)
+            evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
+            amax, square_sum, agreed, earlier = evidence
             flag.copy_(agreed)
         elif undoable or not DECIDE.uses_triton(self._backend, self.scale):
-            self._undo = Undo([*self.scaler.scale_state, record.numbers])
+            window = [] if outlying is None else [outlying.window]
+            self._undo = Undo([*self.scaler.scale_state, record.numbers, *window])
             self._keep(self.waiting, stats)
+        if outlying is not None:
+            if not ranks.several:
+                loss, squares = self._loss(), square_sum
+            evidence = Evidence(amax, squares, flag, earlier)
+            flag = torch.empty_like(flag)
+            outliers(evidence, self.scale, loss, outlying, record.numbers, flag, self._backend)
         # with backoff_on_fault a fault moves the scale as an overflow does; the record notes which
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
@@ -174,6 +185,12 @@ class Decision:
             for weights in self.waiting:
                 self.scaler.record(weights.optimizer, self.found_inf, amax)
         self.phase = Phase.DECIDED
+
+    def _loss(self) -> Tensor:
+        """Return the loss, 0-d float32 where the scale is; NaN: not known."""
+        if self.loss is None:
+            return torch.full_like(self.scale, torch.nan)
+        return self.loss.float()
 
     def undo(self) -> bool:
         """Put scale and record back as they were before ``decide``, which may be called again.

@@ -24,6 +24,7 @@ from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
 from tritonamp.step.outcomes import StepOutcomes
+from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
 from tritonamp.step.state_loading import load_state
@@ -61,6 +62,7 @@ class Stepper:
 
     Attributes:
         outcomes: step outcomes by optimizer.
+        outlier_windows: by which outliers are told, where the policy skips them.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Stepper:
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.around_step = around_step
+        self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
@@ -286,7 +289,8 @@ class Stepper:
             return
         params = [w.parameters() for w in decision.waiting]
         record = self._log.record(params, decision.scale.device, self._ranks.members)
-        decision.decide(record, self._ranks, max_norm, **how)
+        outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
+        decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
             batches = self._forwards.pop_all()
