@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tritonamp
 from tritonamp.kernels import cast, ema, grad_stats
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels.ranges import ROW, ranges
 
 HALF = torch.float16
 LR = 1e-5
@@ -168,6 +169,31 @@ def foreach_average(build: Build, device: torch.device) -> Work:
     return Work([lambda: torch._foreach_lerp_(averages, params, 1.0 - DECAY)])
 
 
+def our_ranges(build: Build, device: torch.device) -> Work:
+    """Make the reading of ``amp.watch``, with the gradients in the place of activations."""
+    grads = grads_of(parameters(build, device, HALF))
+    row = torch.zeros(ROW, dtype=torch.int64, device=device)
+    on = torch.ones((), dtype=torch.int32, device=device)
+
+    def call() -> None:
+        for grad in grads:
+            ranges(grad, row, on)
+
+    return Work([call])
+
+
+def eager_ranges(build: Build, device: torch.device) -> Work:
+    grads = grads_of(parameters(build, device, HALF))
+    tiny = torch.finfo(HALF).tiny
+
+    def call() -> None:
+        for grad in grads:
+            numbers = grad.abs()
+            _ = numbers.amax(), (numbers == 0).sum(), (numbers < tiny).sum()
+
+    return Work([call])
+
+
 # whole steps, clipping included
 
 
@@ -298,6 +324,12 @@ def cases(toy: bool) -> list[Case]:
                 {"tritonamp": our_average, "eager": foreach_average},
                 {"tritonamp": 12, "eager": 12},
                 ("ema",),
+            ),
+            "ranges": (
+                2,
+                {"tritonamp": our_ranges, "eager": eager_ranges},
+                {"tritonamp": 2},
+                ("ranges",),
             ),
         }
         for group, (least, peers, path, operations) in rows.items():

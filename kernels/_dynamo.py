@@ -26,12 +26,21 @@ def between_graphs(function: F) -> F:
         function: a function, or a result of ``contextlib.contextmanager``: its block ends the
             graph, too, and is not compiled.
     """
-    marked: Any = function
+    marked: Any = never_alone(function)
     # both private (torch 2.11 to 2.15): the marks of torch.compiler.disable, by which the trace of
     # a caller recognises such functions
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
+    return function
+
+
+def never_alone(function: F) -> F:
+    """Mark ``function`` so that torch.compile makes no graph of its own for a call of it.
+
+    A call inside of a graph is part of that. A call between graphs, as of a forward hook of the
+    compiled module itself, runs as it is.
+    """
     # skip the frame of the function, and all frames below it
     nowhere = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(inspect.unwrap(marked).__code__, nowhere)
+    set_code_exec_strategy(inspect.unwrap(function).__code__, nowhere)
     return function

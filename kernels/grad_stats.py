@@ -8,6 +8,7 @@ from torch import Tensor
 from tritonamp.kernels._blocks import Scratch, blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
@@ -17,27 +18,6 @@ from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 _WARPS = 4
 _VECTORS = 4  # of 16 bytes that a thread waits for
-
-
-@triton.jit
-def _magnitude(x, TYPE: tl.constexpr):
-    """|x| as an integer that orders like it, inf above all numbers and NaN above inf."""
-    if tl.float32 == TYPE:
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
-
-
-@triton.jit
-def _float_bits(magnitude, TYPE: tl.constexpr):
-    """Return the bits of that magnitude in FP32."""
-    if tl.float32 == TYPE:
-        return magnitude
-    else:
-        return (
-            magnitude.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-            & 0x7FFFFFFF
-        )
 
 
 @triton.jit(do_not_specialize=("chunk", "before"))
@@ -55,16 +35,16 @@ def grad_stats_kernel(
     for at in range(begin, whole, BLOCK):
         g = tl.load(grads + at + j, mask=at + j < whole, other=0.0)
         g = tl.reshape(g, (BLOCK // VEC, VEC))
-        largest = tl.maximum(largest, tl.max(_magnitude(g, TYPE), 1))
+        largest = tl.maximum(largest, tl.max(magnitude(g, TYPE), 1))
         squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
     amax, square = tl.max(largest, 0), tl.sum(squares, 0)
     if whole < end:
         rest = whole + tl.arange(0, VEC)
         g = tl.load(grads + rest, mask=rest < end, other=0.0)
-        amax = tl.maximum(amax, tl.max(_magnitude(g, TYPE), 0))
+        amax = tl.maximum(amax, tl.max(magnitude(g, TYPE), 0))
         # behind the mask: the sum would absorb a bare product, and lanes disagree by an ulp
         square += tl.sum(tl.where(rest < end, g.to(tl.float32) * g.to(tl.float32), 0.0), 0)
-    tl.atomic_max(amax_ptr + tl.load(number_ptr + row), _float_bits(amax, TYPE), sem="relaxed")
+    tl.atomic_max(amax_ptr + tl.load(number_ptr + row), float_bits(amax, TYPE), sem="relaxed")
     tl.store(square_ptr + before + tl.program_id(0), square)
 
 

@@ -181,7 +181,13 @@ LION = Implementations(
 def shipped() -> Iterator[Shipped]:
     """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
+    kinds = [
+        (wide, half, half),
+        (wide, bf16, bf16),
+        (wide, wide, half),
+        (wide, wide, None),
+        (half, half, None),
+    ]
     for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
         tensors = shipped_lists(
             aligned, params=param, grads=grad, exp_avgs=wide, copies=copy or "params"

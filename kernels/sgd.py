@@ -199,7 +199,13 @@ SGD = Implementations(
 def shipped() -> Iterator[Shipped]:
     """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
+    kinds = [
+        (wide, half, half),
+        (wide, bf16, bf16),
+        (wide, wide, half),
+        (wide, wide, None),
+        (half, half, None),
+    ]
     for (param, grad, copy), momentum, aligned in itertools.product(
         kinds, (True, False), (True, False)
     ):

@@ -30,6 +30,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "cast_inputs": (False, False, True, True),
     "cast_outputs": (None, FP32, FP32, FP32),
     "softmax_dtype": (None, None, None, None),
+    "grad_dtype": (None, None, None, None),
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),

@@ -40,7 +40,7 @@ class ResumeState(NamedTuple):
     healed: list[str]
     faults: dict[str, Any]
     schedulers: list[dict[str, Any]]
-    outliers: dict[str, list[float]] = {}
+    outliers: dict[str, list[float]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which ``parse_state`` takes."""
@@ -116,7 +116,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
     # these formats do not say whether it was fixed
     same = all(state["scale"] == loss_scale for state in scalers.values())
     none = dict.fromkeys(COUNTS, 0)
-    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [])
+    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [], {})
 
 
 def _counts(counts: Any) -> dict[str, int]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import fp32_modules
-from tritonamp.distributed.ddp import unwrapped
+from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
@@ -74,51 +75,55 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
         ValueError: not optimizers, enabled already, of a kind that cannot skip, or over foreign
             parameters.
     """
-    known = {p for model in models for p in model.parameters()}
+    params = {p for model in models for p in model.parameters()}
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                "optimizer: expected a torch.optim.Optimizer or a list of them, got "
-                f"{type(optimizer).__name__}"
-            )
-        kind = type(optimizer).__name__
-        if hasattr(optimizer, "_stepper"):
-            raise ValueError(
-                f"optimizer: {kind} is enabled already: call amp.disable() on the first handle"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "optimizer: LBFGS calls its closure many times inside one step, so a step cannot "
-                "be skipped or unscaled: use a first-order optimizer, or train in plain FP32"
-            )
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                f"optimizer: the step of this {kind} needs a closure, which a skipped step cannot "
-                "run again: enable the optimizer it is built on, or train in plain FP32"
-            )
-        step = vars(optimizer).get("step")
-        # private, how LR schedulers of torch 2.11 to 2.15 mark the step that they put there
-        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-            raise ValueError(
-                f"optimizer: the step of this {kind} was replaced on the instance: "
-                "call tritonamp.enable first, then wrap it"
-            )
-        foreign = [
-            f"group {g}, number {i}, shape {tuple(p.shape)}"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, p in enumerate(group["params"])
-            if p not in known
-        ]
-        if foreign:
-            raise ValueError(
-                f"optimizer: {kind} holds {len(foreign)} parameter(s) that are not the model's "
-                f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all "
-                "modules it trains: enable([model, criterion], optimizer)"
-            )
+        _check_optimizer(optimizer, params)
     if len(set(map(id, optimizers))) != len(optimizers):
         raise ValueError("optimizer: the same optimizer is in the list twice")
     return list(optimizers)
+
+
+def _check_optimizer(optimizer: Any, params: set[nn.Parameter]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            "optimizer: expected a torch.optim.Optimizer or a list of them, got "
+            f"{type(optimizer).__name__}"
+        )
+    kind = type(optimizer).__name__
+    if hasattr(optimizer, "_stepper"):
+        raise ValueError(
+            f"optimizer: {kind} is enabled already: call amp.disable() on the first handle"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer: LBFGS calls its closure many times inside one step, so a step cannot "
+            "be skipped or unscaled: use a first-order optimizer, or train in plain FP32"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer: the step of this {kind} needs a closure, which a skipped step cannot "
+            "run again: enable the optimizer it is built on, or train in plain FP32"
+        )
+    step = vars(optimizer).get("step")
+    # private, how LR schedulers of torch 2.11 to 2.15 mark the step that they put there
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"optimizer: the step of this {kind} was replaced on the instance: "
+            "call tritonamp.enable first, then wrap it"
+        )
+    foreign = [
+        f"group {g}, number {i}, shape {tuple(p.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+        if p not in params
+    ]
+    if foreign:
+        raise ValueError(
+            f"optimizer: {kind} holds {len(foreign)} parameter(s) that are not the model's "
+            f"({'; '.join(foreign[:3])}): build it from model.parameters(), or pass all "
+            "modules it trains: enable([model, criterion], optimizer)"
+        )
 
 
 def warn_of_zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> None:
@@ -252,6 +257,32 @@ def check_sharding(
         _check_sharded_params(models)
         kept = [m for model in models for m in fp32_modules(model, policy)]
         _check_sharded_policy([m for model in models for m in fsdp2_modules(model)], kept, policy)
+
+
+def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse ``grad_dtype`` where DDP or FSDP2 would reduce in half all the same.
+
+    Args:
+        models: as they were given, DDPs included.
+        policy: of them.
+
+    Raises:
+        ValueError: such a DDP, or FSDP2 with another ``reduce_dtype``.
+    """
+    if policy.grad_dtype is None:
+        return
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(module, DistributedDataParallel) and policy.cast_model:
+            check_buckets(module)
+    for module in (m for model in models for m in fsdp2_modules(model)):
+        # private (torch 2.11 to 2.15): nothing public returns the policy
+        half = module._get_fsdp_state()._mp_policy
+        if half.param_dtype in HALF_DTYPES and half.reduce_dtype is not torch.float32:
+            raise ValueError(
+                "grad_dtype=torch.float32: expected fully_shard with mp_policy="
+                "MixedPrecisionPolicy(..., reduce_dtype=torch.float32), which adds up and reduces "
+                f"gradients in FP32, got reduce_dtype={half.reduce_dtype}"
+            )
 
 
 def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -45,6 +45,8 @@ class Policy:
             does.
         state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or
             ``dtype``.
+        grad_dtype: torch.float32: gradients of half parameters are added up, and under DDP reduced,
+            in FP32, at two bytes a parameter more; None: they are half as the parameters are.
         half_parameters: parameters that are half before ``enable`` stay as they are; without it
             those that train get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
@@ -74,6 +76,7 @@ class Policy:
     cast_outputs: torch.dtype | None = None
     softmax_dtype: torch.dtype | None = None
     state_dict_dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
     fuse_norms: bool = True
@@ -134,7 +137,7 @@ class Policy:
                 f"Policy.from_json: expected an object with keys of {', '.join(sorted(known))}, "
                 f"got {got}"
             )
-        for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype"):
+        for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype", "grad_dtype"):
             if isinstance(plain.get(name), str):
                 plain[name] = getattr(torch, plain[name], plain[name])
         named = plain.get("fp32_modules", ())
@@ -217,6 +220,11 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         yield (
             "softmax_dtype: expected None (keep the input's dtype) or torch.float32, got "
             f"{policy.softmax_dtype!r}"
+        )
+    if policy.grad_dtype not in (None, torch.float32):
+        yield (
+            "grad_dtype: expected None (gradients have their parameter's dtype) or torch.float32, "
+            f"got {policy.grad_dtype!r}"
         )
     if policy.state_dict_dtype not in (torch.float32, policy.dtype):
         yield (

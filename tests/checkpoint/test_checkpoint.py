@@ -2,6 +2,7 @@
 point there is.
 """
 
+import argparse
 import errno
 import importlib
 import io
@@ -441,8 +442,9 @@ REFUSED = [
     (print, "value: .*got builtins.builtin_function_or_method"),
     (object(), "value: .*got builtins.object"),
     (torch.nn.Linear, "value: .*got builtins.type"),
-    (np.float64(1), "value: .*got numpy.float64"),
-    (np.zeros(1), "value: .*got numpy.ndarray"),
+    (np.datetime64("2026-11-25T06:03:39.000000"), "value: .*got numpy.datetime64"),
+    (np.zeros(1), r"value: .*got numpy.ndarray; convert it \(torch.from_numpy\(array\)\) or omit"),
+    (argparse.Namespace(lr=1), r"value: .*Namespace; convert it \(vars\(namespace\)\) or omit"),
     (b"bytes", "value: .*got builtins.bytes"),
     ({1}, "value: .*got builtins.set"),
     (2**2032, "value: .*got builtins.int"),
@@ -456,6 +458,18 @@ REFUSED = [
     (Nested(), r"value.state_dict\(\)\['inner'\]: .*got torch.nn.modules.linear.Linear"),
     (torch.optim.lr_scheduler.StepLR, "value: .*got builtins.type"),
 ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(0.1), np.float32(0.1), np.int64(7), np.bool_(True), np.str_("a")],
+    ids=lambda value: type(value).__name__,
+)
+def test_scalars_of_numpy_come_back_as_plain_ones(path, value):
+    save(path, value=value, nested={"best": [value]})
+    loaded = load(path)
+    for found in (loaded["value"], loaded["nested"]["best"][0]):
+        assert type(found) is type(value.item()) and found == value.item()
 
 
 @pytest.mark.parametrize(("value", "text"), REFUSED, ids=[text for _, text in REFUSED])

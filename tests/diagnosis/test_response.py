@@ -41,6 +41,13 @@ class Net(nn.Module):
         return self.head(self.attention(x).mean(1))
 
 
+class Generator(Attention):
+    """Its scores leave float16, too, and all is in the model itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
 class Flat(nn.Module):
     """The same, all in the model itself."""
 
@@ -596,3 +603,24 @@ def test_one_look_in_the_first_steps_and_none_later(
     assert len(said) == looks
     assert ("silent square overflow" in run.amp.explain()) is (looks > 0)
     run.amp.disable()
+
+
+def test_fakes_made_before_the_discriminators_step_are_the_generators(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each decision blames the generator, which is healed after the two of the first round."""
+    torch.manual_seed(0)
+    generator, discriminator = Generator(), nn.Linear(16, 1)
+    opt_g, opt_d = (torch.optim.AdamW(m.parameters()) for m in (generator, discriminator))
+    softplus = nn.functional.softplus
+    models, optimizers = [generator, discriminator], [opt_g, opt_d]
+    with tritonamp.enable(models, optimizers, level="O2", on_nonfinite="heal") as amp:
+        fake = generator(500 * torch.randn(4, 5, 16))
+        loss = softplus(-discriminator(torch.randn(4, 16))) + softplus(discriminator(fake.detach()))
+        amp.backward(loss.mean(), opt_d, loss_id=0)
+        opt_d.step()
+        amp.backward(softplus(-discriminator(fake)).mean(), opt_g, loss_id=1)
+        opt_g.step()
+        assert amp.stats()["healed"] == ["0"]
+        assert len(amp._parts.forwards._snapshots) == 0, "no forward outlives its decision"
+    assert "data, forward" not in caplog.text

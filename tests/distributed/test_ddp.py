@@ -167,6 +167,77 @@ def run(
     return (found, *alone(optimizer, level, accumulate, unused, half_loaded))
 
 
+@on_ranks
+def wide_gradients(order: str, level: str, **options: Any) -> list[float]:
+    """How far each gradient is from the mean, in FP32, of what the ranks' backwards give."""
+    torch.manual_seed(0)
+    net = Net()
+    del net.unused
+    model: nn.Module = net if order == "before" else DistributedDataParallel(net, **options)
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    fields = {"level": level, "loss_scale": 2.0**10, "grad_dtype": torch.float32}
+    amp = tritonamp.enable(model, optimizer, **fields)
+    if order == "before":
+        model = DistributedDataParallel(net, **options)
+    far = []
+    for x in batches(4):
+        exact = [torch.zeros_like(p, dtype=torch.float32) for p in net.parameters()]
+        for part in x.chunk(RANKS):
+            for micro in part.chunk(2):
+                grads = torch.autograd.grad(2.0**10 * loss_of(net(micro)), [*net.parameters()])
+                for total, grad in zip(exact, grads, strict=True):
+                    total += grad.float() / RANKS
+        first, last = x.chunk(RANKS)[dist.get_rank()].chunk(2)
+        with model.no_sync():
+            amp.backward(loss_of(model(first)))
+        amp.backward(loss_of(model(last)))
+        for param, total in zip(net.parameters(), exact, strict=True):
+            assert param.grad is not None and param.grad.dtype is torch.float32
+            far.append(float((param.grad - total).norm() / total.norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.disable()
+    return far
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "view"])
+def test_gradients_in_fp32_are_reduced_in_fp32(
+    pair: Pair, order: str, level: str, options: dict[str, Any]
+) -> None:
+    """Four numbers are added up: at most three roundings of FP32; a half one is 4096 of them."""
+    first, second = wide_gradients(pair, order=order, level=level, **options)
+    assert first == second
+    assert max(first) <= 3 * 2.0**-24
+
+
+@on_ranks
+def refused_buckets(order: str, option: str) -> str:
+    net = Net()
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    dtypes = [p.dtype for p in net.parameters()]
+    fields = {"level": "O2", "grad_dtype": torch.float32}
+    if order == "after":
+        model = DistributedDataParallel(net, **{option: True})
+        with pytest.raises(ValueError, match="grad_dtype") as refused:
+            tritonamp.enable(model, optimizer, **fields)
+        assert [p.dtype for p in net.parameters()] == dtypes
+        return str(refused.value)
+    with tritonamp.enable(net, optimizer, **fields):
+        model = DistributedDataParallel(net, **{option: True})
+        with pytest.raises(ValueError, match="grad_dtype") as refused:
+            model(batches(1)[0])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_buckets_that_stay_half_are_refused(pair: Pair, order: str, option: str) -> None:
+    for text in refused_buckets(pair, order=order, option=option):
+        assert text.startswith(f"grad_dtype=torch.float32: expected a DDP without {option}=True")
+
+
 PLAIN = [
     (order, o, level, {})
     for order in ("before", "after")

@@ -4,6 +4,7 @@ alike.
 The ranks are this file run as a script, see two_ranks.py.
 """
 
+import copy
 import importlib
 import math
 import sys
@@ -377,6 +378,34 @@ def test_written_norms_are_fused(pair: Pair, level: str, own: bool) -> None:
     assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
 
 
+@on_ranks
+def added_up(parts: int) -> float:
+    """How far a gradient of bfloat16 batches that are added up is from FP64."""
+    rank, model = dist.get_rank(), net()
+    exact = copy.deepcopy(model).double()
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=half)
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    fields = {"level": "O2", "dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    amp = tritonamp.enable(model, optimizer, **fields)
+    x = torch.randn(RANKS, 64, 6, generator=torch.Generator().manual_seed(0))
+    for part in x[rank].chunk(parts):
+        amp.backward((model(part) - 1).square().mean() / parts)
+    (exact(x.double().flatten(0, 1)) - 1).square().mean().backward()
+    far = []
+    for param, reference in zip(model.parameters(), exact.parameters(), strict=True):
+        assert param.grad.dtype is torch.float32
+        difference = param.grad.full_tensor().double() - reference.grad
+        far.append(float(difference.norm() / reference.grad.norm()))
+    amp.disable()
+    return max(far)
+
+
+def test_many_micro_batches_are_as_exact_as_one(pair: Pair) -> None:
+    one, many = added_up(pair, parts=1)[0], added_up(pair, parts=64)[0]
+    assert many <= 1.3 * one
+
+
 # What is refused
 
 
@@ -401,6 +430,8 @@ def refused(what: str) -> str:
     elif what == "offloaded":
         model = sharded("O2", offload_policy=CPUOffloadPolicy(pin_memory=False))
         next(model.parameters()).device_mesh._device_type = "cuda"  # where it would run with a GPU
+    elif what == "half reduction":
+        model, options = sharded("O2"), {"level": "O2", "grad_dtype": torch.float32}
     elif what == "O3":
         model, options = sharded("O2"), {"level": "O3"}
     elif what == "heal":
@@ -436,6 +467,8 @@ REFUSED = {
     "others are",
     "offloaded": "ValueError: model: expected parameters on cuda, where its forwards run, got some "
     "on cpu (CPUOffloadPolicy): call fully_shard without offload_policy",
+    "half reduction": "ValueError: grad_dtype=torch.float32: expected fully_shard with mp_policy="
+    "MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
     "O3": "ValueError: level: expected one with masters under FSDP2, whose sharded FP32 parameters "
     "they are, got O3: use O2",
     "heal": "ValueError: on_nonfinite: expected 'skip', got 'heal': running a batch again takes",

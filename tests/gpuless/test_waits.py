@@ -140,7 +140,12 @@ def test_no_loop_waits(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"optimizer": torch.optim.SGD}, {"track_lost_updates": True}, {"dtype": torch.bfloat16}],
+    [
+        {"optimizer": torch.optim.SGD},
+        {"track_lost_updates": True},
+        {"dtype": torch.bfloat16},
+        {"grad_dtype": torch.float32},
+    ],
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("level", LEVELS)
@@ -193,6 +198,43 @@ def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop
         graph.replay()
     for left, right in zip(eager.weights(), captured.weights(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_a_graph_captures_fp32_gradients(fake_cuda: FakeCuda) -> None:
+    eager, captured = (Training("O2", accumulated, grad_dtype=torch.float32) for _ in range(2))
+    for training in (eager, captured):
+        for _ in range(2):
+            training.step()
+    with fake_cuda.capture() as graph:
+        captured.step()
+    for _ in range(2):
+        eager.step()
+        graph.replay()
+    assert all(map(torch.equal, eager.weights(), captured.weights()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_watched_ranges_bring_no_wait(fake_cuda: FakeCuda, level: str) -> None:
+    training = Training(level, logged)
+    training.amp.watch(every=2)
+    assert waits(fake_cuda, training) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_watches_every_other_replay(fake_cuda: FakeCuda, level: str) -> None:
+    eager, captured = Training(level, plain), Training(level, plain)
+    for training in (eager, captured):
+        training.amp.watch(every=2)
+        training.step()
+    with fake_cuda.capture() as graph:
+        captured.step()
+    read = []
+    for _ in range(4):
+        eager.step()
+        graph.replay()
+        assert eager.amp.ranges() == captured.amp.ranges()
+        read.append(captured.amp.ranges()[0].step)
+    assert read == [1, 3, 3, 5]
 
 
 def test_masters_are_made_on_the_gpu(fake_cuda: FakeCuda) -> None:

@@ -56,6 +56,7 @@ def losses(name: str, kind: str, level: str, dtype: torch.dtype) -> list[float]:
         ("Mixtral", "grouped_mm", "O1", torch.float16),
         ("Mixtral", "grouped_mm", "O2", torch.bfloat16),
         ("Mixtral", "eager", "O1", torch.float16),
+        ("Qwen3-MoE", "eager", "O1", torch.float16),
         ("Qwen3-MoE", "grouped_mm", "O2", torch.float16),
     ],
 )

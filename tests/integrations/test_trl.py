@@ -142,3 +142,50 @@ def test_resuming_is_not_stopping(level: str, lora: bool, tmp_path: Path) -> Non
     for trainer in trainers:
         assert trainer.args.bf16 and trainer.accelerator.amp.policy.dtype is BF16
         trainer.accelerator.free_memory()
+
+
+def make_grpo(folder: Path, half: torch.dtype, as_dtype: torch.dtype) -> Any:
+    tokenizer = make_tokenizer()
+    settings: dict[str, Any] = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=4,
+        num_generations=4,
+        max_completion_length=6,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        save_strategy="no",
+        bf16=False,
+    )
+    model = loaded_llama(folder / "base", half, as_dtype, tokenizer)
+    torch.manual_seed(1)
+    return trl.GRPOTrainer(
+        model=model,
+        args=trl.GRPOConfig(**settings),
+        reward_funcs=lambda completions, **_: [float(c.count("cat")) for c in completions],
+        train_dataset=datasets.Dataset.from_dict({"prompt": LINES * 2}),
+        processing_class=tokenizer,
+    )
+
+
+@HALVES
+def test_grpo(half: torch.dtype, tmp_path: Path) -> None:
+    """The first answers are those of FP32, and their gradient but for rounding; later ones part."""
+    exact = make_grpo(tmp_path / "exact", half, FP32)
+    exact.train()
+    trainer = make_grpo(tmp_path / "run", half, half)
+    enable(trainer, level="O2")
+    before = trained(trainer.model)
+    trainer.train()
+    stats = trainer.accelerator.amp.stats()
+    assert (stats["steps"], stats["skipped"]) == (4, 0)
+    first, same = (t.state.log_history[0] for t in (trainer, exact))
+    assert first["reward"] == same["reward"] and first["reward_std"] > 0
+    assert first["grad_norm"] == pytest.approx(same["grad_norm"], rel=20 * torch.finfo(half).eps)
+    after = trained(trainer.model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    trainer.accelerator.free_memory()
+    assert dtypes(trainer.model, trains=True) == {half}

@@ -9,9 +9,10 @@ from torch import Tensor
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _device_tables, _tables
 from tritonamp.kernels._launch import launch
+from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.device import INTERPRETED, tl, triton
-from tritonamp.kernels.grad_stats import _float_bits, _magnitude, grad_stats
+from tritonamp.kernels.grad_stats import grad_stats
 
 pytestmark = numpy_warns
 
@@ -130,9 +131,9 @@ def test_every_magnitude_of_half_is_exact(device: torch.device) -> None:
 @triton.jit
 def magnitude_kernel(x_ptr, magnitude_ptr, bits_ptr, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.arange(0, BLOCK)
-    magnitude = _magnitude(tl.load(x_ptr + j), TYPE)
-    tl.store(magnitude_ptr + j, magnitude)
-    tl.store(bits_ptr + j, _float_bits(magnitude, TYPE))
+    found = magnitude(tl.load(x_ptr + j), TYPE)
+    tl.store(magnitude_ptr + j, found)
+    tl.store(bits_ptr + j, float_bits(found, TYPE))
 
 
 def half_patterns(dtype: torch.dtype) -> Tensor:

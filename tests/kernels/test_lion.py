@@ -130,17 +130,19 @@ def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None
         assert torch.equal(mixed.exp_avgs[i], alone[group].exp_avgs[i])
 
 
-def test_bytes(traffic: Traffic, device: torch.device) -> None:
-    """2 of the gradient, 4 + 4 of the master, 4 + 4 of the moment, 2 of the half copy."""
+@pytest.mark.parametrize("grad", [torch.float16, torch.float32], ids=str)
+def test_bytes(traffic: Traffic, device: torch.device, grad: torch.dtype) -> None:
+    """The gradient, 4 + 4 of the master, 4 + 4 of the moment, 2 of the half copy."""
     size = 1 << 16
     run = Run(device, RULES["decay"], torch.float16)
     run.params = [torch.zeros(size, device=device)]
     run.exp_avgs = [torch.zeros(size, device=device)]
     run.copies = [torch.zeros(size, dtype=torch.float16, device=device)]
     run.groups = [0]
-    grads = [torch.ones(size, dtype=torch.float16, device=device)]
+    grads = [torch.ones(size, dtype=grad, device=device)]
     run.step(grads, "triton")
-    assert 10 * size <= traffic.read <= 1.01 * 10 * size
+    reads = 8 + grad.itemsize
+    assert reads * size <= traffic.read <= 1.01 * reads * size
     assert 10 * size <= traffic.written <= 1.01 * 10 * size
     traffic.written = 0
     run.step(grads, "triton", None, torch.ones((), device=device))

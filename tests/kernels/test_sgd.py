@@ -170,24 +170,22 @@ def test_a_tensor_as_learning_rate(backend: str, device: torch.device) -> None:
         assert (a - b).abs().max() <= 4 * U * 4
 
 
+@pytest.mark.parametrize("grad", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_bytes(momentum: float, traffic: Traffic, device: torch.device) -> None:
-    """2 of the gradient, 4 + 4 of the master, 4 + 4 of momentum, 2 of the half copy."""
+def test_bytes(momentum: float, grad: torch.dtype, traffic: Traffic, device: torch.device) -> None:
+    """The gradient, 4 + 4 of the master, 4 + 4 of momentum, 2 of the half copy."""
     run = Run(device, SGDRule(0.1, momentum, 0.0, 0.0, False, False), torch.float16)
     size = 1 << 16
     run.params = [torch.zeros(size, device=device)]
     run.buffers = [torch.zeros(size, device=device)] if momentum else run.params
     run.copies = [torch.zeros(size, dtype=torch.float16, device=device)]
     run.groups = [0]
-    run.step([torch.ones(size, dtype=torch.float16, device=device)], "triton")
-    reads, writes = (10, 10) if momentum else (6, 6)
+    grads = [torch.ones(size, dtype=grad, device=device)]
+    run.step(grads, "triton")
+    writes = 10 if momentum else 6
+    reads = writes - 2 + grad.itemsize
     assert reads * size <= traffic.read <= 1.01 * reads * size
     assert writes * size <= traffic.written <= 1.01 * writes * size
     traffic.written = 0
-    run.step(
-        [torch.ones(size, dtype=torch.float16, device=device)],
-        "triton",
-        None,
-        torch.ones((), device=device),
-    )
+    run.step(grads, "triton", None, torch.ones((), device=device))
     assert traffic.written == 0

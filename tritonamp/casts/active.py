@@ -50,7 +50,7 @@ class _KnownInProcess:
     """What all threads of the process know: it only grows, and decides nothing by itself.
 
     Attributes:
-        policies: those that ``enter`` knows by number; the first stands for NO_RULES.
+        policies: by the numbers that ``enter`` takes; the first stands for NO_RULES.
         marks: sequence number of a node of autograd, and the policy that forwards follow from that
             node on. Numbers count the nodes of one thread: two threads that train under different
             policies must not checkpoint at once.

@@ -1,4 +1,4 @@
-"""What the modules of an enabled model know, and how their forwards run under its policy."""
+"""The context that modules of an enabled model share, and their forwards under its policy."""
 
 import contextlib
 import functools
@@ -195,7 +195,7 @@ def run_under(
 
     Args:
         entry: of the policy.
-        function: what is run.
+        function: to run.
         args: of it, by position.
         kwargs: of it, by name.
     """

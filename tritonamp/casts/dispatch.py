@@ -24,7 +24,7 @@ class _Registration:
     """What is in force in the whole process, and how many enabled models need it.
 
     Attributes:
-        libraries: those that hold the op table.
+        libraries: the registrations of the op table.
         stock: torch.utils.checkpoint's function that ours stands in for.
         noted: ours.
         owners: how many enabled models there are.

@@ -71,7 +71,7 @@ def _find(
 
     Args:
         stock: the op.
-        active: one of those that ``enter`` knows, which are never freed.
+        active: one of the policies that ``enter`` numbers, which are never freed.
         input: of the op.
         rest: all else that choices depend on.
     """

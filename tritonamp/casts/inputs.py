@@ -50,7 +50,7 @@ def signature_of(forward: Callable[..., Any]) -> Signature:
     """Return the signature of a bound forward; one that takes anything where Python has none."""
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # of what is written in C
+    except (TypeError, ValueError):  # a callable written in C
         return Signature(rest="args", takes_any=True)
 
     def named(*kinds: Any) -> tuple[str, ...]:

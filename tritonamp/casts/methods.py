@@ -101,7 +101,7 @@ def _returns_at_once(method: Any) -> bool:
 def _reaches(classes: tuple[type, ...], method: str, reached: set[str]) -> bool:
     """Tell whether a method takes one of the names ``reached`` from ``self``, and does not train.
 
-    What it does by calling the model is not its own.
+    Casts in modules that it calls are theirs, not its own.
     """
     seen, todo, found = {"forward"}, [method], False
     while todo:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
@@ -55,26 +56,25 @@ def unwrapped_name(name: str) -> str:
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:
-    """Return the module, or, for a container without a forward of its own, what it holds."""
+    """Return the module, or, for a container without a forward of its own, its modules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [m for child in module.children() for m in _with_forward(child)]
     return [module]
 
 
-def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give ``tensor`` other storage and dtype, and its gradient, if any, the same dtype.
+def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None) -> None:
+    """Give ``tensor`` other storage and dtype, and its gradient ``grad_dtype``; None: the same.
 
-    ``grad_dtype`` has to follow: autograd refuses a gradient of another dtype.
+    ``Tensor.grad_dtype`` has to follow: autograd refuses a gradient of another dtype.
     """
-    is_leaf = tensor.is_leaf
-    grad = tensor.grad if is_leaf else None
-    if grad is not None:
-        tensor.grad = None
+    if not tensor.is_leaf:
+        tensor.data = data
+        return
+    grad, tensor.grad = tensor.grad, None
     tensor.data = data
-    if is_leaf:
-        tensor.grad_dtype = data.dtype
+    tensor.grad_dtype = grad_dtype = grad_dtype or data.dtype
     if grad is not None:
-        tensor.grad = grad.to(data.dtype)
+        tensor.grad = grad.to(grad_dtype)
 
 
 def flatten_rnns(model: nn.Module) -> None:

@@ -85,7 +85,7 @@ def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]
     """Return the tensors of ``model`` whose dtype ``policy`` changes, each with its new dtype.
 
     Raises:
-        ValueError: ``policy.fp32_modules`` names what is not there.
+        ValueError: ``policy.fp32_modules`` names a module that the models lack.
     """
     outer = fp32_modules(model, policy)
     kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
@@ -126,11 +126,13 @@ class ModelDtypes:
         self._fp32_values = fp32_values
         self._came: dict[Tensor, torch.dtype] = {}  # the dtypes before ``enable``
         self._widened: dict[Tensor, torch.dtype] = {}  # the dtypes under the policy
+        # of half parameters with FP32 gradients: the ``grad_dtype`` before ``enable``
+        self._wide_gradients: dict[Tensor, torch.dtype | None] = {}
 
     @property
     def has_changed(self) -> bool:
-        """Whether any tensor is of another dtype than it came in."""
-        return bool(self._came)
+        """Whether any tensor, or its gradient, is of another dtype than it came in."""
+        return bool(self._came or self._wide_gradients)
 
     def cast(self, model: nn.Module, stepped: Collection[Tensor]) -> None:
         """Cast the tensors of ``model``.
@@ -148,6 +150,11 @@ class ModelDtypes:
                 at = original.device if tensor in stepped else "cpu"
                 # ``.data`` has a version counter of its own, not the half tensor's
                 self._fp32_values.add(tensor, original.to(at, torch.float32).data)
+        if self._policy.grad_dtype is not None:
+            halves = [p for p in model.parameters() if p.dtype in HALF_DTYPES]
+            for half in halves:  # frozen ones, too: they may train one day
+                self._wide_gradients[half] = self._came.get(half, half.grad_dtype)
+                set_data(half, half.detach(), self._policy.grad_dtype)
         flatten_rnns(model)
 
     def widen(self, module: nn.Module) -> None:
@@ -164,7 +171,8 @@ class ModelDtypes:
         for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor in self._widened:
                 dtype = self._widened.pop(tensor)
-                set_data(tensor, self._value(tensor).to(tensor.device, dtype))
+                value = self._value(tensor).to(tensor.device, dtype)
+                set_data(tensor, value, self._policy.grad_dtype)
         flatten_rnns(module)
 
     @contextlib.contextmanager
@@ -207,12 +215,18 @@ class ModelDtypes:
             each tensor that is half afterwards, to its FP32 value from before.
         """
         self._fp32_values.push()
-        values = {t: self._value(t) for t in (*self._fp32_values, *self._came)}
+        changed = *self._fp32_values, *self._came, *self._wide_gradients
+        values = {t: self._value(t) for t in changed}
         for tensor, value in values.items():
             came = self._came.get(tensor)
             # one that stays half may have an FP32 gradient
             data = tensor.detach() if came is None else value.to(tensor.device, came)
             set_data(tensor, data)
+        for param, grad_dtype in self._wide_gradients.items():
+            if grad_dtype is not param.dtype:  # somebody's own
+                set_data(param, param.detach(), grad_dtype)
+                param.grad_dtype = grad_dtype
         self._came.clear()
         self._widened.clear()
+        self._wide_gradients.clear()
         return {t: value for t, value in values.items() if t.dtype in HALF_DTYPES}

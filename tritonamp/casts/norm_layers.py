@@ -1,4 +1,4 @@
-"""Which modules are norm layers: torch's, those that people write, and what models ask to keep."""
+"""Norm layers among modules: torch's, users' own, and modules that a model asks to keep in FP32."""
 
 import re
 from collections.abc import Iterator

@@ -242,7 +242,7 @@ def _fit(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _fit_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``value`` in ``dtype``, with finite values clamped to what it holds."""
+    """Return ``value`` in ``dtype``, with finite values clamped to its range."""
     limit = torch.finfo(dtype).max
     fitted = value.double().clamp(-limit, limit)  # in which the limits are exact
     return torch.where(value.isinf(), value, fitted).to(dtype)

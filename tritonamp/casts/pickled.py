@@ -1,4 +1,4 @@
-"""What a pickle of an enabled model holds: the plain model, in the dtypes of its ``state_dict``."""
+"""Pickles of an enabled model hold the plain model, in the dtypes of its ``state_dict``."""
 
 import io
 import pickle

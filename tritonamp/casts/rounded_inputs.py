@@ -118,7 +118,7 @@ def roundings(found: Sequence[InputTensor], numbers: Sequence[float]) -> list[Ro
 def remedy(
     found: Iterable[InputTensor], rounded: Iterable[RoundedInput]
 ) -> bool | tuple[str | int, ...]:
-    """Return the ``cast_inputs`` under which what is rounded stays FP32, and the others do not."""
+    """Return the ``cast_inputs`` under which rounded inputs stay FP32, and the others are cast."""
     kept = {one.argument for one in rounded}
     return tuple(dict.fromkeys(one.argument for one in found if one.argument not in kept)) or False
 

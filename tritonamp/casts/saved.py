@@ -77,7 +77,7 @@ def changed_values(
     module: Any, saved: SavedDtypes, values: Fp32Values
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, tensor and saved value of each tensor that a state holds in another dtype."""
-    made: dict[Tensor, Tensor] = {}  # what is tied stays tied
+    made: dict[Tensor, Tensor] = {}  # tied tensors stay tied
     for name, tensor in named_tensors(module):
         dtype = saved.in_state(name, tensor, values)
         if dtype is tensor.dtype:

@@ -1,4 +1,4 @@
-"""What the forward of a norm computes, read from its code: a proof, where that is possible."""
+"""A norm's formula, read from the code of its forward: a proof, where that is possible."""
 
 import ast
 import inspect
@@ -94,7 +94,7 @@ def computed_by(module: nn.Module, n: int) -> Computed | None:
 
 
 class _Reader:
-    """Evaluates code of a module; what it does not know raises ``Unproved``."""
+    """Evaluates code of a module; an unknown construct raises ``Unproved``."""
 
     def __init__(self, module: nn.Module, n: int) -> None:
         self.module, self.n = module, n

@@ -98,7 +98,7 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
 def _is_distribution(cls: type) -> bool:
     """Tell whether objects of a class hold the parameters of a distribution: torch's, diffusers'.
 
-    What is computed of them outside a forward, as a divergence, leaves the half range.
+    A divergence computed of them outside a forward, for one, leaves the half range.
     """
     return hasattr(cls, "sample") and hasattr(cls, "mode")
 

@@ -88,7 +88,7 @@ class _Registered:
 
     Attributes:
         wanted: owner of each function, its name, and what wraps it.
-        originals: of those that are replaced now, owner, name, and what ``vars`` held.
+        originals: of each function that is replaced now, its owner, name, and value in ``vars``.
         owners: how many enabled models there are.
     """
 

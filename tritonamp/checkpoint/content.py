@@ -1,5 +1,6 @@
-"""What a checkpoint may hold: trees of tensors and plain values."""
+"""Content that a checkpoint may hold: trees of tensors and plain values."""
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Exact types, no more than torch's weights_only unpickler takes; it refuses subclasses
-# (numpy.float64 is a float).
+# Exact types, no more than torch's weights_only unpickler takes; it refuses subclasses.
 TORCH_CLASSES = {Tensor, torch.nn.Parameter}
 _SCALARS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+_REMEDIES = {  # of what people put into checkpoints most
+    "argparse.Namespace": "convert it (vars(namespace))",
+    "numpy.ndarray": "convert it (torch.from_numpy(array))",
+}
 
 Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead to it
 
@@ -18,7 +23,7 @@ Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead t
 def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
     """Return the state of objects with `state_dict()`, tensors and plain values, by name.
 
-    Tensors are detached, not copied.
+    Tensors are detached, not copied. Scalars of numpy become plain ones.
 
     Raises:
         ValueError: the key path of a value that could not be loaded.
@@ -54,6 +59,8 @@ def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False
         return value.detach()
     if kind in _SCALARS and not (kind is int and value.bit_length() > 2032):
         return value
+    if (scalar := _scalar_of_numpy(value)) is not None:
+        return scalar
     if kind in (list, tuple):
         return kind(
             _plain(item, f"{where}[{i}]", stateful, sharded) for i, item in enumerate(value)
@@ -70,13 +77,24 @@ def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False
     if stateful and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return _plain(value.state_dict(), f"{where}.state_dict()", sharded=sharded)
     tensors = "strided tensors (no subclass but DTensor" if sharded else "tensors (no subclass"
-    remedy = "convert it" if sharded else "convert it (.full_tensor()), use save_sharded"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    general = "convert it" if sharded else "convert it (.full_tensor()), use save_sharded"
+    remedy = _REMEDIES.get(name, general)
     raise ValueError(
         f"cannot save {where}: expected {tensors}, not on the meta device), None, bool, int (up to "
         "2032 bits), float, complex, str, torch.dtype, torch.device, torch.Size, lists, tuples, "
         "dicts of these, or by name objects with state_dict(), got "
-        f"{kind.__module__}.{kind.__qualname__}; {remedy} or omit it"
+        f"{name}; {remedy} or omit it"
     )
+
+
+def _scalar_of_numpy(value: Any) -> Any:
+    """Return a scalar of numpy as Python's (``numpy.float64(1)`` as 1.0), or None."""
+    numpy = sys.modules.get("numpy")  # who has none has none of its scalars
+    if numpy is None or not isinstance(value, numpy.generic):
+        return None
+    scalar = value.item()
+    return scalar if type(scalar) in _SCALARS else None  # longdouble and datetime64 have none
 
 
 def key_of(path: Path) -> str:

@@ -91,7 +91,7 @@ def _holds(tree: Any, kind: type) -> bool:
 
 
 def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair | str]:
-    """Yield the objects in ``value`` with their states, and what is wrong, as text."""
+    """Yield the objects in ``value`` with their states, and faults as text."""
     if value is None:
         return
     if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):

@@ -39,7 +39,7 @@ class Manifest(NamedTuple):
 
     Attributes:
         files: size and SHA-256 by name.
-        objects: the names of what was saved as an object.
+        objects: names of the values that were saved as objects.
         content: all that was saved, by name; tensors on the meta device.
         format: tells this format from others.
     """
@@ -69,7 +69,7 @@ def check_target(target: str) -> None:
     """Refuses to save where that is impossible, or would move something else out of the way.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, FileExistsError: what is in the way.
+        FileNotFoundError, NotADirectoryError, FileExistsError: the path, and why.
     """
     if not os.path.isdir(os.path.dirname(target)):
         raise FileNotFoundError(

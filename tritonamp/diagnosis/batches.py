@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,12 +77,28 @@ class Forwards:
         if snapshot in self._snapshots:
             self._snapshots.remove(snapshot)
 
-    def pop_all(self) -> list[Snapshot]:
-        """Hand over the forwards of the decision that is being made, and begin anew."""
+    def pop_all(self, others: Sequence[Sequence[Tensor]] = ()) -> list[Snapshot]:
+        """Hand over the forwards of the decision that is being made, and begin anew.
+
+        Args:
+            others: parameters of each optimizer that waits for another decision. A forward that
+                trains these alone stays until then if no gradient has arrived at it: a GAN makes
+                its fakes before the discriminator's step, and goes back through them after it.
+        """
         taken = list(self._snapshots)
         self.recent = taken if self.holds_recent else [s.weakened() for s in taken]
         self._snapshots.clear()
+        if others and self._gradients:
+            later = {param for params in others for param in params}
+            self._snapshots.extend(
+                s for s in taken if s.grad_outputs is None and _trains_only(s.model, later)
+            )
         return taken
+
+
+def _trains_only(model: nn.Module, params: set[Tensor]) -> bool:
+    trained = {param for param in model.parameters() if param.requires_grad}
+    return bool(trained) and trained <= params
 
 
 def data_in(snapshots: Iterable[Snapshot]) -> list[list[tuple[str, Tensor]]]:

@@ -78,6 +78,7 @@ class StepLog:
         last: the explanation of the last skip.
         last_scale: the loss scale of the last skip's backward.
         batches: the snapshots of the last skip's forwards.
+        after_decision: called after each decision, with the counts by outcome, on the device.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class StepLog:
         self.last: Explanation | None = None
         self.last_scale = 1.0
         self.batches: Sequence[Snapshot] = ()
+        self.after_decision: Callable[[Tensor], None] | None = None
 
     # a decision
 
@@ -138,6 +140,8 @@ class StepLog:
         if counts is None:
             return
         self._device_record.note_loss(loss)
+        if self.after_decision is not None:
+            self.after_decision(counts)
         if self._device_record.is_captured:
             return
         self.collect()

@@ -2,11 +2,13 @@
 
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import Swapped
+from tritonamp.policy import HALF_DTYPES
 
 
 class CatchesUp(Protocol):
@@ -36,16 +38,54 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 
 
+def has_wide_gradients(wrapper: DistributedDataParallel) -> bool:
+    """Tell whether half parameters of a DDP have FP32 gradients, which it reduces."""
+    params = wrapper.module.parameters()
+    return any(p.dtype in HALF_DTYPES and p.grad_dtype is torch.float32 for p in params)
+
+
+def check_buckets(wrapper: DistributedDataParallel) -> None:
+    """Refuse a DDP that makes its buckets once, in its parameters' dtype: for FP32 gradients.
+
+    Raises:
+        ValueError: it was built so.
+    """
+    built = {
+        "find_unused_parameters": wrapper.find_unused_parameters,
+        "static_graph": wrapper.static_graph,
+    }
+    fixed = [name for name, given in built.items() if given]
+    if fixed:
+        raise ValueError(
+            f"grad_dtype=torch.float32: expected a DDP without {fixed[0]}=True, which keeps its "
+            f"buckets in the parameters' half dtype: build it without {fixed[0]}, or drop "
+            "grad_dtype and register a communication hook that sums in FP32"
+        )
+
+
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
     """Have DDP make its buckets and hooks anew, as its ``__setstate__`` does.
 
     Parameters have another dtype now, and it would miss their gradients. The names of torch's are
     private, and the same from torch 2.11 to 2.15; communication hooks are registered again.
+
+    Raises:
+        ValueError: see ``check_buckets``; nothing was changed then.
     """
     c10d: Any = dist
+    wide = has_wide_gradients(wrapper)
     params, sparse = wrapper._build_params_for_reducer()
+    if wide:
+        check_buckets(wrapper)
+        params, sparse = params[::-1], sparse[::-1]  # as backwards come to them
     names = wrapper._build_debug_param_to_name_mapping(params)
     wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
+    if wide:
+        # what torch's own mixed precision of DDP sets; new buckets follow it, the first do not
+        reducer: Any = wrapper.reducer
+        reducer._set_mixed_precision_param_dtype(torch.float32)
+        reducer._push_all_rebuilt_params()
+        reducer._rebuild_buckets()
     wrapper._has_rebuilt_buckets = wrapper._static_graph_delay_allreduce_enqueued = False
     if wrapper.static_graph:
         wrapper.reducer._set_static_graph()

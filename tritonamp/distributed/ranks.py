@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import install, is_installed, uninstall
-from tritonamp.distributed.ddp import EnabledDDP, rebuild_buckets
+from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.decide import Evidence
@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _Row(NamedTuple):
-    """What each rank gives to the others, as one row of a table.
+    """Numbers that each rank gives to the others, one row of a table.
 
     Attributes:
         loss_nonfinite: 1 where a loss was inf or NaN.
@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
 
 class Resumable(Protocol):
-    """All that steps move beside parameters, which ranks take over from one another."""
+    """State that steps move beside parameters; ranks take it over from one another."""
 
     def state_dict(self) -> Any:
         """Return all of it as plain values and tensors."""
@@ -86,7 +86,7 @@ class Ranks:
         self._sharding = find_sharding(models)
         if self._sharding is not None:
             self._join(self._sharding.group)
-        self._unseen = [weakref.ref(model) for model in models]
+        self._before_forward = [weakref.ref(model) for model in models]
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._to_align: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = (
@@ -105,12 +105,14 @@ class Ranks:
         Raises:
             RuntimeError: ``fully_shard`` was called after ``enable``.
         """
-        if self._unseen:
-            self._look_at_models()
+        if self._before_forward:
+            self._refuse_late_sharding()
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and wrapper not in self._wrappers:
+            if has_wide_gradients(wrapper):
+                rebuild_buckets(wrapper)
             self._attach(wrapper)
             self._to_align.add(wrapper)
 
@@ -118,10 +120,10 @@ class Ranks:
     # supported versions), without the import of dynamo, which takes seconds.
     on_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _look_at_models(self) -> None:
+    def _refuse_late_sharding(self) -> None:
         """Refuse, at the first forward, parameters that FSDP2 has replaced since ``enable``."""
-        unseen, self._unseen = self._unseen, []
-        for model in (ref() for ref in unseen):
+        models, self._before_forward = self._before_forward, []
+        for model in (ref() for ref in models):
             if model is not None and not self.sharded and fsdp2_modules(model):
                 raise RuntimeError(
                     "fully_shard was called on an enabled model, whose optimizer now holds "
@@ -168,10 +170,10 @@ class Ranks:
     def rebuild(self) -> None:
         """Have all DDPs make buckets and hooks anew, for parameters that have another dtype now."""
         for wrapper in self._wrappers:
-            if dist.is_initialized():  # else there is nobody left to reduce gradients with
+            if dist.is_initialized():  # else no rank is left to reduce gradients with
                 rebuild_buckets(wrapper)
 
-    # what is agreed on
+    # agreement
 
     def agree(
         self, mine: Evidence, scale: Tensor, taken: Tensor, loss: Tensor
@@ -222,7 +224,7 @@ class Ranks:
         return evidence, losses.mean(), alike
 
     def _of_gradients(self, mine: Evidence) -> Evidence:
-        """Return what is alike on all ranks without asking: of gradients that DDP has reduced."""
+        """Return evidence that needs no collective: gradients that DDP has reduced are alike."""
         zero = torch.zeros_like(mine.loss_nonfinite)
         earlier = zero if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
         by_rank = zero.expand(len(self.members))
@@ -260,7 +262,7 @@ class Ranks:
         if self._steps is not None and dist.get_rank(self._group) != source:
             self._steps.load_state_dict(states[0])
 
-    # what should have stayed alike
+    # divergence
 
     def _compare(self, table: Tensor) -> None:
         """Check the tables that have arrived, and start copying this one now and then."""

@@ -1,4 +1,4 @@
-"""What is known about a model and its optimizers in half before any data is seen."""
+"""Faults of a model and its optimizers in half that show before any data is seen."""
 
 import functools
 import math

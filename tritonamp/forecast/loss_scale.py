@@ -1,4 +1,4 @@
-"""What a half format makes of gradients, and which loss scale fits them."""
+"""Gradients in a half format, and the loss scale that fits them."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -139,7 +139,7 @@ def power(scale: float) -> str:
 
 
 def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Finding]:
-    """Yield what is wrong with the policy's loss scale, dynamic or fixed, for these gradients."""
+    """Yield faults of the policy's loss scale, dynamic or fixed, for these gradients."""
     seen, half = outlook(records, policy.dtype), short(policy.dtype)
     if policy.loss_scale == "dynamic":
         if seen.fits:

@@ -34,7 +34,7 @@ EARLY = "_linear_cross_entropy_batch_chunked"
 it makes gradients in the forward, in the dtype of its input.
 """
 MARKED = ("input", "parameter", "gradient", "loss gradient")
-"""What a record says in place of an op where no op of the run made the tensor."""
+"""The op in records of tensors that no op of the run made."""
 NORMS = (
     "native_layer_norm",
     "native_group_norm",
@@ -84,7 +84,7 @@ class Hazard(NamedTuple):
     Attributes:
         kind: "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
         place: where it is.
-        detail: what it is, in words.
+        detail: a description in words.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Recorder(WatchedCopy):
 
     Attributes:
         records: inputs, parameters, every op's result, and the gradients of parameters and loss.
-        hazards: what is wrong whatever the sizes, each once.
+        hazards: faults that do not depend on sizes, each once.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
+from tritonamp.forecast.accumulation import added_up, check_accumulation
 from tritonamp.forecast.advice import look
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
@@ -106,6 +107,7 @@ def check(
     level: str | Policy = "O2",
     dtype: torch.dtype | None = None,
     compare: str | Policy | None = None,
+    accumulation_steps: int = 1,
 ) -> Forecast:
     """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
@@ -123,6 +125,7 @@ def check(
         compare: a level's name or a Policy: the batch also runs at ``level`` as it is and at this
             one, each result of the one beside that of the other, in ulps (``Forecast.comparison``).
             Takes the memory of all results of a forward and backward.
+        accumulation_steps: batches whose gradients a step adds up.
 
     Raises:
         ValueError: arguments that are not what they should be.
@@ -138,6 +141,7 @@ def check(
     if dtype is None and isinstance(level, str) and level in LEVELS:
         dtype = loaded_dtype(half_parameters([model]), device)
     policy = resolve(level, dtype)
+    check_accumulation(accumulation_steps)
     beside = None if compare is None else resolve(compare, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
@@ -154,7 +158,11 @@ def check(
     if compare is not None and beside is not None:
         asked, reference = _side(level, policy, run), _side(compare, beside, run)
         comparison = compared(model, inputs, loss_fn, asked, reference)
-    findings = [*look(model, optimizers, loss_fn, policy), *predictions(run, policy)]
+    findings = [
+        *look(model, optimizers, loss_fn, policy),
+        *predictions(run, policy),
+        *added_up(model, policy, accumulation_steps),
+    ]
     return Forecast(
         model=type(model).__name__,
         findings=_sorted(findings),

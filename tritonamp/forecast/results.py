@@ -163,7 +163,7 @@ class Results(WatchedCopy):
         return result
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
-        """Take note of a result, and of what it was computed from."""
+        """Record a result, and its operands."""
         raise NotImplementedError
 
     def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:

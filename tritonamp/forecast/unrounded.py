@@ -28,7 +28,7 @@ class Unrounded(Tensor):
     """Says it is of a half dtype.
 
     Attributes:
-        values: what it holds, float32, of the same shape and strides.
+        values: not rounded, float32, of the same shape and strides.
     """
 
     values: Tensor  # type: ignore[assignment]  # for sparse tensors a method

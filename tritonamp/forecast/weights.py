@@ -1,4 +1,4 @@
-"""What is found in parameters and buffers: values, formats, averaged copies."""
+"""Findings in parameters and buffers: values, formats, averaged copies."""
 
 from collections.abc import Iterator
 

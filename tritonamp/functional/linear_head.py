@@ -1,7 +1,11 @@
-"""The last linear layer of a model: logits, and the products of their gradients."""
+"""The last linear layer of a model: logits, the products of their gradients, and losses by chunks.
+
+A loss of rows of logits is a ``RowLoss``; ``LossOfLinear`` computes it of a layer's outputs, of
+which one chunk of rows exists at a time.
+"""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +13,7 @@ from torch import Tensor
 from tritonamp.policy import HALF_DTYPES
 
 MIN_ROWS = 2048
+Results = tuple[Tensor, ...]
 Tensors = tuple[Tensor | None, ...]
 
 
@@ -20,7 +25,7 @@ class LinearHead(NamedTuple):
 
     Attributes:
         dtype: of logits and their gradients.
-        wide: what is summed up in: FP32, of FP64 FP64.
+        wide: dtype of sums: FP32, of FP64 FP64.
         operand: that of products.
         weight: [v, d], an operand.
         bias: [v], an operand, or None.
@@ -54,7 +59,7 @@ class LinearHead(NamedTuple):
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
     def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
-        """Return the gradients of rows, weight and bias, in ``wide``; None for what is not needed.
+        """Return the gradients of rows, weight and bias, in ``wide``, or None where not needed.
 
         Args:
             dlogits: [r, v], the gradients of logits.
@@ -104,12 +109,84 @@ class GradientSums:
             self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
 
     def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
-        """Return all three, in the dtypes of what they are gradients of."""
+        """Return all three, in the dtypes of input, weight and bias."""
         return (
             self.input,
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )
+
+
+class RowLoss(Protocol):
+    """Numbers computed of each row of logits [r, v] and its target."""
+
+    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
+        """Return the results, each [r], and the statistics of rows that the gradient reads."""
+
+    def gradient(
+        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
+    ) -> Tensor:
+        """Return the gradient of the logits for gradients of the results, each [r]."""
+
+    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
+        """Return the results by operations that may be differentiated any number of times."""
+
+
+class LossOfLinear(torch.autograd.Function):
+    """Results of a ``RowLoss``, each [r]; the backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+        loss: RowLoss,
+        chunk_rows: int,
+    ) -> Results:
+        with torch.autocast(input.device.type, enabled=False):
+            head, found, stats = LinearHead.of(dtype, weight, bias), [], []
+            for at in chunks(len(targets), chunk_rows):
+                # no name for the logits: it would keep them while the next ones are made
+                results, stat = loss.of(head.logits(head.rows(input[at])), targets[at])
+                found.append(results)
+                stats.append(stat)
+        ctx.save_for_backward(input, weight, bias, targets, *stats)
+        ctx.args = dtype, loss, chunk_rows
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
+        input, weight, bias, targets, *stats = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        dtype, loss, chunk_rows = ctx.args
+        with torch.autocast(input.device.type, enabled=False):
+            if torch.is_grad_enabled():  # it is differentiated again
+                results = all_at_once(input, weight, bias, targets, dtype, loss)
+                found = differentiable(results, (input, weight, bias), needed, grads)
+                return *found, *(None,) * 4
+            head = LinearHead.of(dtype, weight, bias)
+            sums = GradientSums(head, input, input.dtype, needed)
+            for at, stat in zip(chunks(len(targets), chunk_rows), stats, strict=True):
+                rows = head.rows(input[at])
+                of_chunk = [grad[at] for grad in grads]
+                sums.add(at, rows, loss.gradient(head.logits(rows), targets[at], of_chunk, stat))
+        return *sums.rounded(weight, bias), *(None,) * 4
+
+
+def all_at_once(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    dtype: torch.dtype,
+    loss: RowLoss,
+) -> Results:
+    """Return the results of ``loss`` by torch's operations on all logits."""
+    head = LinearHead.of(dtype, weight, bias)
+    return loss.by_torch(head.logits(head.rows(input)), targets)
 
 
 def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:

@@ -4,16 +4,17 @@ Let r be rows, v classes, d features. Training takes 6 rvd FLOPs, as with all lo
 take 4 B (with torch's operations up to 12 B) for each of r * v; here it is 4 B for each of
 chunk_rows * v. Gradients are made chunk by chunk in the forward, where the logits are.
 
-What other kernels lose by that is not lost here, though neither the loss scale nor any other factor
-is known yet: gradients of logits are probabilities, at most 1, so that a fixed power of two puts
-them where float16 is densest, and what is summed up of them is kept in FP32, 4 (r + v) d B until
-the backward. That multiplies by the factor that has come, in FP32, and rounds once.
+Neither the loss scale nor any other factor is known there, yet no small gradient is lost: gradients
+of logits are probabilities, at most 1, and a fixed power of two puts them where float16 is densest.
+Their sums stay in FP32, 4 (r + v) d B until the backward, which multiplies by the incoming gradient
+in FP32 and rounds once.
 
 Losses that are not reduced get a factor for each row, of which no sum can be made before. They are
 computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from torch import Tensor
 from tritonamp.functional.linear_head import (
     GradientSums,
     LinearHead,
+    LossOfLinear,
+    Results,
     Tensors,
+    all_at_once,
     backend_of,
     check_layer,
     chunks,
@@ -35,65 +39,32 @@ from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
 LIFT = 2.0**15  # of float16: the largest factor of a gradient of 1 that it holds
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Losses of rows, [r], computed again in the backward."""
+class CrossEntropyRows(NamedTuple):
+    """Cross entropies of rows: a ``RowLoss``."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        dtype: torch.dtype,
-        ignore_index: int,
-        smoothing: float,
-        chunk_rows: int,
+    ignore_index: int
+    smoothing: float
+
+    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
+        losses, stats = cross_entropy_of_lines(logits, targets, 1, *self, backend_of(logits.dtype))
+        return (losses,), stats
+
+    def gradient(
+        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
     ) -> Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            head, losses, stats = LinearHead.of(dtype, weight, bias), [], []
-            for at in chunks(len(target), chunk_rows):
-                # no name for the logits: it would keep them while the next ones are made
-                loss, stat = cross_entropy_of_lines(
-                    head.logits(head.rows(input[at])),
-                    target[at],
-                    1,
-                    ignore_index,
-                    smoothing,
-                    backend_of(dtype),
-                )
-                losses.append(loss)
-                stats.append(stat)
-        ctx.save_for_backward(input, weight, bias, target, *stats)
-        ctx.args = dtype, ignore_index, smoothing, chunk_rows
-        return torch.cat(losses)
+        return cross_entropy_backward(
+            logits, targets, grads[0], stats, 1, *self, backend_of(logits.dtype)
+        )
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        input, weight, bias, target, *stats = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
-        dtype, ignore_index, smoothing, chunk_rows = ctx.args
-        with torch.autocast(input.device.type, enabled=False):
-            if torch.is_grad_enabled():  # it is differentiated again
-                losses = _all_at_once(input, weight, bias, target, *ctx.args[:3])
-                found = differentiable([losses], (input, weight, bias), needed, grads)
-                return *found, None, None, None, None, None
-            head = LinearHead.of(dtype, weight, bias)
-            sums = GradientSums(head, input, input.dtype, needed)
-            for at, stat in zip(chunks(len(target), chunk_rows), stats, strict=True):
-                rows = head.rows(input[at])
-                dlogits = cross_entropy_backward(
-                    head.logits(rows),
-                    target[at],
-                    grads[0][at],
-                    stat,
-                    1,
-                    ignore_index,
-                    smoothing,
-                    backend_of(dtype),
-                )
-                sums.add(at, rows, dlogits)
-        return *sums.rounded(weight, bias), *(None,) * 5
+    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
+        losses = cross_entropy(
+            logits,
+            targets,
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=self.smoothing,
+        )
+        return (losses,)
 
 
 class ReducedLinearCrossEntropy(torch.autograd.Function):
@@ -107,33 +78,31 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         dtype: torch.dtype,
-        ignore_index: int,
-        smoothing: float,
+        rule: CrossEntropyRows,
         chunk_rows: int,
         reduction: str,
     ) -> Tensor:
         lift = LIFT if dtype is torch.float16 else 1.0
-        args = 1, ignore_index, smoothing, backend_of(dtype)
         with torch.autocast(input.device.type, enabled=False):
             head, losses = LinearHead.of(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
             for at in chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
                 logits = head.logits(rows)
-                loss, stats = cross_entropy_of_lines(logits, target[at], *args)
+                (loss,), stats = rule.of(logits, target[at])
                 grad = torch.full_like(loss, lift)
-                dlogits = cross_entropy_backward(logits, target[at], grad, stats, *args)
+                dlogits = rule.gradient(logits, target[at], [grad], stats)
                 sums.add(at, rows, dlogits)
                 losses.append(loss)
                 del logits, dlogits  # before the next ones are made
-            loss = reduced(torch.cat(losses), target, ignore_index, reduction)
+            loss = reduced(torch.cat(losses), target, rule.ignore_index, reduction)
         # where no target counts the mean is NaN, and gradients are 0
-        count = (target != ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
+        count = (target != rule.ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
         ctx.save_for_backward(
             input, weight, bias, target, loss.new_ones(()) / (lift * count),
             sums.input, sums.weight, sums.bias,
         )  # fmt: skip
-        ctx.args = dtype, ignore_index, smoothing
+        ctx.args = dtype, rule
         ctx.reduction = reduction
         return loss
 
@@ -143,8 +112,8 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
             if torch.is_grad_enabled():  # it is differentiated again
-                losses = _all_at_once(input, weight, bias, target, *ctx.args)
-                loss = reduced(losses, target, ctx.args[1], ctx.reduction)
+                (losses,) = all_at_once(input, weight, bias, target, *ctx.args)
+                loss = reduced(losses, target, ctx.args[1].ignore_index, ctx.reduction)
                 found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
@@ -152,7 +121,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
                     None if sums is None else _scaled(sums, factor, given.dtype)
                     for sums, given in zip(kept, inputs, strict=True)
                 )
-        return *found, *(None,) * 6
+        return *found, *(None,) * 5
 
 
 def _scaled(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,38 +172,19 @@ def linear_cross_entropy(
     _check(target, tuple(input.shape[:-1]), reduction, label_smoothing)
     rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     dtype = dtype_of_logits(input, weight)
-    args = rows, weight, bias, targets, dtype, ignore_index, float(label_smoothing)
+    rule = CrossEntropyRows(ignore_index, float(label_smoothing))
+    args = rows, weight, bias, targets, dtype, rule
     # private (torch 2.11 to 2.15), see inputs.is_half
     if torch._C._are_functorch_transforms_active() or input.is_meta or not len(targets):
-        losses = _all_at_once(*args)
+        (losses,) = all_at_once(*args)
         return reduced(losses.view(target.shape), target, ignore_index, reduction)
     chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
     trains = any(t is not None and t.requires_grad for t in (rows, weight, bias))
     if reduction != "none" and trains and torch.is_grad_enabled():
         loss: Tensor = ReducedLinearCrossEntropy.apply(*args, chunk_rows, reduction)
         return loss
-    losses = LinearCrossEntropy.apply(*args, chunk_rows)
+    (losses,) = LossOfLinear.apply(*args, chunk_rows)
     return reduced(losses.view(target.shape), target, ignore_index, reduction)
-
-
-def _all_at_once(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    dtype: torch.dtype,
-    ignore_index: int,
-    smoothing: float,
-) -> Tensor:
-    """Return the losses of rows by torch's operations on all logits."""
-    head = LinearHead.of(dtype, weight, bias)
-    return cross_entropy(
-        head.logits(head.rows(input)),
-        target,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=smoothing,
-    )
 
 
 def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:

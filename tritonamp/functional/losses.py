@@ -119,7 +119,7 @@ def fused(
     smoothing: float,
     backend: str,
 ) -> Tensor:
-    """Return the loss of what ``uses_triton`` holds for."""
+    """Return the loss of logits for which ``uses_triton`` is true."""
     args = input, target, _class_dim(input), ignore_index, float(smoothing), backend
     if input.requires_grad and torch.is_grad_enabled():
         losses = CrossEntropy.apply(*args)

@@ -5,110 +5,76 @@ two policies), so gradients are made in the backward, from the logits or, by par
 logits are made of.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonamp.functional.linear_head import (
-    GradientSums,
     LinearHead,
+    LossOfLinear,
+    Results,
     Tensors,
+    all_at_once,
     backend_of,
     check_layer,
-    chunks,
     differentiable,
     dtype_of_logits,
 )
 from tritonamp.kernels.token_log_probs import token_log_probs as of_rows
 from tritonamp.kernels.token_log_probs_backward import token_log_probs_backward
 
-Results = tuple[Tensor, ...]
+
+class TokenRows(NamedTuple):
+    """Log-probabilities of rows' targets and, with ``entropy``, entropies: a ``RowLoss``."""
+
+    temperature: float
+    entropy: bool
+
+    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
+        log_probs, stats = of_rows(logits, targets, *self, backend_of(logits.dtype))
+        return ((log_probs, stats[2]) if self.entropy else (log_probs,)), stats
+
+    def gradient(
+        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
+    ) -> Tensor:
+        return token_log_probs_backward(
+            logits,
+            targets,
+            torch.stack(tuple(grads)),
+            stats,
+            self.temperature,
+            backend_of(logits.dtype),
+        )
+
+    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = torch.log_softmax(wide / self.temperature, -1)
+        found = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        if not self.entropy:
+            return (found,)
+        p = log_p.exp()
+        return found, -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
 
 
 class TokenLogProbs(torch.autograd.Function):
     """Log-probabilities of classes, and entropies, of logits [..., v], which are kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> Results:
-        log_probs, stats = of_rows(logits, targets, temperature, entropy, backend_of(logits.dtype))
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, loss: TokenRows) -> Results:
+        (log_probs, *entropy), stats = loss.of(logits, targets)
         ctx.save_for_backward(logits, targets, stats)
-        ctx.temperature = temperature
-        return (log_probs, stats[2].clone()) if entropy else (log_probs,)
+        ctx.loss = loss
+        return log_probs, *(view.clone() for view in entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
         logits, targets, stats = ctx.saved_tensors
         if torch.is_grad_enabled():  # it is differentiated again
-            results = _by_torch(logits, targets, ctx.temperature, len(grads) == 2)
-            return *differentiable(results, (logits,), (True,), grads), None, None, None
-        dx = token_log_probs_backward(
-            logits, targets, torch.stack(grads), stats, ctx.temperature, backend_of(logits.dtype)
-        )
-        return dx, None, None, None
-
-
-class LinearTokenLogProbs(torch.autograd.Function):
-    """The same of a linear layer's outputs [r, v], of which a part exists at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        dtype: torch.dtype,
-        temperature: float,
-        entropy: bool,
-        chunk_rows: int,
-    ) -> Results:
-        found, stats = [], []
-        with torch.autocast(input.device.type, enabled=False):
-            head = LinearHead.of(dtype, weight, bias)
-            for at in chunks(len(targets), chunk_rows):
-                # no name for the logits: it would keep them while the next ones are made
-                log_probs, stat = of_rows(
-                    head.logits(head.rows(input[at])),
-                    targets[at],
-                    temperature,
-                    entropy,
-                    backend_of(dtype),
-                )
-                found.append(log_probs)
-                stats.append(stat)
-        ctx.save_for_backward(input, weight, bias, targets, *stats)
-        ctx.args = dtype, temperature, entropy
-        ctx.chunk_rows = chunk_rows
-        log_probs = torch.cat(found)
-        return (log_probs, torch.cat([s[2] for s in stats])) if entropy else (log_probs,)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        input, weight, bias, targets, *stats = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
-        dtype, temperature, _ = ctx.args
-        with torch.autocast(input.device.type, enabled=False):
-            if torch.is_grad_enabled():  # it is differentiated again
-                results = _all_at_once(input, weight, bias, targets, *ctx.args)
-                found = differentiable(results, (input, weight, bias), needed, grads)
-                return *found, *(None,) * 5
-            head = LinearHead.of(dtype, weight, bias)
-            sums = GradientSums(head, input, input.dtype, needed)
-            for at, stat in zip(chunks(len(targets), ctx.chunk_rows), stats, strict=True):
-                rows = head.rows(input[at])
-                dlogits = token_log_probs_backward(
-                    head.logits(rows),
-                    targets[at],
-                    torch.stack([grad[at] for grad in grads]),
-                    stat,
-                    temperature,
-                    backend_of(dtype),
-                )
-                sums.add(at, rows, dlogits)
-        return *sums.rounded(weight, bias), *(None,) * 5
+            results = ctx.loss.by_torch(logits, targets)
+            return *differentiable(results, (logits,), (True,), grads), None, None
+        return ctx.loss.gradient(logits, targets, grads, stats), None, None
 
 
 def token_log_probs(
@@ -135,12 +101,12 @@ def token_log_probs(
             f"{tuple(logits.shape)}"
         )
     _check(tuple(logits.shape[:-1]), targets, temperature)
-    args = logits, targets, float(temperature), return_entropy
+    loss = TokenRows(float(temperature), return_entropy)
     # private (torch 2.11 to 2.15), see inputs.is_half
     if torch._C._are_functorch_transforms_active() or logits.is_meta or not logits.numel():
-        results = _by_torch(*args)
+        results = loss.by_torch(logits, targets)
     else:
-        results = TokenLogProbs.apply(*args)
+        results = TokenLogProbs.apply(logits, targets, loss)
     return (results[0], results[1]) if return_entropy else results[0]
 
 
@@ -178,41 +144,14 @@ def linear_token_log_probs(
     _check(tuple(input.shape[:-1]), targets, temperature)
     rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
     dtype = dtype_of_logits(input, weight)
-    args = rows, weight, bias, classes, dtype, float(temperature), return_entropy
+    args = rows, weight, bias, classes, dtype, TokenRows(float(temperature), return_entropy)
     # private (torch 2.11 to 2.15), see inputs.is_half
     if torch._C._are_functorch_transforms_active() or input.is_meta or not len(classes):
-        results = _all_at_once(*args)
+        results = all_at_once(*args)
     else:
-        results = LinearTokenLogProbs.apply(
-            *args, chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-        )
+        results = LossOfLinear.apply(*args, chunk_rows or LinearHead.chunk_rows(input.shape[-1]))
     results = tuple(result.view(targets.shape) for result in results)
     return (results[0], results[1]) if return_entropy else results[0]
-
-
-def _by_torch(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Results:
-    """Return the results by torch's operations, which may be differentiated at will."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_p = torch.log_softmax(wide / temperature, -1)
-    found = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    if not entropy:
-        return (found,)
-    p = log_p.exp()
-    return found, -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-
-
-def _all_at_once(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    dtype: torch.dtype,
-    temperature: float,
-    entropy: bool,
-) -> Results:
-    """Return the results of rows by torch's operations on all logits."""
-    head = LinearHead.of(dtype, weight, bias)
-    return _by_torch(head.logits(head.rows(input)), targets, temperature, entropy)
 
 
 def _check(shape: tuple[int, ...], targets: Tensor, temperature: float) -> None:

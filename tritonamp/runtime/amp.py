@@ -27,6 +27,7 @@ from tritonamp.casts.model import fp32_modules
 from tritonamp.checks import (
     check_cast_inputs,
     check_flag,
+    check_gradients,
     check_max_norm,
     check_models,
     check_optimizers,
@@ -37,6 +38,7 @@ from tritonamp.checks import (
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
+from tritonamp.diagnosis.live_ranges import LiveRanges, RangeRecord
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.records import StepRecord
@@ -114,6 +116,7 @@ def enable(
     resolved = resolve(level, dtype, **policy_fields)
     optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
     check_sharding(models, resolved, optimizers)
+    check_gradients(given, resolved)
     check_dtype(resolved.dtype, device)
     if resolved.cast_model or resolved.op_policy:
         warn_of_known_fault(device)
@@ -173,6 +176,7 @@ class Amp:
         self._release = weakref.finalize(self._parts.context, _release)
         self._release.atexit = False
         self._enabled = True
+        self._ranges: LiveRanges | None = None
 
     def __enter__(self) -> "Amp":
         self._check_enabled("with")
@@ -504,8 +508,11 @@ class Amp:
             - amp/grad_norm: of the last step that was not skipped.
             - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause, where there were any
               since ``enable``.
+            - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
+              all modules in the last step that was read, in bits.
         """
-        return metrics(self._parts.log)
+        read = [] if self._ranges is None else self._ranges.arrived()
+        return metrics(self._parts.log, read[-1] if read else ())
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
@@ -523,7 +530,59 @@ class Amp:
             ValueError: a suffix that matplotlib cannot write.
             ImportError: matplotlib is not installed.
         """
-        return save_picture(self.history, path)
+        read = [] if self._ranges is None else self._ranges.arrived()
+        return save_picture(self.history, path, read)
+
+    def watch(self, every: int = 100) -> LiveRanges:
+        """Read how far the values of each module are from the end of their format, while it runs.
+
+        Outputs and their gradients of every module but ``nn.Sequential`` are read where they are
+        computed, in the first step from now and then in every ``every``-th: 2 bytes a half element.
+        In the steps between a kernel is launched for each and returns at once. Nothing waits for
+        the device; forwards without gradients are not read. Where a forward grows towards the end
+        of its format, one WARNING for each module says in about how many steps it will be there.
+
+        Call it before ``torch.compile`` has compiled the model, and before a CUDA graph is
+        captured: both keep what they have seen. ``ranges``, ``metrics`` and ``plot`` show what was
+        read.
+
+        Args:
+            every: steps from one reading to the next, 1 or more.
+
+        Returns:
+            an object with ``remove()``, which ends it, as ``disable`` does.
+
+        Raises:
+            ValueError: ``every`` is not such a number.
+            RuntimeError: called twice, or the model was enabled without an optimizer.
+        """
+        self._check_enabled("watch")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every: expected a number of steps, 1 or more, got {every!r}")
+        if self._ranges is not None and self._ranges.is_watching:
+            raise RuntimeError(
+                f"amp.watch() was called already, with every={self._ranges.every}: to change it, "
+                "call remove() of what that call returned first"
+            )
+        self._check_fed(None)
+        parts = self._parts
+        self._ranges = LiveRanges(parts.models, every, parts.backend.requested)
+        parts.log.after_decision = self._ranges.after_decision
+        return self._ranges
+
+    def ranges(self) -> list[RangeRecord]:
+        """Return what ``watch`` has read in the last step that it watched. Waits for the device.
+
+        Each record has module, direction ("forward" or "backward"), step, absmax, headroom_bits,
+        zeros, subnormals, elements, dtype and steps_left; modules that returned no floating tensor
+        are left out. Empty until a watched step has been decided.
+
+        Raises:
+            RuntimeError: ``watch`` was not called.
+        """
+        if self._ranges is None:
+            raise RuntimeError("amp.ranges(): nothing is watched, call amp.watch() before training")
+        return self._ranges.last()
 
     def explain(self, replay: bool | Callable[[], Any] = False) -> str:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.
@@ -636,6 +695,8 @@ class Amp:
             RuntimeError: called twice.
         """
         self._check_enabled("disable")
+        if self._ranges is not None:
+            self._ranges.remove()
         for optimizer, weights in self._parts.weights.items():
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:

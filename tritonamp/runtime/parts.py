@@ -226,7 +226,7 @@ def _master_weights(
         wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
         if widen_state(optimizer, wide):
             logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-    weights = MasterWeights(optimizer, fp32_values, policy.trains_fp32_values)
+    weights = MasterWeights(optimizer, fp32_values, policy.trains_fp32_values, policy.grad_dtype)
     weights.take_masters()
     return weights
 

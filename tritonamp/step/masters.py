@@ -44,7 +44,11 @@ class MasterWeights:
     """
 
     def __init__(
-        self, optimizer: Optimizer, fp32_values: Fp32Values, trains_fp32_values: bool
+        self,
+        optimizer: Optimizer,
+        fp32_values: Fp32Values,
+        trains_fp32_values: bool,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.state = GradientState.CLEAR
@@ -59,7 +63,7 @@ class MasterWeights:
         self._memory = Memory()
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         self._left = b""  # versions of the parameters after the last step, for the log
-        self._shown = ShownGradients()  # true gradients, in ``.grad`` of half parameters
+        self._shown = ShownGradients(grad_dtype)  # true gradients, in ``.grad`` of half parameters
         self.adopt(*optimizer.param_groups)
 
     # which tensors there are

@@ -33,9 +33,13 @@ class ShownGradients:
         round_back .grad: FP32 tensor -> the half tensor, with the FP32 values rounded
 
     The half tensor is kept meanwhile: a CUDA graph or a bucket of DDP may own its memory.
+
+    Args:
+        grad_dtype: of the gradients that backwards make; None: that of the parameter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
+        self._grad_dtype = grad_dtype
         self._own: dict[Tensor, _Own] = {}  # by parameter
 
     def __len__(self) -> int:
@@ -63,13 +67,14 @@ class ShownGradients:
         while self._own:
             param, (own, grad_dtype, shown) = self._own.popitem()
             grad = own if own is not None and param.grad is shown else param.grad
+            if grad is not None and self._grad_dtype is not None:
+                grad = grad.to(self._grad_dtype)
             fits = grad is None or grad.dtype == grad_dtype
             _set_gradient(param, grad, grad_dtype if fits else None)
 
-    @staticmethod
-    def clear(param: Tensor) -> None:
-        """Clear ``.grad`` of ``param``: its next backward makes a half one, whatever was shown."""
-        _set_gradient(param, None, param.grad_dtype or param.dtype)
+    def clear(self, param: Tensor) -> None:
+        """Clear ``.grad`` of ``param``: its next backward makes its own, whatever was shown."""
+        _set_gradient(param, None, param.grad_dtype or self._grad_dtype or param.dtype)
 
     @torch.no_grad()
     def widen(self, params: Iterable[Tensor]) -> None:

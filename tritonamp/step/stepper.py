@@ -293,7 +293,8 @@ class Stepper:
         decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
-            batches = self._forwards.pop_all()
+            others = [w for w in self._weights.values() if w not in decision.waiting]
+            batches = self._forwards.pop_all([w.parameters() for w in others])
             self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
         except BaseException:  # the log noted nothing: only the decision is undone
             decision.undo()

@@ -99,7 +99,7 @@ class PlacedOps(TorchDispatchMode):
 
     Attributes:
         names: of the modules that are followed.
-        modules: those that the forward is in, innermost last.
+        modules: in whose forwards the run is, innermost last.
         failed: the innermost that raised.
         threads: names of modules that ran in another thread, which the mode does not see.
     """
@@ -186,7 +186,7 @@ class PlacedOps(TorchDispatchMode):
     def in_backward(self) -> bool:
         """Return whether this is a backward.
 
-        What it computes again is forward: gradients are recorded in checkpointed segments.
+        Recomputation is forward: gradients are recorded in checkpointed segments.
         """
         return _node() is not None and not self.modules and not torch.is_grad_enabled()
 

@@ -12,7 +12,7 @@ _INHERITED = object()
 
 
 class UserFunction(NamedTuple):
-    """A function of the user's own in the lists: ``module.name``, and what is put around it."""
+    """A function of the user's own in the lists: ``module.name``, and its wrapper."""
 
     module: Any
     name: str
@@ -26,7 +26,7 @@ class Casts:
         dtype: the half dtype.
         device_types: tensors elsewhere are left alone.
         owners: the casts end with the last of these; None: they stay.
-        user_functions: those that the user has registered.
+        user_functions: registered by the user.
         has_cache: whether parameters are cast once an iteration.
         cache: parameter to its half copy.
     """

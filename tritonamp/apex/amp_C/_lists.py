@@ -15,7 +15,7 @@ def checked(function: str, tensor_lists: Lists, *names: str, optional: str = "")
     Args:
         function: whose argument they are.
         tensor_lists: one list for each name.
-        names: what is in them.
+        names: of the lists.
         optional: one more list may follow, of that.
 
     Raises:

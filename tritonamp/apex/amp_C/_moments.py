@@ -1,4 +1,4 @@
-"""What the updates by moments share."""
+"""Arithmetic that the updates by moments share."""
 
 import torch
 from torch import Tensor

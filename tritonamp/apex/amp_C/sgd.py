@@ -44,7 +44,7 @@ def multi_tensor_sgd(
     if not len(lists[0]):
         return
     grads, params, buffers = map(wide, lists[:3])
-    if noop_flag is not None:  # what is in place now may have to stay
+    if noop_flag is not None:  # the present values may have to stay
         params, buffers = ([t.clone() for t in tensors] for tensors in (params, buffers))
     if scale != 1:
         grads = as_list(torch._foreach_mul(grads, scale))

@@ -1,4 +1,4 @@
-"""What a loop does with its gradients: they carry the loss scale until the step unscales them."""
+"""A loop's own work on gradients: they carry the loss scale until the step unscales them."""
 
 import ast
 from collections.abc import Iterable, Sequence

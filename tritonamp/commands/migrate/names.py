@@ -1,4 +1,4 @@
-"""What the names of a file mean: variables, imported names, and which variables hold one object."""
+"""Names of a file: variables, imported names, and variables that hold one object."""
 
 import ast
 from collections import defaultdict
@@ -77,7 +77,7 @@ class Names:
                 scope = self.source.scope(scope)
 
     def root(self, node: ast.AST | Variable | None) -> Variable | None:
-        """Return what stands for the object that ``node`` names; None for what is no variable."""
+        """Return what stands for the object that ``node`` names; None for any other expression."""
         variable = node if isinstance(node, Variable) else self.variable(node)
         while variable in self._joined:
             variable = self._joined[variable]

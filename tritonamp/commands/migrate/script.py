@@ -68,7 +68,7 @@ class Script:
         self.changes.add(Note(node.lineno, reason))  # type: ignore[attr-defined]
 
     def refuse(self, node: ast.AST, what: str, by_hand: str) -> None:
-        """Note what is not understood at ``node``, and what to write there by hand."""
+        """Note a to-do at ``node``: what is not understood, and what to write by hand."""
         self.todos.add(Note(node.lineno, f"{what}. By hand: {by_hand}"))  # type: ignore[attr-defined]
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:
@@ -112,7 +112,7 @@ class Script:
         self.why(before, reason)
 
     def covers(self, node: ast.AST) -> bool:
-        """Return whether ``node`` is within what is replaced."""
+        """Return whether ``node`` is within a replaced span."""
         start, end = self.source.start(node), self.source.end(node)
         return any(first <= start and end <= last for first, last in self._replaced)
 

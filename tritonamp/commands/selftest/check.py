@@ -1,4 +1,4 @@
-"""What a check of the selftest is, and what it finds."""
+"""A check of the selftest, and its result."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -11,6 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.ambient import preserve
+from tritonamp.diagnosis.live_ranges import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
@@ -105,6 +106,7 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
             preserve({d for m in models for d in devices(m)}),
             preserve_versions((*params, *(b for b, _ in values))),
             torch.compiler.set_stance("force_eager"),
+            silenced(modules),
         ):
             try:
                 yield

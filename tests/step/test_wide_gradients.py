@@ -1,0 +1,310 @@
+"""grad_dtype=torch.float32: gradients of half parameters are added up in FP32, in every loop."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from covering import more
+from helpers import Net, disabled_after
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import tritonamp
+
+WIDE = torch.float32
+HALF_DTYPES = torch.float16, torch.bfloat16
+BATCH = 256
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(
+        self, model: nn.Module | None = None, kind: Any = torch.optim.AdamW, **fields: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Net() if model is None else model
+        self.x, self.y = torch.randn(BATCH, 6), torch.randn(BATCH, 3)
+        self.exact = copy.deepcopy(self.model).double()
+        self.optimizer = kind(self.model.parameters(), lr=1e-3)
+        fields = {"level": "O2", "grad_dtype": WIDE, **fields}
+        self.amp = tritonamp.enable(self.model, self.optimizer, **fields)
+
+    def losses(self, parts: int) -> Iterator[Tensor]:
+        for x, y in zip(self.x.chunk(parts), self.y.chunk(parts), strict=True):
+            yield F.mse_loss(self.model(x).float(), y) / parts
+
+    def halves(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.dtype in HALF_DTYPES]
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in (*self.model.parameters(), *self.amp.master_params())]
+
+    def miss(self) -> float:
+        """How far the true gradients are from FP64, after ``unscale_``."""
+        F.mse_loss(self.exact(self.x.double()), self.y.double()).backward()
+        pairs = zip(self.amp.master_params(), self.exact.parameters(), strict=True)
+        return max(float((m.grad - e.grad).norm() / e.grad.norm()) for m, e in pairs)
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    yield from disabled_after(Run)
+
+
+Loop = Callable[[Run, int], None]
+
+
+def plain(r: Run, parts: int) -> None:
+    for loss in r.losses(parts):
+        r.amp.backward(loss)
+
+
+def scaled(r: Run, parts: int) -> None:
+    for loss in r.losses(parts):
+        with r.amp.scale_loss(loss) as scaled_loss:
+            scaled_loss.backward()
+
+
+def by_scaler(r: Run, parts: int) -> None:
+    for loss in r.losses(parts):
+        r.amp.scaler.scale(loss).backward()
+
+
+def unscaled_between(r: Run, parts: int) -> None:
+    for i, loss in enumerate(r.losses(parts)):
+        if i:
+            r.amp.unscale_()
+        r.amp.backward(loss)
+
+
+def cleared_in_place(r: Run, parts: int) -> None:
+    plain(r, 1)
+    r.optimizer.zero_grad(set_to_none=False)
+    plain(r, parts)
+
+
+def cleared_while_shown(r: Run, parts: int) -> None:
+    plain(r, 1)
+    r.amp.unscale_()
+    r.optimizer.zero_grad()
+    plain(r, parts)
+
+
+def assigned(r: Run, parts: int) -> None:
+    """Half gradients of the user's own take the place of shown ones, and are cleared."""
+    plain(r, 1)
+    r.amp.unscale_()
+    for p in r.halves():
+        p.grad = torch.zeros_like(p)
+    r.optimizer.step()
+    r.optimizer.zero_grad()
+    for p, e in zip(r.amp.master_params(), r.exact.parameters(), strict=True):
+        e.data = p.detach().double()
+    plain(r, parts)
+
+
+def two_losses(r: Run, parts: int) -> None:
+    for i, loss in enumerate(r.losses(parts)):
+        r.amp.backward(loss, loss_id=2 * i // parts)
+
+
+LOOPS = [plain, by_scaler, unscaled_between, two_losses, assigned]
+LOOPS += more([scaled, cleared_in_place, cleared_while_shown])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_many_micro_batches_are_as_exact_as_one(run: Any, dtype: torch.dtype, loop: Loop) -> None:
+    one, many = run(dtype=dtype), run(dtype=dtype)
+    plain(one, 1)
+    loop(many, BATCH)
+    assert all(p.grad.dtype is WIDE for p in many.halves())
+    for r in (one, many):
+        r.amp.unscale_()
+    assert many.miss() <= 1.3 * one.miss()
+
+
+def test_half_gradients_would_not_be(run: Any) -> None:
+    """So the test above can fail."""
+    one, many = run(dtype=torch.bfloat16), run(dtype=torch.bfloat16, grad_dtype=None)
+    plain(one, 1)
+    plain(many, BATCH)
+    for r in (one, many):
+        r.amp.unscale_()
+    assert many.miss() > 1.3 * one.miss()
+
+
+KINDS = [torch.optim.AdamW, torch.optim.SGD, *more([torch.optim.Adagrad, tritonamp.optim.Lion])]
+
+
+def steps(r: Run, step: str) -> None:
+    for _ in range(3):
+        plain(r, 1)
+        if step == "clip":
+            r.amp.clip_grad_norm_(0.01)
+        if step == "unscale":
+            r.amp.unscale_()
+            nn.utils.clip_grad_norm_(r.model.parameters(), 0.01)
+        if step == "scaler":
+            r.amp.scaler.step(r.optimizer)
+            r.amp.scaler.update()
+        else:
+            r.optimizer.step()
+        r.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("step", ["plain", "clip", *more(["unscale", "scaler"])])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_one_batch_gives_the_same_bits(run: Any, level: str, kind: Any, step: str) -> None:
+    """FP32 holds half gradients exactly."""
+    eps = {"kind": kind} if level != "O3" else {"kind": torch.optim.SGD}
+    wide, half = run(level=level, **eps), run(level=level, grad_dtype=None, **eps)
+    for r in (wide, half):
+        steps(r, step)
+    assert all(map(torch.equal, wide.weights(), half.weights()))
+
+
+def test_a_skip(run: Any) -> None:
+    r = run()
+    before = r.weights()
+    r.x[0, 0] = float("inf")
+    plain(r, 2)
+    r.optimizer.step()
+    assert r.amp.stats()["skipped"] == 1
+    assert all(map(torch.equal, r.weights(), before))
+
+
+def test_accumulation_that_is_saved_in_the_middle(run: Any) -> None:
+    """Gradients are no state: they go on from where they are."""
+    whole, stopped = run(), run()
+    plain(whole, 4)
+    losses = stopped.losses(4)
+    stopped.amp.backward(next(losses))
+    kept = [o.state_dict() for o in (stopped.model, stopped.optimizer, stopped.amp)]
+    for o, state in zip((stopped.model, stopped.optimizer, stopped.amp), kept, strict=True):
+        o.load_state_dict(state)
+    for loss in losses:
+        stopped.amp.backward(loss)
+    for r in (whole, stopped):
+        r.optimizer.step()
+    assert all(map(torch.equal, whole.weights(), stopped.weights()))
+
+
+def test_parameters_that_train_later(run: Any) -> None:
+    model = Net()
+    model.last.requires_grad_(False)
+    r = run(model)
+    model.last.requires_grad_(True)
+    plain(r, 2)
+    assert model.last.weight.grad is not None and model.last.weight.grad.dtype is WIDE
+    r.optimizer.step()
+    assert model.last.weight.dtype is torch.float16
+
+
+def test_groups_that_come_later() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.first.parameters())
+    with tritonamp.enable(model, optimizer, level="O2", grad_dtype=WIDE) as amp:
+        optimizer.add_param_group({"params": list(model.last.parameters())})
+        before = [p.detach().clone() for p in amp.master_params()][-2]
+        for x in torch.randn(4, 5, 6):
+            amp.backward(model(x).mean() / 8)
+        assert model.last.weight.grad is not None and model.last.weight.grad.dtype is WIDE
+        optimizer.step()
+        assert not torch.equal([*amp.master_params()][-2], before)
+
+
+def test_models_that_come_in_half(run: Any) -> None:
+    for level in ("O1", "O2"):
+        r = run(Net().half(), level=level)
+        plain(r, 4)
+        assert all(p.grad.dtype is WIDE for p in r.model.parameters())
+        r.optimizer.step()
+        r.amp.disable()
+        assert {p.dtype for p in r.model.parameters()} == {torch.float16}
+        assert {p.grad_dtype for p in r.model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_disable_leaves_nothing_of_it(run: Any, level: str) -> None:
+    r = run(level=level, kind=torch.optim.SGD)
+    plain(r, 2)
+    r.optimizer.step()
+    r.amp.disable()
+    r.model(r.x).sum().backward()
+    assert {p.grad.dtype for p in r.model.parameters()} == {WIDE}
+    assert {p.dtype for p in r.model.parameters()} == {WIDE}
+
+
+@pytest.mark.parametrize("own", [None, WIDE])
+def test_disable_puts_back_a_grad_dtype_of_the_user(run: Any, own: Any) -> None:
+    model = Net().half()
+    model.first.bias.grad_dtype = own
+    r = run(model)
+    plain(r, 2)
+    r.optimizer.step()
+    r.optimizer.zero_grad()
+    r.amp.disable()
+    assert model.first.bias.grad_dtype is own
+    assert model.last.bias.grad_dtype is torch.float16
+
+
+def test_a_half_gradient_in_the_place_of_a_shown_one(run: Any) -> None:
+    r = run()
+    weight = r.model.first.weight
+    plain(r, 1)
+    r.amp.unscale_()
+    weight.grad = torch.zeros_like(weight)
+    r.optimizer.step()
+    assert weight.grad.dtype is WIDE
+    weight.grad = None
+    plain(r, 1)
+    assert weight.grad.dtype is WIDE
+
+
+def test_a_healed_module_and_back(run: Any) -> None:
+    r = run()
+    r.amp.heal("first")
+    plain(r, 2)
+    r.optimizer.zero_grad()
+    r.amp.unheal("first")
+    plain(r, 2)
+    assert all(p.grad.dtype is WIDE for p in r.model.parameters())
+
+
+def test_a_replay_leaves_the_gradients(run: Any) -> None:
+    r = run()
+    plain(r, 2)
+    before = [p.grad.clone() for p in r.model.parameters()]
+    r.amp.explain(replay=lambda: next(r.losses(1)))
+    assert all(map(torch.equal, before, [p.grad for p in r.model.parameters()]))
+
+
+def test_a_moving_average(run: Any) -> None:
+    wide, half = run(), run(grad_dtype=None)
+    averages = [r.amp.ema(0.9) for r in (wide, half)]
+    for r, ema in zip((wide, half), averages, strict=True):
+        steps(r, "plain")
+        ema.update()
+    states = [
+        [t for t in tree_leaves(ema.state_dict()) if isinstance(t, Tensor)] for ema in averages
+    ]
+    assert all(map(torch.equal, *states))
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float64, "float32", 1])
+def test_bad_values(given: Any) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=r"grad_dtype: expected None .* or torch.float32, got"):
+        tritonamp.enable(model, level="O2", grad_dtype=given)
+    assert {p.dtype for p in model.parameters()} == {WIDE}
+
+
+def test_a_policy_as_text() -> None:
+    policy = tritonamp.Policy(op_policy=True, grad_dtype=WIDE)
+    assert tritonamp.Policy.from_json(policy.to_json()) == policy

@@ -1,0 +1,307 @@
+"""How far the values of a run are from the end of their format, module by module, while it runs."""
+
+import contextlib
+import logging
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.diagnosis.trends import steps_left
+from tritonamp.kernels._dynamo import never_alone
+from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels.ranges import (
+    AMAX,
+    ELEMENTS,
+    FORMAT,
+    FORMATS,
+    ROW,
+    SUBNORMALS,
+    ZEROS,
+    ranges,
+    ranges_traced,
+)
+from tritonamp.names import prefixes, short
+from tritonamp.nested import leaves, mapped
+from tritonamp.readback import Readback
+
+logger = logging.getLogger("tritonamp")
+
+DIRECTIONS = "forward", "backward"
+_MOST = 64  # readings that are kept
+
+
+class RangeRecord(NamedTuple):
+    """What the values at one module's output were like in one step.
+
+    Attributes:
+        module: its name; "" is the model, of several models each begins with the model's number.
+        direction: "forward": the output; "backward": its gradient, which carries the loss scale.
+        step: the number of the step, from 1, as in ``amp.history``.
+        absmax: largest magnitude; inf or NaN if there was one.
+        headroom_bits: how often ``absmax`` can double before it leaves the format; inf where all
+            is 0, -inf or NaN where something is inf or NaN.
+        zeros: share of the elements that are 0.
+        subnormals: share of those that are not 0 but below the smallest normal number (6e-5 in
+            float16): they have lost digits, and what is smaller still is 0.
+        elements: how many there were.
+        dtype: the narrowest format among them.
+        steps_left: of a forward that grows: about how many steps until it leaves the format, by
+            the trend of the last readings; None: no trend that says so.
+    """
+
+    module: str
+    direction: str
+    step: int
+    absmax: float
+    headroom_bits: float
+    zeros: float
+    subnormals: float
+    elements: int
+    dtype: torch.dtype
+    steps_left: int | None = None
+
+
+class LiveRanges:
+    """Reads what modules return, and the gradients that come back to it, every so many steps.
+
+    ::
+
+        hook of a module      adds to its row of the table, if the flag on the device is 1
+        after each decision   the table of a watched step is kept, and cleared; the flag is renewed
+
+    All of it are operations on the device: a CUDA graph captures them, and nobody waits.
+
+    Args:
+        models: whose modules are watched, but for ``nn.Sequential``, which returns what its last
+            module does. Values on another device than that of the first parameter are not read.
+        every: steps from one reading to the next; the first step is read.
+        backend: "auto", "triton" or "eager".
+
+    Attributes:
+        every: steps from one reading to the next.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], every: int, backend: str) -> None:
+        self.every = every
+        device = next(p.device for model in models for p in model.parameters())
+        modules = {
+            prefix + name if name else prefix.rstrip("."): module
+            for prefix, model in zip(prefixes(models), models, strict=True)
+            for name, module in model.named_modules()
+            if not isinstance(module, nn.Sequential)
+        }
+        self._names = list(modules)
+        self._table = torch.zeros(
+            len(DIRECTIONS), len(modules), ROW, dtype=torch.int64, device=device
+        )
+        self._on = torch.ones((), dtype=torch.int32, device=device)
+        self._since = torch.zeros((), dtype=torch.int64, device=device)  # decisions since the start
+        self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
+        self._readback = Readback(self._kept)
+        self._seen = 0  # decisions that the host knows of
+        self._readings: deque[list[RangeRecord]] = deque(maxlen=_MOST)
+        self._warned: set[str] = set()
+        self._handles = [
+            module.register_forward_hook(_Hook(forward, backward, self._on, backend))
+            for module, forward, backward in zip(modules.values(), *self._table, strict=True)
+        ]
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether ``remove`` was not called yet."""
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """Stop watching; what was read stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def after_decision(self, counts: Tensor) -> None:
+        """Keep what a watched step has left, and look ahead to the next step. Never waits.
+
+        Args:
+            counts: of decisions by outcome, this one included, on the device.
+        """
+        if not self._handles:
+            return
+        now = torch.cat([counts.sum().double().view(1), self._table.flatten()])
+        self._kept.copy_(torch.where(self._on > 0, now, self._kept))
+        self._table.mul_(1 - self._on)
+        self._since.add_(1)
+        self._on.copy_(self._since % self.every == 0)
+        if is_capturing(self._kept.device):
+            return
+        self._collect()
+        if self._seen % self.every == 0:
+            self._readback.start(self._kept, None)
+        self._seen += 1
+
+    def _collect(self) -> None:
+        for values, _ in self._readback.ready():
+            self._add(list(values))
+
+    def _add(self, values: list[float]) -> None:
+        """Keep a reading, if it is a new one, and warn of modules that will leave their format."""
+        if not values[0] or (self._readings and values[0] <= self._readings[-1][0].step):
+            return
+        records = list(self._records(values))
+        self._readings.append(records)
+        for record in records:
+            if record.steps_left and record.module not in self._warned:
+                self._warned.add(record.module)
+                logger.warning(_GROWS.format(**record._asdict(), **_limit(record)))
+
+    def last(self) -> list[RangeRecord]:
+        """Return the records of the last step that was read. Waits for the device."""
+        self._collect()
+        self._add(self._kept.tolist())
+        return list(self._readings[-1]) if self._readings else []
+
+    def arrived(self) -> list[list[RangeRecord]]:
+        """Return the records of the steps whose numbers have arrived, oldest first. Never waits."""
+        self._collect()
+        return list(self._readings)
+
+    def _records(self, values: Sequence[float]) -> Iterator[RangeRecord]:
+        """Yield a record for each module and direction that had elements."""
+        rows = [values[at : at + ROW] for at in range(1, len(values), ROW)]
+        names = [(name, direction) for direction in DIRECTIONS for name in self._names]
+        for (name, direction), row in zip(names, rows, strict=True):
+            if row[ELEMENTS]:
+                record = _record(name, direction, int(values[0]), row)
+                yield record._replace(steps_left=self._steps_left(record))
+
+    def _steps_left(self, record: RangeRecord) -> int | None:
+        if record.direction != "forward":  # there the loss scale moves
+            return None
+        earlier = (r for reading in self._readings for r in reading)
+        same = [r for r in earlier if (r.module, r.direction) == (record.module, "forward")]
+        points = [(r.step, r.absmax) for r in (*same, record)]
+        return steps_left(points, torch.finfo(record.dtype).max)
+
+
+_GROWS = (
+    "step {step}: the output of {name} has grown to {absmax:.4g} and will pass {limit:.6g}, where "
+    "{format} ends, in about {steps_left} steps by its trend. Before that: amp.heal({module!r}), "
+    "fp32_modules=[{module!r}], bfloat16, or find out why it grows (a lower learning rate, a norm)"
+)
+
+
+def _limit(record: RangeRecord) -> dict[str, Any]:
+    name = record.module or "the model"
+    return {"name": name, "limit": torch.finfo(record.dtype).max, "format": short(record.dtype)}
+
+
+def _record(name: str, direction: str, step: int, row: Sequence[float]) -> RangeRecord:
+    (absmax,) = struct.unpack("f", struct.pack("I", int(row[AMAX])))
+    dtype = FORMATS[int(row[FORMAT])]
+    assert dtype is not None
+    return RangeRecord(
+        name,
+        direction,
+        step,
+        absmax,
+        _headroom(absmax, torch.finfo(dtype).max),
+        row[ZEROS] / row[ELEMENTS],
+        row[SUBNORMALS] / row[ELEMENTS],
+        int(row[ELEMENTS]),
+        dtype,
+    )
+
+
+def _headroom(absmax: float, limit: float) -> float:
+    """Return how often ``absmax`` can double up to ``limit``."""
+    if absmax == 0.0:
+        return math.inf
+    return -absmax if math.isinf(absmax) else math.log2(limit / absmax)
+
+
+def _readable(value: Any, device: torch.device) -> Tensor | None:
+    """Return the tensor to read of a leaf, of a sharded one this rank's part; None: no tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    value = getattr(value, "_local_tensor", value)
+    numbers = value.is_floating_point() and value.layout is torch.strided
+    return value if numbers and value.device == device else None
+
+
+class _Hook:
+    """A forward hook that reads what its module returns, and what comes back to it.
+
+    Copies and pickles of the module do not watch: their hook is one that does nothing.
+    """
+
+    def __init__(self, forward: Tensor, backward: Tensor, on: Tensor, backend: str) -> None:
+        self._forward, self._backward, self._on = forward, backward, on
+        self._backend = backend
+        self.is_silent = False
+
+    @never_alone
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
+            return None
+        if torch.compiler.is_compiling():
+            return mapped(self._traced, output)
+        for value in leaves(output):
+            found = _readable(value, self._on.device)
+            if found is not None:
+                ranges(found.detach(), self._forward, self._on, self._backend)
+                if value.requires_grad:
+                    value.register_hook(self._read_gradient)
+        return None
+
+    def _read_gradient(self, grad: Tensor) -> None:
+        found = _readable(grad, self._on.device)
+        if found is not None:
+            ranges(found, self._backward, self._on, self._backend)
+
+    def _traced(self, value: Any) -> Any:
+        found = _readable(value, self._on.device)
+        if found is None or found is not value:
+            return value
+        ranges_traced(found.detach(), self._forward, self._on, self._backend)
+        return _Gradient.apply(value, self._backward, self._on, self._backend)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _not_watched, ()
+
+
+@contextlib.contextmanager
+def silenced(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Read nothing of what modules return inside of the block: a batch runs there once more."""
+    hooks = [h for m in modules for h in m._forward_hooks.values() if isinstance(h, _Hook)]
+    for hook in hooks:
+        hook.is_silent = True
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.is_silent = False
+
+
+class _Gradient(torch.autograd.Function):
+    """Reads the gradient in a compiled graph, where torch takes no hook of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, on: Tensor, backend: str) -> Tensor:
+        ctx.args = row, on, backend
+        return x.clone()  # a view must not be written to, which may follow; Inductor drops a copy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ranges_traced(grads[0], *ctx.args)
+        return grads[0], None, None, None
+
+
+def _not_watched() -> Callable[..., None]:
+    return _no_hook
+
+
+def _no_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Leave an output as it is."""
