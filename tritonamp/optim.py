@@ -16,11 +16,12 @@ from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, FusedStep, scalar
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.lion import LION
+from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
 from tritonamp.step.state_loading import load_state
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
 
 
 class _TorchScalerAsks:
@@ -256,3 +257,60 @@ class Lion(_Fused, torch.optim.Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+
+
+class Muon(_Fused, torch.optim.Muon):
+    """``torch.optim.Muon`` for matrices of any floating dtype, same arguments and state.
+
+    Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
+    the parameter is the rounded master. Matrices of equal shape are orthogonalised together, in
+    bfloat16 as in torch, but normalised in FP32 first. With ``tritonamp.GradScaler`` the step
+    unscales, and skips where ``found_inf`` is not 0, without a host read; with torch's, for half
+    parameters, else torch's scaler does both for one host read.
+
+    Args:
+        params: parameters of two dimensions, or groups of them.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: see
+            ``torch.optim.Muon``.
+        adamw_params: parameters, or groups with AdamW's hyperparameters, that AdamW steps on in the
+            same step: embeddings, heads, norms and biases. Their groups come last, and have
+            "betas".
+
+    Raises:
+        ValueError: a hyperparameter out of its range, or a parameter that is no matrix, by name
+            where the parameters have names.
+    """
+
+    @property
+    def fused_rule(self) -> FusedRule:  # type: ignore[override]
+        """How the present groups step."""
+        return MUON_AND_ADAMW if any(map(is_adamws, self.param_groups)) else MUON
+
+    def __init__(
+        self, params: Any, *args: Any, adamw_params: Any = None, **hyperparameters: Any
+    ) -> None:
+        super().__init__(params, *args, **hyperparameters)
+        if adamw_params is not None:
+            adamw = AdamW(adamw_params)  # completes the groups, and checks them
+            for group in adamw.param_groups:
+                self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add matrices, or, in a group that has "betas", parameters for AdamW.
+
+        Raises:
+            ValueError: a parameter is no matrix, or complex.
+        """
+        super().add_param_group(param_group)
+        if is_adamws(param_group):
+            return
+        params = self.param_groups[-1]["params"]
+        names = self.param_groups[-1].get("param_names") or map(str, range(len(params)))
+        for name, param in zip(names, params, strict=True):
+            if param.dim() != 2 or param.is_complex():
+                del self.param_groups[-1]
+                raise ValueError(
+                    f"Muon: expected real parameters of two dimensions, got parameter {name} of "
+                    f"shape {tuple(param.shape)}, {param.dtype}; give it in adamw_params=, or to "
+                    "an AdamW"
+                )

@@ -2,7 +2,7 @@
 captures it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -52,6 +52,13 @@ class Training:
 
     def weights(self) -> list[Tensor]:
         return [p.detach().cpu() for p in self.model.parameters()]
+
+
+def muon(params: Iterable[Tensor], lr: Tensor) -> torch.optim.Optimizer:
+    params = list(params)
+    rest = [{"params": [p for p in params if p.dim() != 2], "lr": lr}]
+    matrices = [p for p in params if p.dim() == 2]
+    return tritonamp.optim.Muon(matrices, lr=lr, adamw_params=rest)
 
 
 Loop = Callable[[Training], None]
@@ -142,11 +149,12 @@ def test_no_loop_waits(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
     "options",
     [
         {"optimizer": torch.optim.SGD},
+        {"optimizer": muon},
         {"track_lost_updates": True},
         {"dtype": torch.bfloat16},
         {"grad_dtype": torch.float32},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=["optimizer", "muon", "track_lost_updates", "dtype", "grad_dtype"],
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_option_brings_a_wait(fake_cuda: FakeCuda, level: str, options: dict[str, Any]) -> None:
@@ -187,7 +195,16 @@ def test_a_capture_does_not_ask_whether_numbers_have_arrived(fake_cuda: FakeCuda
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
-    eager, captured = Training(level, loop), Training(level, loop)
+    replays_like_eager(fake_cuda, Training(level, loop), Training(level, loop))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_captures_muon(fake_cuda: FakeCuda, level: str) -> None:
+    eager, captured = (Training(level, clipped, optimizer=muon) for _ in range(2))
+    replays_like_eager(fake_cuda, eager, captured)
+
+
+def replays_like_eager(fake_cuda: FakeCuda, eager: Training, captured: Training) -> None:
     for training in (eager, captured):
         for _ in range(2):
             training.step()

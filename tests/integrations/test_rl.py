@@ -11,6 +11,7 @@ from torch import nn
 
 import tritonamp
 
+pytest.importorskip("accelerate", reason="accelerate is not installed")  # of all tests here
 pytestmark = pytest.mark.tools
 
 PAGE = Path(tritonamp.__file__).parent / "integrations" / "rl.md"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tritonamp import functional
 from tritonamp.demo.sides import Setting, Story, power_of_two
@@ -16,6 +16,7 @@ AT_A_TIME = 512  # tokens: the gradient of a mean over all of them is made in pa
 
 FP32, EARLY, STOCK = "FP32", "half, made in the forward", "torch.amp, FP32 logits"
 OURS = "tritonamp, half logits"
+TORCH = "linear_cross_entropy of torch"  # from 2.13 on
 Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -24,6 +25,7 @@ def logits(setting: Setting) -> Story:
     sides: dict[str, Gradient] = {
         FP32: _fp32,
         EARLY: _made_in_the_forward,
+        **({TORCH: _of_torchs_layer} if hasattr(F, "linear_cross_entropy") else {}),
         STOCK: _of(lambda x, targets: F.cross_entropy(x.float(), targets, reduction="sum")),
         OURS: _of(lambda x, targets: functional.cross_entropy(x, targets, reduction="sum")),
     }
@@ -78,6 +80,19 @@ def _made_in_the_forward(x: Tensor, targets: Tensor) -> Tensor:
     return (forward * SCALE).float() / SCALE
 
 
+def _of_torchs_layer(x: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient of a last layer whose inputs are unit vectors: that of its logits.
+
+    It hands a half loss on, whose gradient cannot be 65536: the loss scale is half of the others'.
+    """
+    weight, inputs = x.t().contiguous().requires_grad_(), torch.eye(len(x)).to(x)
+    share = torch.full((WORDS,), 1 / TOKENS).to(x)  # of a token in the mean
+    chunked = {"options": nn.LinearCrossEntropyOptions()}
+    loss = F.linear_cross_entropy(inputs, weight, targets, weight=share, reduction="sum", **chunked)
+    (gradient,) = torch.autograd.grad(loss.float() * (SCALE / 2), weight)
+    return gradient.t().float() / (SCALE / 2)
+
+
 def _words(rows: dict[str, dict[str, Any]]) -> list[str]:
     smallest = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
     return [
@@ -85,7 +100,7 @@ def _words(rows: dict[str, dict[str, Any]]) -> list[str]:
         f"target gets the {TOKENS}th part of its probability, about {1 / TOKENS / WORDS:.0e}; the "
         f"smallest number of float16 is {smallest:.0e}. With the loss scale {power_of_two(SCALE)} "
         "that is no trouble, but a kernel that makes the gradient in the forward, to save "
-        "memory, does not know the loss scale: "
+        "memory, does not know the loss scale (Liger-Kernel's, and torch's linear_cross_entropy): "
         f"{rows[EARLY]['zero gradients']:.0f} % of these gradients are zero, and all of them "
         f"together are off by {rows[EARLY]['error of gradients']:.0f} %. Nothing warns: the target "
         "still gets its own gradient, words that are unlikely are not pushed down.",

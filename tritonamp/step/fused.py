@@ -63,6 +63,10 @@ class FusedRule(ABC):
         """Tell whether the group's parameters have the state of that name."""
         return True
 
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Tell whether this rule steps an optimizer of torch's own; else it runs its own step."""
+        return True
+
     def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether a parameter's first step differs from a step on state of zeros.
 

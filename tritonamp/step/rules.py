@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from tritonamp.class_swap import base_class
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule
+from tritonamp.step.muon import MUON
 from tritonamp.step.sgd import SGD
 
-TORCHS: tuple[FusedRule, ...] = (ADAM, SGD)
+TORCHS: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
 """Rules of torch's own optimizers. Optimizers of ``tritonamp.optim`` name theirs."""
 
 
@@ -26,7 +27,8 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     if keeps_fp32_state(optimizer):
         return optimizer.fused_rule  # type: ignore[attr-defined]
     plain = inspect.unwrap(_step(optimizer))  # torch puts a profiler around it
-    return next((rule for rule in TORCHS if rule.torch_step is plain), None)
+    rule = next((rule for rule in TORCHS if rule.torch_step is plain), None)
+    return rule if rule is not None and rule.takes(optimizer) else None
 
 
 def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> float | None:

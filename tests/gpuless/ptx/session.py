@@ -44,7 +44,7 @@ COPIES = (
     "copies are stored, and have the same bits. Where they differ, that is another kind."
 )
 FLAG = "Whoever finds an overflow stores a 1, and nobody anything else."
-UPDATES = "adamw_kernel|lion_kernel|sgd_kernel"
+UPDATES = "adamw_kernel|lion_kernel|sgd_kernel|muon_prepare_kernel|muon_apply_kernel"
 BENIGN = [
     Benign("decide_kernel|adam_rates_kernel", LOADED_BY_ALL, REDUNDANT),
     Benign(f"{UPDATES}|ema_kernel", LOADED_BY_ALL, REDUNDANT),

@@ -1,0 +1,354 @@
+"""One step of Muon over lists of matrices: momentum, Newton-Schulz by shape, the last write.
+
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in the form
+and the order of operations of ``torch.optim.Muon``. Two kernels read and write 28 B/param with FP32
+masters and half copies; the matrix products between them are torch's.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._plan import Plan
+from tritonamp.kernels._sample import ListSample
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._transfer import in_main_memory
+from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
+from tritonamp.kernels.device import takes_bfloat16, tl, triton
+
+_NUMBERS = 4  # of a rule
+_VEC = 4  # elements that a thread holds, as in adamw
+_MATRICES = "params", "grads", "momentum_buffers", "updates", "copies"
+
+
+class MuonRule(NamedTuple):
+    """Hyperparameters of one group, named as in ``torch.optim.Muon``.
+
+    Attributes:
+        compute: the dtype of the matrix products; torch's Muon has bfloat16.
+    """
+
+    lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+    compute: torch.dtype = torch.bfloat16
+
+    def numbers(self) -> Sequence[float | Tensor]:
+        """Return what the kernels read."""
+        return *self[:3], float(self.nesterov)
+
+    def lr_ratio(self, rows: int, columns: int) -> float:
+        """Return the factor on the learning rate of a matrix."""
+        if self.adjust_lr_fn is None or self.adjust_lr_fn == "original":
+            return math.sqrt(max(1, rows / columns))
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(rows / columns)  # "spectral_unclamped"
+
+
+@triton.jit
+def _lerp(a, b, weight):
+    # the two forms of torch.lerp
+    return tl.where(weight < 0.5, a + weight * (b - a), b - (b - a) * (1.0 - weight))
+
+
+@triton.jit
+def _prepare(offs, mask, grads, momentum_buffers, updates, factor, momentum, weight, nesterov):
+    before = tl.load(momentum_buffers + offs, mask=mask, other=0.0)
+    # unscale and clip
+    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
+    # momentum
+    buffer = _lerp(before, grad, weight)
+    update = tl.where(nesterov != 0.0, _lerp(grad, buffer, momentum), buffer)
+
+    tl.store(momentum_buffers + offs, buffer, mask=mask)
+    tl.store(updates + offs, update, mask=mask)
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def muon_prepare_kernel(
+    grads_ptr, momentum_buffers_ptr, updates_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
+    groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, chunk,
+    GRAD: tl.constexpr, NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of the momentum, and of the matrix that is to be made orthogonal."""
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    row = tl.load(rows_ptr + tl.program_id(0))
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    grads = element_pointer(grads_ptr, row, GRAD, VEC)
+    momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
+    updates = element_pointer(updates_ptr, row, tl.float32, VEC)
+    # once: the compiler cannot know that the stores leave them alone
+    rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + tl.load(number_ptr + row))
+    momentum = tl.load(rule_ptr + 2)
+    weight = (1.0 - momentum).to(tl.float32)
+    momentum = momentum.to(tl.float32)
+    nesterov = tl.load(rule_ptr + 3).to(tl.float32)
+    factor = tl.load(grad_scale_ptr)
+    j = tl.arange(0, BLOCK)
+    for at in range(begin, whole, BLOCK):
+        _prepare(
+            at + j, at + j < whole, grads, momentum_buffers, updates,
+            factor, momentum, weight, nesterov,
+        )  # fmt: skip
+    if whole < end:
+        # All warps compute the tail, the first one stores it: formally a race. What a late warp
+        # makes of values that were stored already goes nowhere.
+        offs = whole + tl.arange(0, VEC)
+        _prepare(
+            offs, offs < end, grads, momentum_buffers, updates, factor, momentum, weight, nesterov
+        )
+
+
+@triton.jit
+def _apply(
+    offs, mask, params, updates, copies, overflow_ptr, lr, decay,
+    COPY: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    p = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
+    update = tl.load(updates + offs, mask=mask, other=0.0)
+    # weight decay
+    p *= decay
+    # update
+    p -= lr * update
+
+    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
+    if COPY:
+        copy = p.to(copies.dtype.element_ty)
+        tl.store(copies + offs, copy, mask=mask)
+        note_overflow(overflow_ptr, p, copy, mask, VEC)
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def muon_apply_kernel(
+    params_ptr, updates_ptr, copies_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
+    groups_ptr, rules_ptr, found_inf_ptr, overflow_ptr, chunk,
+    PARAM: tl.constexpr, COPY: tl.constexpr,
+    NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of the parameters. COPY is the copies' type, or None."""
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    row = tl.load(rows_ptr + tl.program_id(0))
+    number = tl.load(number_ptr + row)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    params = element_pointer(params_ptr, row, PARAM, VEC)
+    updates = element_pointer(updates_ptr, row, tl.float32, VEC)
+    copies = params
+    if COPY is not None:
+        copies = element_pointer(copies_ptr, row, COPY, VEC)
+    # once: the compiler cannot know that the stores leave them alone
+    rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
+    lr = tl.load(rule_ptr)
+    decay = (1.0 - lr * tl.load(rule_ptr + 1)).to(tl.float32)
+    lr = lr.to(tl.float32)
+    overflow = overflow_ptr + number
+    j = tl.arange(0, BLOCK)
+    for at in range(begin, whole, BLOCK):
+        _apply(
+            at + j, at + j < whole, params, updates, copies, overflow, lr, decay,
+            COPY is not None, VEC,
+        )  # fmt: skip
+    if whole < end:
+        # All warps compute the tail, the first one stores it: formally a race. What a late warp
+        # makes of values that were stored already goes nowhere.
+        offs = whole + tl.arange(0, VEC)
+        _apply(
+            offs, offs < end, params, updates, copies, overflow, lr, decay, COPY is not None, VEC
+        )
+
+
+def muon_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    with lists.tensors.launches(("momentum_buffers", "updates")) as plan:
+        lists.launch(plan, _prepare_launches, grad_scale, found_inf)
+    # after a skip: whatever an earlier step has left there, to no effect
+    for matrices, rule, _ in _stacks(lists):
+        _orthogonalize_(matrices, rule)
+    with lists.tensors.launches(("params", "copies")) as plan:
+        lists.launch(plan, _apply_launches, grad_scale, found_inf)
+
+
+def _prepare_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
+    for t in plan.tables:
+        operands = lists.numbers_and_flags(t.device)[:-1]
+        names = "grads", "momentum_buffers", "updates"
+        constants = t.type("grads"), _NUMBERS
+        yield t.launch_of(muon_prepare_kernel, names, operands, constants, _VEC)
+
+
+def _apply_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
+    for t in plan.tables:
+        groups, rules, _, found_inf, overflow = lists.numbers_and_flags(t.device)
+        operands = groups, rules, found_inf, overflow
+        names = "params", "updates", "copies"
+        constants = t.type("params"), t.type("copies"), _NUMBERS
+        yield t.launch_of(muon_apply_kernel, names, operands, constants, _VEC)
+
+
+def muon_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    results = PendingWrites(found_inf)
+    for (_, grad, momentum_buffer, update, _), rule, _ in lists.rows(_MATRICES):
+        # unscale and clip
+        grad = unscaled(grad, grad_scale, False, update.dtype)
+        # momentum
+        buffer = torch.lerp(momentum_buffer.to(grad), grad, 1 - rule.momentum)
+        update.copy_(torch.lerp(grad, buffer, rule.momentum) if rule.nesterov else buffer)
+        results.put(momentum_buffer, buffer)
+    for matrices, rule, _ in _stacks(lists):
+        _orthogonalize_(matrices, rule)
+    for (param, _, _, update, copy), rule, number in lists.rows(_MATRICES):
+        # weight decay
+        p = param.to(update.dtype) * (1 - rule.lr * rule.weight_decay)
+        # update
+        p = p - update * rule.lr
+
+        results.put(param, p)
+        if copy is not param:
+            results.put_copy(copy, p, lists.overflow(param.device)[number])
+    results.write()
+
+
+def _orthogonalize_(matrices: Tensor, rule: MuonRule) -> None:
+    """Replace matrices (k, m, n) by nearly orthogonal ones, times the factor on their lr."""
+    a, b, c = rule.ns_coefficients
+    # normalised before it is rounded: the values of a half matrix are at most 1
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=rule.eps)
+    compute = _compute_dtype(rule, matrices)
+    x = (matrices / norms).to(compute)
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    for _ in range(rule.ns_steps):
+        gram = torch.bmm(x, x.mT)
+        gram_update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram_update, x, beta=a)
+    matrices.copy_(x.mT if is_tall else x)
+    ratio = rule.lr_ratio(*matrices.shape[1:]) if matrices.numel() else 1.0
+    if ratio != 1.0:
+        matrices.mul_(ratio)
+
+
+def _compute_dtype(rule: MuonRule, matrices: Tensor) -> torch.dtype:
+    """Return the dtype of the products: float16 holds these values where bfloat16 is slow."""
+    if matrices.dtype is torch.float64:
+        return matrices.dtype
+    lacks = rule.compute is torch.bfloat16 and not takes_bfloat16(matrices.device)
+    return torch.float16 if lacks else rule.compute
+
+
+def _stacks(lists: UpdateLists) -> Iterator[tuple[Tensor, Any, list[int]]]:
+    """Yield stacks (k, m, n) of updates of one group and shape, in memory that lasts.
+
+    With each its rule, and the places of its k matrices in the lists.
+    """
+    places: dict[tuple[Any, ...], list[int]] = {}
+    rows = zip(lists.tensors["params"], lists.tensors.numbers, strict=True)
+    for place, (param, number) in enumerate(rows):
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        key = lists.groups[number], param.device, dtype, tuple(param.shape)
+        places.setdefault(key, []).append(place)
+    for (group, device, dtype, shape), found in places.items():
+        name = f"updates of group {group} in {dtype}"
+        yield (
+            lists.tensors.kept(name, (len(found), *shape), dtype, device),
+            lists.rules[group],
+            found,
+        )
+
+
+def _with_updates(lists: UpdateLists) -> UpdateLists:
+    """Return the lists joined by "updates": a place for the update of each matrix."""
+    updates: list[Any] = [None] * len(lists.tensors)
+    for stack, _, places in _stacks(lists):
+        for place, matrix in zip(places, stack.unbind(), strict=True):
+            updates[place] = matrix
+    tensors = lists.tensors.with_lists(("copies",), (), {"updates": updates})
+    return UpdateLists(tensors, lists.rules, lists.groups, lists.track_lost)
+
+
+def _muon_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    if not in_main_memory(found_inf):
+        muon_torch(lists, grad_scale, None)
+
+
+def muon(
+    lists: UpdateLists,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    backend: str = "auto",
+) -> None:
+    """Update matrices, momentum buffers and half copies in place; momentum and update in FP32.
+
+    Args:
+        lists: of n parameters (FP32 masters, or half parameters that have none), of two dimensions,
+            gradients of any floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for
+            FP64 parameters, which are stepped on in FP64), copies, and their hyperparameters.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
+        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+        backend: "auto", "triton" or "eager".
+    """
+    lists.tensors.uses_triton(backend, MUON)  # keeps the plan by which the next step knows state
+    _with_updates(lists).run(MUON, _muon_on_cpu, backend, grad_scale, found_inf)
+
+
+def _sample(masters: bool) -> ListSample:
+    def args(tensors: list[Tensor], half: torch.dtype) -> tuple[Any, ...]:
+        wide = [t if t.dim() == 2 else t.reshape(1, -1) for t in tensors]
+        params = wide if masters else [t.to(half) for t in wide]
+        tensors_of_step = TensorLists(
+            params=params,
+            grads=[t.to(half) for t in wide],
+            momentum_buffers=[t / 2 for t in wide],
+            copies=[torch.zeros_like(p, dtype=half) for p in params] if masters else params,
+        )
+        lists = UpdateLists(tensors_of_step, [_RULE], [0] * len(params))
+        first = tensors[0]
+        return _with_updates(lists), first.new_full((), 0.5), first.new_zeros(())
+
+    def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
+        tensors = args[0].tensors
+        return [t for name in ("params", "copies", "momentum_buffers") for t in tensors[name]]
+
+    return ListSample(args, results, variant="" if masters else "of half parameters")
+
+
+_RULE = MuonRule(
+    0.01, 0.1, 0.95, True, (3.4445, -4.7750, 2.0315), 1e-7, 5, None, compute=torch.float32
+)
+MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
+    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
+    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
+    for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
+        tensors = shipped_lists(
+            aligned,
+            params=param,
+            grads=grad,
+            momentum_buffers=wide,
+            updates=wide,
+            copies=copy or "params",
+        )
+        square = {name: tensors[name][0].view(64, 64) for name in _MATRICES}
+        if copy is None:
+            square["copies"] = square["params"]
+        rows: dict[str, Any] = {name: [tensor] for name, tensor in square.items()}  # of tensors
+        matrices = TensorLists(**rows)
+        lists = UpdateLists(matrices, [_RULE], [0])
+        name = f"muon {param} {grad} {copy}{'' if aligned else ' unaligned'}"
+        yield Shipped(name.replace("torch.", ""), muon_triton, (lists, None, None), 64, None, 0, 0)

@@ -1,0 +1,25 @@
+"""tritonamp/step/optimizers.md says what everybody's optimizers do; those installed are tried."""
+
+import everybodys
+import pytest
+from everybodys import COLUMNS, KINDS, Kind
+
+QUICK = "RMSprop", "Muon"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind.name in QUICK else pytest.mark.long) for kind in KINDS],
+    ids=lambda kind: f"{kind.name} of {kind.package}",
+)
+def test_the_table_is_true(kind: Kind) -> None:
+    if kind.version is None:
+        pytest.skip(f"{kind.package} is not installed")
+    line = everybodys.row(kind)
+    known = everybodys.committed()[everybodys.key(line)]
+    cells = slice(3, 4 + len(COLUMNS))  # behind the version, which may be another one
+    assert line.split("|")[cells] == known.split("|")[cells]
+
+
+def test_every_optimizer_has_a_line() -> None:
+    assert [*everybodys.committed()] == [(kind.name, kind.package) for kind in KINDS]

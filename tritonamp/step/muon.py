@@ -1,0 +1,153 @@
+"""Muon as a fused rule, alone and with AdamW for the parameters that are no matrices."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels import adamw as _adamw
+from tritonamp.kernels import muon as _muon
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.step.adam import ADAM
+from tritonamp.step.fused import FusedRule, scalar
+
+
+class FusedMuonRule(FusedRule):
+    """``torch.optim.Muon``."""
+
+    kinds = "a Muon"
+    torch_step = staticmethod(inspect.unwrap(torch.optim.Muon.step))
+    needs: Sequence[str] = (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+    )
+    state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
+
+    def update(
+        self,
+        lists: UpdateLists,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        backend: str,
+    ) -> None:
+        """Run one step of the ``muon`` operation, see ``FusedRule.update``."""
+        _muon.muon(lists, grad_scale, found_inf, backend)
+
+    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
+        """Return the hyperparameters of one group.
+
+        Raises:
+            RuntimeError: a parameter is sharded.
+        """
+        if any(hasattr(param, "_local_tensor") for param in group["params"]):
+            raise RuntimeError(
+                "tritonamp.optim.Muon: a parameter is sharded (DTensor), but Muon works on whole "
+                "matrices. Use torch.optim.Muon, whose own step gathers them"
+            )
+        return _muon.MuonRule(
+            scalar(group["lr"]),
+            group["weight_decay"],
+            group["momentum"],
+            group["nesterov"],
+            tuple(group["ns_coefficients"]),
+            group["eps"],
+            group["ns_steps"],
+            group.get("adjust_lr_fn"),
+        )
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Tell whether no parameter is sharded: torch's own step gathers whole matrices."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return not any(hasattr(param, "_local_tensor") for param in params)
+
+    def refuse_sparse(self) -> None:
+        """Raise the RuntimeError of torch's Muon."""
+        raise RuntimeError("Muon does not support sparse gradients")
+
+
+class FusedMuonAndAdamRule(FusedMuonRule):
+    """``tritonamp.optim.Muon`` with ``adamw_params``: groups that have betas are AdamW's."""
+
+    kinds = "a Muon with adamw_params"
+    torch_step = None  # type: ignore[assignment]
+    needs = ("lr", "weight_decay", "eps")
+    state_keys: ClassVar[Mapping[str, str]] = {
+        "momentum_buffers": "momentum_buffer",
+        "exp_avgs": "exp_avg",
+        "exp_avg_sqs": "exp_avg_sq",
+        "max_exp_avg_sqs": "max_exp_avg_sq",
+    }
+    optional = tuple(state_keys)
+    counts_steps = True
+
+    def update(
+        self,
+        lists: UpdateLists,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        backend: str,
+    ) -> None:
+        """Run ``muon`` on its groups, and ``adamw`` on the others, see ``FusedRule.update``."""
+        lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
+        matrices = _part(lists, _muon.MuonRule, ("momentum_buffers",), ())
+        if len(matrices.tensors):
+            _muon.muon(matrices, grad_scale, found_inf, backend)
+        moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
+        others = _part(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+        if len(others.tensors):
+            _adamw.adamw(others, grad_scale, found_inf, backend)
+
+    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
+        """Return the hyperparameters of one group, of either kind."""
+        if not is_adamws(group):
+            return super().hyperparameters(optimizer, group)
+        decoupled = {**group, "decoupled_weight_decay": True}
+        return ADAM.hyperparameters(optimizer, decoupled)
+
+    def has(self, name: str, group: dict[str, Any]) -> bool:
+        """Tell whether the group's parameters have the state of that name."""
+        if not is_adamws(group):
+            return name == "momentum_buffers"
+        return name != "momentum_buffers" and ADAM.has(name, group)
+
+
+def is_adamws(group: Mapping[str, Any]) -> bool:
+    """Tell whether a group of ``tritonamp.optim.Muon`` is one of ``adamw_params``."""
+    return "betas" in group
+
+
+def _part(
+    lists: UpdateLists, kind: type, states: Sequence[str], optional: Sequence[str]
+) -> UpdateLists:
+    """Return the part of the lists whose rules are of one kind.
+
+    Groups keep their numbers, so that both parts send the same ones: another kind's rule is
+    replaced by one of this kind, which nobody reads.
+    """
+    own = [rule for rule in lists.rules if isinstance(rule, kind)]
+    rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []
+    numbers = list(lists.tensors.numbers)
+    places = [k for k, i in enumerate(numbers) if isinstance(lists.rules[lists.groups[i]], kind)]
+    names = ("params", "grads", "copies", *states)
+    tensors = TensorLists(
+        memory=lists.tensors.memory,
+        numbers=[numbers[k] for k in places],
+        size=lists.tensors.size,
+        may_repeat=("copies", *optional),
+        scalars=("steps",) if "steps" in states else (),
+        **{name: [lists.tensors[name][k] for k in places] for name in names},
+    )
+    return UpdateLists(tensors, rules, lists.groups, lists.track_lost)
+
+
+MUON = FusedMuonRule()
+MUON_AND_ADAMW = FusedMuonAndAdamRule()
