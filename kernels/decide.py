@@ -20,25 +20,40 @@ class Slot(IntEnum):
     """Where the numbers of a record are; the first three are the outcomes of a decision, too.
 
     Attributes:
-        CLEAN, OVERFLOW, FAULT: how many decisions were clean, scale overflows, forward faults.
+        CLEAN, OVERFLOW, FAULT, OUTLIER, VETO: how many decisions were clean, scale overflows,
+            forward faults, outliers, vetoed.
         NORM, AMAX: total norm and largest magnitude, both unscaled, of the last clean one.
         SCALE: the scale that the last one used.
         SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped one.
+        LOSS and the six behind it: of the last outlier the loss, its usual value and its limit,
+            the same of the norm, and how many standard deviations that is; see kernels.outliers.
     """
 
     CLEAN = 0
     OVERFLOW = 1
     FAULT = 2
-    NORM = 3
-    AMAX = 4
-    SCALE = 5
-    SKIPPED = 6
-    SKIPPED_SCALE = 7
+    OUTLIER = 3
+    VETO = 4
+    NORM = 5
+    AMAX = 6
+    SCALE = 7
+    SKIPPED = 8
+    SKIPPED_SCALE = 9
+    LOSS = 10
+    USUAL_LOSS = 11
+    LOSS_LIMIT = 12
+    OUTLIER_NORM = 13
+    USUAL_NORM = 14
+    NORM_LIMIT = 15
+    SIGMAS = 16
 
 
-CLEAN, OVERFLOW, FAULT, NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = Slot
+CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = list(Slot)[:10]
+OUTLYING = 2.0  # in the place of the flag of a loss: the step is an outlier
+VETOED = 3.0  # in the place of the flag of a loss: its largest value, so that a maximum keeps it
+LOSS = Slot.LOSS
 RECORD = len(Slot)  # numbers in front of a record's magnitudes
-_SLOTS = tuple(map(int, Slot))  # for the kernel, and quick to look up
+_SLOTS = tuple(map(int, Slot))[:10]  # for the kernel, and quick to look up
 
 
 class Evidence(NamedTuple):
@@ -47,7 +62,8 @@ class Evidence(NamedTuple):
     Attributes:
         amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and
             (k,).
-        loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN.
+        loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN; OUTLYING where the
+            step is an outlier; VETOED where somebody wants a skip, whatever loss and gradients are.
         found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before
             are to skip.
     """
@@ -61,7 +77,7 @@ class Evidence(NamedTuple):
 class ScaleRule(NamedTuple):
     """How a loss scale moves. A fixed scale is ``min_scale == max_scale``.
 
-    - loss non-finite: nothing moves;
+    - loss non-finite, an outlier, or a veto: nothing moves;
     - gradients non-finite though the loss is finite: the growth count restarts, and at the
       ``hysteresis``-th time without a clean step between, the scale is multiplied by
       ``backoff_factor``, never below ``min_scale``;
@@ -102,7 +118,7 @@ class Record(NamedTuple):
     """What is remembered of decisions.
 
     Attributes:
-        numbers: float64 of shape (8 + names,): by ``Slot``, and scaled magnitudes by name of the
+        numbers: float64 of shape (17 + names,): by ``Slot``, and scaled magnitudes by name of the
             last skipped one.
         places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1:
             none.
@@ -146,8 +162,10 @@ def decide_kernel(
     n, parts, names, max_norm,
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
     CLIP: tl.constexpr, MOVE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
-    CLEAN: tl.constexpr, OVERFLOW: tl.constexpr, FAULT: tl.constexpr, NORM: tl.constexpr,
-    AMAX: tl.constexpr, SCALE: tl.constexpr, SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr,
+    CLEAN: tl.constexpr, OVERFLOW: tl.constexpr, FAULT: tl.constexpr, OUTLIER: tl.constexpr,
+    VETO: tl.constexpr, NORM: tl.constexpr, AMAX: tl.constexpr, SCALE: tl.constexpr,
+    SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr, OUTLYING: tl.constexpr,
+    VETOED: tl.constexpr,
 ):  # fmt: skip
     """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
     # the scale may be the one that moves below: all threads have loaded it when the reductions meet
@@ -182,6 +200,8 @@ def decide_kernel(
         )  # fmt: skip
     if RECORD > 0:
         outcome = tl.where(fault != 0.0, FAULT, tl.where(found_inf != 0.0, OVERFLOW, CLEAN))
+        outcome = tl.where(fault == OUTLYING, OUTLIER, outcome)
+        outcome = tl.where(fault == VETOED, VETO, outcome)
         # as in _next_scale: the thread that stores the count is one that loaded it before
         tl.store(numbers_ptr + outcome, tl.load(numbers_ptr + outcome) + 1.0)
         tl.store(numbers_ptr + SCALE, used.to(tl.float64))
@@ -222,6 +242,8 @@ def decide_triton(
         RECORD if record else 0,
         _BLOCK,
         *_SLOTS,
+        OUTLYING,
+        VETOED,
     )
     launch(decide_kernel, (1, 1, 1), tensors, sizes, constants, 4)
 
@@ -292,6 +314,8 @@ def _note(
 ) -> None:
     fault = loss_nonfinite != 0
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
+    outcome = torch.where(loss_nonfinite == OUTLYING, int(OUTLIER), outcome)
+    outcome = torch.where(loss_nonfinite == VETOED, int(VETO), outcome)
     numbers, places = record
     # in place, so that a CUDA graph that captured this goes on counting
     numbers[:NORM] += torch.arange(int(NORM), device=outcome.device) == outcome
@@ -299,8 +323,9 @@ def _note(
     numbers[NORM:SCALE] = torch.where(outcome == CLEAN, clean, numbers[NORM:SCALE])
     numbers[SCALE].copy_(used_scale)
     found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
-    last = torch.cat([torch.stack([outcome.float(), used_scale]), found]).double()
-    numbers[SKIPPED:] = torch.where(outcome != CLEAN, last, numbers[SKIPPED:])
+    last = torch.stack([outcome.float(), used_scale]).double()
+    for part, values in ((numbers[SKIPPED:LOSS], last), (numbers[RECORD:], found.double())):
+        part.copy_(torch.where(outcome != CLEAN, values, part))
 
 
 def decide(

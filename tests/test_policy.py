@@ -37,6 +37,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),
+    "skip_outliers": (None, None, None, None),
     "track_lost_updates": (False, False, False, False),
 }
 

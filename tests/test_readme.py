@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -126,6 +127,7 @@ def _of_integrations() -> dict[str, Any]:
         "LitNet": LitNet,
         "language_model": transformers.GPT2LMHeadModel(config),
         "texts": [{"input_ids": row, "labels": row} for row in tokens],
+        "manager": SimpleNamespace(start_quorum=lambda: None, should_commit=lambda: False),
     }
 
 

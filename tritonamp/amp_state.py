@@ -8,7 +8,12 @@ from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
-_EXTRA = {"healed", "faults", "schedulers"}  # a state that is written by hand may lack them
+_EXTRA = {
+    "healed",
+    "faults",
+    "schedulers",
+    "outliers",
+}  # a state that is written by hand may lack them
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -26,6 +31,7 @@ class ResumeState(NamedTuple):
         faults: what ``Response`` counts, and the gradients of the last good step, by which causes
             are found.
         schedulers: what is outstanding of their steps, by number of the optimizer.
+        outliers: the windows by which they are told, by loss_id.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -34,6 +40,7 @@ class ResumeState(NamedTuple):
     healed: list[str]
     faults: dict[str, Any]
     schedulers: list[dict[str, Any]]
+    outliers: dict[str, list[float]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which ``parse_state`` takes."""
@@ -45,6 +52,7 @@ class ResumeState(NamedTuple):
             "healed": self.healed,
             "faults": self.faults,
             "schedulers": self.schedulers,
+            "outliers": self.outliers,
         }
 
 
@@ -88,6 +96,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
             list(state_dict.get("healed") or []),
             dict(state_dict.get("faults") or {}),
             list(state_dict.get("schedulers") or []),
+            dict(state_dict.get("outliers") or {}),
         )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}
@@ -107,14 +116,14 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
     # these formats do not say whether it was fixed
     same = all(state["scale"] == loss_scale for state in scalers.values())
     none = dict.fromkeys(COUNTS, 0)
-    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [])
+    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [], {})
 
 
 def _counts(counts: Any) -> dict[str, int]:
     """Return counts by name; raise ValueError where other names, or none, are given."""
-    if not isinstance(counts, dict) or set(counts) != set(COUNTS):
+    if not isinstance(counts, dict) or set(counts) | {"outliers", "vetoes"} != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
-    return dict(counts)
+    return {name: counts.get(name, 0) for name in COUNTS}
 
 
 def _is_scaler(state: Any) -> bool:

@@ -192,6 +192,26 @@ def check_max_norm(max_norm: Any) -> None:
         )
 
 
+def check_flag(flag: Any) -> None:
+    """Check what ``amp.veto`` is given; a tensor is not read.
+
+    Raises:
+        ValueError: neither a bool nor a 0-d bool tensor.
+    """
+    if isinstance(flag, torch.Tensor):
+        if flag.dim() == 0 and flag.dtype is torch.bool:
+            return
+        got = f"a tensor of shape {tuple(flag.shape)} and dtype {flag.dtype}"
+    elif isinstance(flag, bool):
+        return
+    else:
+        got = f"{flag!r}, of type {type(flag).__name__}"
+    raise ValueError(
+        f"flag: expected True, False or a 0-d tensor of dtype torch.bool, got {got}: "
+        "amp.veto(norm > 100) compares on the device, amp.veto(flags.any()) combines flags"
+    )
+
+
 def check_cast_inputs(models: Sequence[nn.Module], policy: Policy) -> None:
     """Check the arguments that are to be cast.
 

@@ -61,6 +61,8 @@ class Policy:
         raise_after: faults in a row until "raise" raises.
         track_lost_updates: Adam and AdamW count the parameters whose half value an update did not
             change.
+        skip_outliers: a step is skipped whose loss or gradient norm lies so many standard
+            deviations above those of the last 63 steps, at most 4 of any 64 steps; None: none is.
     """
 
     dtype: torch.dtype = torch.float16
@@ -81,6 +83,7 @@ class Policy:
     on_nonfinite: str = "skip"
     raise_after: int = 1
     track_lost_updates: bool = False
+    skip_outliers: float | None = None
 
     def __post_init__(self) -> None:
         modules = self.fp32_modules
@@ -234,6 +237,12 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         or policy.raise_after < 1
     ):
         yield f"raise_after: expected a whole number from 1, got {policy.raise_after!r}"
+    sigmas = policy.skip_outliers
+    if sigmas is not None and not (_is_number(sigmas) and 0 < sigmas < math.inf):
+        yield (
+            "skip_outliers: expected None or how many standard deviations, a number above 0 such "
+            f"as 6.0, got {sigmas!r}"
+        )
     if policy.on_nonfinite not in ON_NONFINITE:
         yield (
             f"on_nonfinite: expected one of {', '.join(map(repr, ON_NONFINITE))}, got "

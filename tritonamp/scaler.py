@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
-from tritonamp.kernels.decide import Evidence, ScaleRule, ScaleState, decide
+from tritonamp.kernels.decide import OUTLYING, Evidence, ScaleRule, ScaleState, decide
 from tritonamp.kernels.device import is_capturing, refuse_capture, world_size
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
@@ -214,6 +214,15 @@ class GradScaler(torch.amp.GradScaler):
             self._replayed = False  # each replay resets what it has scaled
         self._reset_losses()
         return flag
+
+    def note_flag(self, flag: Tensor) -> None:
+        """Note, for the next ``update``, the flag of a decision that was made elsewhere.
+
+        Args:
+            flag: 0-d, as ``Evidence.loss_nonfinite``.
+        """
+        assert self._loss_nonfinite is not None
+        torch.maximum(self._loss_nonfinite, flag, out=self._loss_nonfinite)
 
     def _reset_losses(self) -> None:
         if self._loss_nonfinite is not None:
@@ -430,7 +439,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             found_inf: 0-d float32, not 0: it was a skip.
-            loss_nonfinite: 0-d float32, not 0: because of the loss.
+            loss_nonfinite: 0-d float32, not 0: because of the loss; or OUTLYING, or VETOED.
         """
         largest, self._largest = self._largest, None
         rule, nothing, floor = self.rule, found_inf.new_zeros(0), None
@@ -439,7 +448,7 @@ class GradScaler(torch.amp.GradScaler):
         if self.backoff_on_fault:
             scale, *_ = self.scale_state
             floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), 0.0)
-            loss_nonfinite = torch.zeros_like(loss_nonfinite)
+            loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)
         amax = nothing if largest is None else largest.reshape(1)
         evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
         unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(3)

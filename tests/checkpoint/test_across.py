@@ -138,10 +138,16 @@ def test_counts_have_names(enabled: Callable[..., Run]) -> None:
     new, old = enabled("O2"), enabled("O2", seed=1)
     train(new, 0, 2)
     state = new[2].state_dict()
-    assert state["counts"] == {"clean": 2, "scale_overflows": 0, "forward_faults": 0}
+    assert state["counts"] == {
+        "clean": 2,
+        "scale_overflows": 0,
+        "forward_faults": 0,
+        "outliers": 0,
+        "vetoes": 0,
+    }
     counts = {"clean": 5, "scale_overflows": 3, "forward_faults": 2}
     old[2].load_state_dict({**state, "counts": counts})
-    assert old[2].state_dict()["counts"] == counts
+    assert old[2].state_dict()["counts"] == {**counts, "outliers": 0, "vetoes": 0}
     stats = old[2].stats()
     assert (stats["steps"], stats["skipped"]) == (5, 5)
     assert (stats["scale_overflows"], stats["forward_faults"]) == (3, 2)
@@ -595,7 +601,7 @@ def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> No
         ),
         (
             lambda run: {**run[2].state_dict(), "counts": [1, 2]},
-            r"expected counts of \['clean', 'scale_overflows', 'forward_faults'\], got \[1, 2\]",
+            r"expected counts of \['clean', 'scale_overflows', .*, 'vetoes'\], got \[1, 2\]",
         ),
         (
             lambda run: {**run[2].state_dict(), "counts": {"clean": 1}},

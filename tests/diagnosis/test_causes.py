@@ -274,6 +274,8 @@ def test_all_causes_are_reached_above() -> None:
         "backward fault",
         "scale exhausted",
         "divergence",  # in test_divergence.py
+        "outlier",  # in tests/step/test_outliers.py
+        "veto",  # in tests/step/test_veto.py
     }
     assert {cause.value for cause in Cause} == reached
 

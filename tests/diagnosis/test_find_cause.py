@@ -109,7 +109,7 @@ def test_a_step_that_nobody_saw_is_told_as_that_or_before() -> None:
 @pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
 def test_who_needs_help_and_what_tells_more(cause: Cause) -> None:
     found = Explanation(USUAL, cause, "")
-    assert found.needs_help is (cause is not Cause.SCALE)
+    assert found.needs_help is (cause not in (Cause.SCALE, Cause.OUTLIER, Cause.VETO))
     replayable = {Cause.FORWARD, Cause.BACKWARD, Cause.EXHAUSTED}
     assert ("amp.explain(replay=True)" in found.hint) is (cause in replayable)
     assert cause.lasting is (cause is Cause.PARAMETERS)

@@ -253,6 +253,40 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
 
 
 @on_ranks
+def vetoed(early: bool) -> Any:
+    """By rank 1 alone, in the second step; ``early``: after the gradients were clipped."""
+    net = Net()
+    optimizer = adamw(net.parameters())
+    model, amp = enabled(net, optimizer, "O2")
+    for step, x in enumerate(batches()):
+        amp.backward(model(x).square().mean())
+        if early:
+            amp.clip_grad_norm_(1.0)
+            try:
+                amp.veto(True)
+            except RuntimeError as error:
+                return str(error)
+        amp.veto(step == 1 and dist.get_rank() == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [outcome(amp), amp.explain(), amp.stats()["vetoes"]]
+
+
+def test_a_veto_of_one_rank_is_everybodys(pair: Pair) -> None:
+    first, second = vetoed(pair, early=False)
+    assert first == second
+    found, text, vetoes = first
+    assert (found["steps"], found["skipped"], vetoes) == (STEPS - 1, 1, 1)
+    assert (found["scale"], found["growth_tracker"]) == (SCALE, STEPS - 1)
+    assert "veto: amp.veto was called with True on rank 1." in text
+
+
+def test_a_veto_comes_too_late_once_ranks_have_decided(pair: Pair) -> None:
+    for text in vetoed(pair, early=True):
+        assert text.startswith("amp.veto() after amp.clip_grad_norm_() or amp.unscale_(): expected")
+
+
+@on_ranks
 def buffers() -> list[Any]:
     """Of a norm that rank 1 alone has shown NaN, after the next forward."""
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))

@@ -15,6 +15,7 @@ from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.decide import (
     RECORD,
+    VETOED,
     Evidence,
     Record,
     ScaleRule,
@@ -49,7 +50,7 @@ RULES = st.builds(
 )
 CLEAN = (0.0, 0.0)
 OVERFLOWS = [(1.0, 0.0), (2.0, 0.0), (INF, 0.0), (NAN, 0.0)]  # found_inf, loss_nonfinite
-FAULTS = [(1.0, 1.0), (0.0, 1.0), (2.0, 2.0)]
+FAULTS = [(1.0, 1.0), (0.0, 1.0), (2.0, 2.0), (0.0, 3.0)]  # the last one is a veto
 EVENTS = st.one_of(st.just(CLEAN), st.sampled_from(OVERFLOWS), st.sampled_from(FAULTS))
 
 
@@ -479,12 +480,19 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
         Evidence(stats, stats, zero, zero), state.scale, None, state, RULE, record, verdict, backend
     )
     assert state.scale.item() == 8.0
-    assert numbers.tolist() == [1.0, 1.0, 0.0, 0.125, 0.125, 16.0, 1.0, 16.0]
+    assert numbers.tolist() == [1.0, 1.0, *[0.0] * 3, 0.125, 0.125, 16.0, 1.0, 16.0, *[0.0] * 7]
 
 
 def record_of(device: torch.device, places: list[int]) -> Record:
     numbers = torch.arange(100.0, 100.0 + RECORD + len(places), dtype=torch.float64, device=device)
     return Record(numbers, torch.tensor(places, dtype=torch.int64, device=device))
+
+
+def known(record: Record) -> list[float]:
+    """Return the numbers that a decision writes; the count of outliers and their numbers stay."""
+    clean, overflow, fault, outlier, *others = record.numbers.tolist()
+    assert outlier == 103 and others[6:13] == list(range(110, 117))
+    return [clean, overflow, fault, *others[:6], *others[13:]]
 
 
 def test_the_record_by_hand(device: torch.device, backend: str) -> None:
@@ -494,15 +502,17 @@ def test_the_record_by_hand(device: torch.device, backend: str) -> None:
         {"record": record, "device": device, "backend": backend},
     )
     judge([1.0, 2.0, 3.0], [4.0], scale=0.5, **at)
-    assert record.numbers.tolist() == [101, 101, 102, 4.0, 6.0, 0.5, 106, 107, 108, 109, 110, 111]
+    assert known(record) == [101, 101, 102, 104, 4.0, 6.0, 0.5, 108, 109, *range(117, 121)]
     judge([1.0, 2.0, INF], [9.0], scale=4.0, **at)
-    assert record.numbers.tolist() == [101, 102, 102, 4.0, 6.0, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
+    assert known(record) == [101, 102, 102, 104, 4, 6, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
     judge([5.0, 2.0, 3.0], [9.0], scale=8.0, loss_nonfinite=1.0, **at)
-    assert record.numbers.tolist() == [101, 102, 103, 4.0, 6.0, 8.0, 2.0, 8.0, 3.0, 0.0, 5.0, 3.0]
+    assert known(record) == [101, 102, 103, 104, 4, 6, 8.0, 2.0, 8.0, 3.0, 0.0, 5.0, 3.0]
     judge([5.0, 2.0, 7.0], [9.0], found_earlier=1.0, **at)
-    assert record.numbers.tolist() == [101, 103, 103, 4.0, 6.0, 1.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    assert known(record) == [101, 103, 103, 104, 4, 6, 1.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    judge([5.0, INF, 9.0], [9.0], scale=2.0, loss_nonfinite=VETOED, **at)
+    assert known(record) == [101, 103, 103, 105, 4, 6, 2.0, 4.0, 2.0, 9.0, 0.0, 5.0, 9.0]
     judge([8.0] * 3, [36.0], **at)
-    assert record.numbers.tolist() == [102, 103, 103, 6.0, 8.0, 1.0, 1.0, 1.0, 7.0, 0.0, 5.0, 7.0]
+    assert known(record) == [102, 103, 103, 105, 6, 8, 1.0, 4.0, 2.0, 9.0, 0.0, 5.0, 9.0]
     assert record.numbers.data_ptr() == pointer
     assert record.places.tolist() == [2, -1, 0, 2]
 
@@ -518,7 +528,9 @@ def test_the_record_of_many(device: torch.device, backend: str, names: int) -> N
     torch.testing.assert_close(
         record.numbers[RECORD:].cpu(), expected, rtol=0, atol=0, equal_nan=True
     )
-    assert record.numbers[:RECORD].tolist() == [100, 102, 102, 103, 104, 1, 1, 1]
+    counts = [100, 102, 102, 103, 104]
+    found = record.numbers[:RECORD].tolist()
+    assert found == [*counts, 105, 106, 1, 1, 1, *range(110, 117)]
 
 
 def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
@@ -527,7 +539,7 @@ def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
     at = {"record": record, "device": device, "backend": backend}
     assert judge([], **at) == (0.0, 0.0, 1.0)
     judge([], loss_nonfinite=1.0, scale=2.0, **at)
-    assert record.numbers.tolist() == [101, 101, 103, 0.0, 0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
+    assert known(record) == [101, 101, 103, 104, 0.0, 0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
 MAGNITUDES = st.one_of(
@@ -537,7 +549,7 @@ MAGNITUDES = st.one_of(
 SCALES = st.sampled_from(
     [*(2.0**k for k in (-149, -148, -127, -126, -24, 0, 16, 24, 127)), 0.0, 3.0, 1e-40, INF]
 )
-FLAGS = st.sampled_from([0.0, 0.0, 1.0, 2.0, INF])
+FLAGS = st.sampled_from([0.0, 0.0, 1.0, 2.0, VETOED, INF])
 
 
 @pytest.mark.skipif("triton" not in FORMS, reason="no kernels here")
@@ -595,7 +607,7 @@ def test_the_kernel_decides_like_its_twin(
     torch.testing.assert_close(torch.tensor(verdict), torch.tensor(other[0]), **close)
     assert moved == other[1]
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(other[2]), **close)
-    assert numbers[:3] + numbers[4:RECORD] == other[2][:3] + other[2][4:RECORD]
+    assert numbers[:5] + numbers[6:RECORD] == other[2][:5] + other[2][6:RECORD]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
-from tritonamp.kernels.decide import FAULT
+from tritonamp.kernels.decide import FAULT, OUTLIER, VETO
 
 # times the gradients of the step before: more than a scale that is looking for its level runs into
 _SUDDEN = 256
@@ -36,6 +36,15 @@ def find_cause(
         parameters: the model's parameters and buffers, with their names.
         steps: the earlier steps.
     """
+    if skip.outcome == OUTLIER:
+        return Explanation(
+            skip, Cause.OUTLIER, f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
+        )
+    if skip.outcome == VETO:
+        where = f" on {skip.ranks}" if skip.ranks else ""
+        return Explanation(
+            skip, Cause.VETO, f"amp.veto was called with True{where}. {Cause.VETO.advice}"
+        )
     if skip.outcome == FAULT:
         fault = (
             _in_data(skip, batches)
@@ -47,6 +56,18 @@ def find_cause(
     cause = _of_overflow(skip, names)
     found = None if cause.scale_moves else _in_steps(skip, parameters, steps)
     return found or Explanation(skip, cause, _why_overflow(skip, names, cause), names)
+
+
+def _why_outlier(numbers: Sequence[float]) -> str:
+    """Return which numbers are beyond their limits; see ``Skip.outlier``."""
+    loss, norm, sigmas = numbers[:3], numbers[3:6], numbers[6]
+    beyond = [
+        f"the {name} is {value:.4g}: the median of the last 63 steps is {usual:.4g}, and the limit "
+        f"{limit:.4g} is {sigmas:.3g} standard deviations of {(limit - usual) / sigmas:.3g} above"
+        for name, (value, usual, limit) in (("loss", loss), ("gradient norm", norm))
+        if value > limit
+    ]
+    return "; ".join(beyond)
 
 
 def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:

@@ -9,12 +9,18 @@ from torch import Tensor
 
 from tritonamp.diagnosis.records import Attached
 from tritonamp.kernels._transfer import upload
-from tritonamp.kernels.decide import AMAX, CLEAN, FAULT, OVERFLOW, RECORD, Record
+from tritonamp.kernels.decide import AMAX, CLEAN, FAULT, OUTLIER, OVERFLOW, RECORD, VETO, Record
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.readback import Readback, Reading
 
-COUNTS = {"clean": CLEAN, "scale_overflows": OVERFLOW, "forward_faults": FAULT}
-"""Outcomes of decisions, as states name them, to where they are counted."""
+COUNTS = {
+    "clean": CLEAN,
+    "scale_overflows": OVERFLOW,
+    "forward_faults": FAULT,
+    "outliers": OUTLIER,
+    "vetoes": VETO,
+}
+"""Outcomes of decisions, as states name them, to where they are counted: in front, CLEAN first."""
 _KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Explanation
-from tritonamp.kernels.decide import CLEAN, FAULT, OVERFLOW
+from tritonamp.kernels.decide import CLEAN, VETO
 
 MOST = 1000  # steps
 
@@ -42,7 +42,7 @@ class History:
     def __init__(self) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MOST)
         self.causes: Counter[str] = Counter()
-        self.counts = [0.0, 0.0, 0.0]
+        self.counts = [0.0] * (VETO + 1)
         self.in_a_row = 0
         self.since = 0
         self.wrote = 0
@@ -55,7 +55,7 @@ class History:
     @property
     def skipped(self) -> int:
         """How many decisions were to skip, by the last reading."""
-        return int(self.counts[OVERFLOW] + self.counts[FAULT])
+        return int(sum(self.counts) - self.counts[CLEAN])
 
     @property
     def last_taken(self) -> int:

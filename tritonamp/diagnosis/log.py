@@ -22,11 +22,15 @@ from tritonamp.kernels.decide import (
     AMAX,
     CLEAN,
     FAULT,
+    LOSS,
     NORM,
+    OUTLIER,
     OVERFLOW,
+    RECORD,
     SCALE,
     SKIPPED,
     SKIPPED_SCALE,
+    VETO,
     Record,
     ScaleRule,
 )
@@ -197,7 +201,7 @@ class StepLog:
             outcome=int(values[SKIPPED]),
             step=step,
             exact=exact,
-            skipped=int(values[OVERFLOW] + values[FAULT]),
+            skipped=_skipped(values),
             since=self.history.since or step,
             scale=values[SKIPPED_SCALE],
             lowest=rule.min_scale,
@@ -208,6 +212,7 @@ class StepLog:
             by_rank=self._device_record.by_rank(values),
             wrote=self.history.wrote,
             loss=loss,
+            outlier=tuple(values[LOSS:RECORD]),
         )
         return self._find_cause(skip, attached.batches, self._in_fp32)
 
@@ -229,7 +234,7 @@ class StepLog:
         """Explain the last skip; None: no step was skipped. Reads the device."""
         self.collect(wait=True)
         values = self._device_record.values()
-        unseen = values[OVERFLOW] + values[FAULT] > self.history.skipped
+        unseen = _skipped(values) > self.history.skipped
         if values[SKIPPED] and self._rule is not None and (unseen or self.last is None):
             # a CUDA graph left it, whose decisions are not copied one by one
             exact = values[CLEAN] == self.history.taken
@@ -274,9 +279,11 @@ class StepLog:
         values, last = self._device_record.values(), self.explanation()
         return {
             "steps": int(values[CLEAN]),
-            "skipped": int(values[OVERFLOW] + values[FAULT]),
+            "skipped": _skipped(values),
             "scale_overflows": int(values[OVERFLOW]),
             "forward_faults": int(values[FAULT]),
+            "outliers": int(values[OUTLIER]),
+            "vetoes": int(values[VETO]),
             "last_skip_reason": None if last is None else last.cause.value,
             "grad_norm": values[NORM],
         }
@@ -291,6 +298,11 @@ class StepLog:
     ) -> None:
         """Continue from results of ``counts`` and ``last_good``."""
         self.collect(wait=True)
-        by_outcome = [float(counts[name]) for name in COUNTS]
+        by_outcome = [float(counts.get(name, 0)) for name in COUNTS]
         self._device_record.load([*by_outcome, *last_good])
         self.history.load(by_outcome)
+
+
+def _skipped(values: Sequence[float]) -> int:
+    """Return how many decisions were to skip, by the numbers of a record."""
+    return int(sum(values[: len(COUNTS)]) - values[CLEAN])

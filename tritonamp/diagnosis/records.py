@@ -13,7 +13,7 @@ class StepRecord(NamedTuple):
     Attributes:
         step: its number, from 1, skipped ones included.
         cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad
-            parameters", "scale exhausted", "divergence"), or None: it was not.
+            parameters", "scale exhausted", "divergence", "outlier", "veto"), or None: it was not.
         scale: the loss scale that its backward used.
         grad_norm: of the unscaled gradients; None for a skipped one.
         parameters: names of those whose gradients (under "bad parameters" whose values) were not

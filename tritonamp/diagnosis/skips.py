@@ -9,7 +9,7 @@ import torch
 
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
-from tritonamp.kernels.decide import FAULT
+from tritonamp.kernels.decide import OVERFLOW
 from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -32,6 +32,7 @@ class _Facts(NamedTuple):
     replayable: bool = False
     scale_moves: bool = False
     lasting: bool = False
+    asked_for: bool = False
 
 
 class Cause(enum.Enum):
@@ -42,15 +43,23 @@ class Cause(enum.Enum):
         replayable: running the batch again may name the operation.
         scale_moves: a lower loss scale is the answer; nobody has to do anything.
         lasting: it does not go away by itself, so its text says since when it is there.
+        asked_for: the user's program wanted the skip; it is no fault.
     """
 
     advice: str
     replayable: bool
     scale_moves: bool
     lasting: bool
+    asked_for: bool
 
     def __new__(
-        cls, words: str, advice: str, replayable: bool, scale_moves: bool, lasting: bool
+        cls,
+        words: str,
+        advice: str,
+        replayable: bool,
+        scale_moves: bool,
+        lasting: bool,
+        asked_for: bool,
     ) -> "Cause":
         cause = object.__new__(cls)
         cause._value_ = words
@@ -58,6 +67,7 @@ class Cause(enum.Enum):
         cause.replayable = replayable
         cause.scale_moves = scale_moves
         cause.lasting = lasting
+        cause.asked_for = asked_for
         return cause
 
     DATA = _Facts("data", "Clean the data, or drop these samples.")
@@ -96,6 +106,17 @@ class Cause(enum.Enum):
         "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "
         "NaN in the backward of the last module named, or train it in FP32 with fp32_modules.",
         replayable=True,
+    )
+    OUTLIER = _Facts(
+        "outlier",
+        "Look at the batch; a run that really changes its level goes on after 4 such skips. "
+        "skip_outliers=None takes every step.",
+        asked_for=True,
+    )
+    VETO = _Facts(
+        "veto",
+        "The loss scale, parameters and optimizer state are as they were.",
+        asked_for=True,
     )
 
 
@@ -148,7 +169,7 @@ class Skip(NamedTuple):
     """A skipped step as the device saw it.
 
     Attributes:
-        outcome: FAULT or OVERFLOW.
+        outcome: FAULT, OVERFLOW, OUTLIER or VETO.
         step: its number, from 1.
         exact: False: it was that step or one before it, whose numbers were not read.
         skipped: how many steps were skipped so far, this one included.
@@ -157,6 +178,8 @@ class Skip(NamedTuple):
         wrote: number of the step that left parameters as they are; 0: not known, or it was not a
             step.
         loss: None: it is inf, NaN or not known.
+        outlier: of an outlier the loss, the usual one and its limit, the same of the norm,
+            and how many standard deviations the limits are away.
         scale: the loss scale that the backward used.
         lowest: the scale below which it does not go.
         fixed: whether the scale never moves.
@@ -164,7 +187,7 @@ class Skip(NamedTuple):
         before: the largest unscaled gradient of the last good step, 0 if there was none.
         limit: the largest number of the policy's half format.
         by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT,
-            whether its own loss was inf or NaN.
+            whether its own loss was inf or NaN; under VETO, whether it had one of these, or a veto.
     """
 
     outcome: int
@@ -181,12 +204,13 @@ class Skip(NamedTuple):
     by_rank: Mapping[int, float] = {}
     wrote: int = 0
     loss: float | None = None
+    outlier: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> str:
         """The ranks at fault, as "rank 3"; "" where there is only one rank."""
         found = [str(rank) for rank, largest in self.by_rank.items() if not self.is_good(largest)]
-        if self.outcome == FAULT:
+        if self.outcome != OVERFLOW:
             found = [str(rank) for rank, nonfinite in self.by_rank.items() if nonfinite]
         return f"rank{'s' * (len(found) > 1)} {listed(found)}" if found else ""
 
@@ -229,5 +253,5 @@ class Explanation(NamedTuple):
 
     @property
     def needs_help(self) -> bool:
-        """Whether it is more than the loss scale finding its level."""
-        return not self.cause.scale_moves
+        """Whether it is more than the loss scale finding its level, or a skip that was wanted."""
+        return not (self.cause.scale_moves or self.cause.asked_for)

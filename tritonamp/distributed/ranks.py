@@ -37,6 +37,7 @@ class _Row(NamedTuple):
         square_sum: of the scaled gradients.
         scale: the loss scale.
         taken: how many steps were taken so far.
+        loss: of this rank's batch; NaN: not known.
     """
 
     loss_nonfinite: float
@@ -45,6 +46,7 @@ class _Row(NamedTuple):
     square_sum: float
     scale: float
     taken: float
+    loss: float
 
 
 class Resumable(Protocol):
@@ -173,13 +175,18 @@ class Ranks:
 
     # agreement
 
-    def agree(self, mine: Evidence, scale: Tensor, taken: Tensor) -> Evidence:
+    def agree(
+        self, mine: Evidence, scale: Tensor, taken: Tensor, loss: Tensor
+    ) -> tuple[Evidence, Tensor, Tensor]:
         """Return the same evidence on all ranks, by a collective that the host does not wait for.
+
+        Beside it the mean of the losses, and sums of squares that are the same to the last bit.
 
         Args:
             mine: of this rank's gradients and losses.
             scale: 0-d, the loss scale; it should be the same on all ranks.
             taken: 0-d, how many steps were taken so far; it should be the same, too.
+            loss: 0-d, of this rank; NaN: not known.
 
         Raises:
             RuntimeError: some decisions ago ranks differed in these; it names them.
@@ -188,7 +195,7 @@ class Ranks:
             self._align(wrapper, 0)
         self._to_align.clear()
         if any(map(self._in_join, self._wrappers)):
-            return self._of_gradients(mine)
+            return self._of_gradients(mine), torch.full_like(loss, math.nan), mine.square_sum
         zero = torch.zeros_like(scale)
         amax = mine.amax.max() if len(mine.amax) else zero
         row = [
@@ -198,12 +205,13 @@ class Ranks:
             mine.square_sum.sum(),
             scale,
             taken.float(),
+            loss,
         ]  # a _Row
         sent = torch.stack(row)
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
         _all_gather(table, sent, group=self._group)
         self._compare(table)
-        fault, earlier, largest, square_sum, *_ = table.view(-1, len(row)).unbind(1)
+        fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
         total = (
             mine.square_sum
             if self._sharding is None
@@ -211,7 +219,9 @@ class Ranks:
         )
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
         by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
-        return Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
+        alike = total if self.sharded else square_sum.amax().reshape(1)
+        evidence = Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
+        return evidence, losses.mean(), alike
 
     def _of_gradients(self, mine: Evidence) -> Evidence:
         """Return evidence that needs no collective: gradients that DDP has reduced are alike."""

@@ -26,6 +26,7 @@ from tritonamp.casts.loaded import (
 from tritonamp.casts.model import fp32_modules
 from tritonamp.checks import (
     check_cast_inputs,
+    check_flag,
     check_gradients,
     check_max_norm,
     check_models,
@@ -324,6 +325,32 @@ class Amp:
             self._fed_optimizers("clip_grad_norm_"), max_norm
         )
 
+    @between_graphs
+    def veto(self, flag: bool | Tensor) -> None:
+        """Skip the step that the pending losses lead to, where ``flag`` is True.
+
+        For a skip that somebody else wants: parameters, optimizer state and loss scale stay as they
+        are, and the cause is "veto". Several calls combine by or. A tensor is not waited for. Where
+        ranks train together, a veto of one is a veto of all.
+
+        Args:
+            flag: a bool, or a 0-d bool tensor on any device.
+
+        Raises:
+            ValueError: another type, shape or dtype.
+            RuntimeError: no loss was scaled since the last step (by ``amp.backward``,
+                ``amp.scale_loss`` or ``amp.scaler.scale``); or after ``clip_grad_norm_`` or
+                ``unscale_`` on a GPU or with several ranks.
+        """
+        self._check_enabled("veto")
+        check_flag(flag)
+        if not self._parts.pending.fed_optimizers():
+            raise RuntimeError(
+                "amp.veto(): expected a call between amp.backward(loss) and optimizer.step(), got "
+                "one before any backward or after the step"
+            )
+        self._parts.stepper.veto(flag)
+
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
         pending = self._parts.pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
@@ -424,6 +451,8 @@ class Amp:
             - skipped: decisions to skip.
             - scale_overflows: those because the scale was too high.
             - forward_faults: those because a loss was inf or NaN.
+            - outliers: those that ``skip_outliers`` wanted.
+            - vetoes: those that ``veto`` wanted.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.
@@ -631,6 +660,7 @@ class Amp:
             self._parts.healing.names,
             faults,
             self._parts.schedulers.state(),
+            self._parts.stepper.outlier_windows.state(self._scalers),
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -653,6 +683,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._parts.response.counts = FaultCounts.of(state.faults)
+        self._parts.stepper.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
 
     def disable(self) -> None:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.distributed.ranks import Ranks
-from tritonamp.kernels.decide import CLEAN, DECIDE, Evidence, Record, decide
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
+from tritonamp.kernels.outliers import Limit, outliers
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
@@ -58,7 +60,7 @@ class Decision:
     Attributes:
         scaler: the scaler of the loss.
         scale: 0-d, the scale that the backward used.
-        loss_nonfinite: 0-d flag of the loss (the largest over micro-batches).
+        loss_nonfinite: 0-d flag of the loss (the largest over micro-batches); VETOED after a veto.
         loss: 0-d, the loss (summed over micro-batches); None: it is not known.
         waiting: the optimizers that have not stepped yet.
         moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
@@ -68,6 +70,7 @@ class Decision:
         found_inf: 0-d, not 0 where the optimizers skip; valid once decided, as the next two.
         norm: 0-d, the 2-norm of the unscaled gradients.
         grad_scale: 0-d factor that unscales and clips a scaled gradient.
+        max_norm: the 2-norm that the gradients were clipped to; None: they were not.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Decision:
         self.phase = Phase.OPEN
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
+        self.max_norm: float | None = None
         self._verdict = scale.new_empty(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
@@ -99,6 +103,15 @@ class Decision:
     def is_decided(self) -> bool:
         """Whether found_inf, norm and grad_scale are there."""
         return self.phase in (Phase.DECIDED, Phase.ANSWERED)
+
+    def veto(self, flag: bool | Tensor) -> None:
+        """Have the optimizers skip where ``flag``, a bool or 0-d, is True; before ``decide``."""
+        if isinstance(flag, bool):  # filled on the device: a copy from main memory would wait
+            wanted = torch.full_like(self.loss_nonfinite, VETOED * flag)
+        else:
+            wanted = transfer(flag, self.scale.device) * VETOED
+        # not in place: a scaler that the user drives learns of it in ``decide``
+        self.loss_nonfinite = torch.maximum(self.loss_nonfinite, wanted)
 
     def unscale_early(self, weights: MasterWeights) -> None:
         """Unscale one optimizer's gradients because another loss is about to add its own."""
@@ -123,6 +136,7 @@ class Decision:
         ranks: Ranks,
         max_norm: float | None = None,
         undoable: bool = False,
+        outlying: Limit | None = None,
         known: Mapping[MasterWeights, Gradients] | None = None,
     ) -> None:
         """Judge the gradients of all waiting optimizers, and move the scale.
@@ -133,8 +147,10 @@ class Decision:
             max_norm: clip the gradients of all optimizers together to this 2-norm.
             undoable: keep copies so that ``undo`` may follow. Eager torch always keeps them,
                 kernels only on request.
+            outlying: the window of the scaler, and what an outlier is; None: nothing is.
             known: gradients by optimizer, where they were asked for already.
         """
+        self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         amax, square_sum = self._joined(stats)
         flag = self.loss_nonfinite
@@ -142,11 +158,19 @@ class Decision:
         if ranks.several:
             mine = Evidence(amax, square_sum, flag, earlier)
             taken = record.numbers[CLEAN]
-            amax, square_sum, agreed, earlier = ranks.agree(mine, self.scale, taken)
-            flag.copy_(agreed)  # a scaler that the user drives has the same flag
+            evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
+            amax, square_sum, agreed, earlier = evidence
+            flag.copy_(agreed)
         elif undoable or not DECIDE.uses_triton(self._backend, self.scale):
-            self._undo = Undo([*self.scaler.scale_state, record.numbers])
+            window = [] if outlying is None else [outlying.window]
+            self._undo = Undo([*self.scaler.scale_state, record.numbers, *window])
             self._keep(self.waiting, stats)
+        if outlying is not None:
+            if not ranks.several:
+                loss, squares = self._loss(), square_sum
+            evidence = Evidence(amax, squares, flag, earlier)
+            flag = torch.empty_like(flag)
+            outliers(evidence, self.scale, loss, outlying, record.numbers, flag, self._backend)
         # with backoff_on_fault a fault moves the scale as an overflow does; the record notes which
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
@@ -157,9 +181,16 @@ class Decision:
             self.scaler.note(amax)
             self.scaler.move(self.found_inf, flag)
         if not self.moves_scale:
+            self.scaler.note_flag(flag)
             for weights in self.waiting:
                 self.scaler.record(weights.optimizer, self.found_inf, amax)
         self.phase = Phase.DECIDED
+
+    def _loss(self) -> Tensor:
+        """Return the loss, 0-d float32 where the scale is; NaN: not known."""
+        if self.loss is None:
+            return torch.full_like(self.scale, torch.nan)
+        return self.loss.float()
 
     def undo(self) -> bool:
         """Put scale and record back as they were before ``decide``, which may be called again.

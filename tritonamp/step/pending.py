@@ -41,6 +41,9 @@ class PendingDecisions:
         self._weights = weights
         self._ranks = ranks
         self._decisions: list[Decision] = []
+        self._vetoes: dict[
+            MasterWeights, bool | Tensor
+        ] = {}  # of losses that the user scaled himself
 
     @between_graphs  # the block runs the user's code
     @contextlib.contextmanager
@@ -119,6 +122,23 @@ class PendingDecisions:
             if w in waiting or (by_hand and w.with_gradient() > 0)
         ]
 
+    def veto(self, flag: bool | Tensor) -> list[Decision]:
+        """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
+
+        Returns:
+            the decisions that were made already, for the caller to make again.
+        """
+        decisions, decided = list(self._decisions), []
+        for decision in decisions:
+            if decision.is_decided:
+                decided.append(decision)
+            else:
+                decision.veto(flag)
+        waiting = {w for decision in decisions for w in decision.waiting}
+        for w in {self._weights[o] for o in self.fed_optimizers()} - waiting:
+            self._vetoes[w] = self._vetoes[w] | flag if w in self._vetoes else flag
+        return decided
+
     def of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.
 
@@ -163,6 +183,8 @@ class PendingDecisions:
         self._decisions.append(decision)
         for waits in waiting:
             waits.begin(decision)
+            if waits in self._vetoes:
+                decision.veto(self._vetoes.pop(waits))
         return [decision]
 
     def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
@@ -181,6 +203,7 @@ class PendingDecisions:
     def leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Remove ``w``, whose gradients are used, from its decisions; end those without others."""
         w.clear()
+        self._vetoes.pop(w, None)
         self._remove(w, decisions)
 
     def _remove(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:

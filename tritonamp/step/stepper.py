@@ -24,6 +24,7 @@ from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
 from tritonamp.step.outcomes import StepOutcomes
+from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
 from tritonamp.step.state_loading import load_state
@@ -61,6 +62,7 @@ class Stepper:
 
     Attributes:
         outcomes: step outcomes by optimizer.
+        outlier_windows: by which outliers are told, where the policy skips them.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Stepper:
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.around_step = around_step
+        self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
@@ -114,6 +117,24 @@ class Stepper:
                 w.show_true_gradients()
                 found_inf = decision.found_inf
         return found_inf
+
+    def veto(self, flag: bool | Tensor) -> None:
+        """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
+
+        Raises:
+            RuntimeError: the gradients were clipped or unscaled, and the decision cannot be undone.
+        """
+        for decision in self._pending.veto(flag):
+            # the numbers are kept, so that nobody reads the gradients again
+            if self._ranks.several or not decision.undo():
+                raise RuntimeError(
+                    "amp.veto() after amp.clip_grad_norm_() or amp.unscale_(): expected a call "
+                    "before these, which decide about the step, on a GPU and where several ranks "
+                    "decide together: call amp.veto(flag) directly after amp.backward(loss)"
+                )
+            self._log.undo()
+            decision.veto(flag)
+            self._decide(decision, decision.max_norm)
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
@@ -268,7 +289,8 @@ class Stepper:
             return
         params = [w.parameters() for w in decision.waiting]
         record = self._log.record(params, decision.scale.device, self._ranks.members)
-        decision.decide(record, self._ranks, max_norm, **how)
+        outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
+        decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
             others = [w for w in self._weights.values() if w not in decision.waiting]

@@ -1,0 +1,242 @@
+"""Is a step's loss or gradient norm far above those of the last steps? One block, robust numbers.
+
+Of the last 63 values of each: ``m`` is the median, ``f`` the median of their distances from it as
+factors, max(x/m, m/x), at least ``LEAST``. A value above m * f ** (1.4826 * sigmas) is an outlier:
+so many standard deviations of the logarithm, told by the median absolute deviation. Losses of a
+run that converges spread by factors, where plain deviations call every hard batch an outlier. Where
+a value in the window is not positive, distances are differences in the place of factors.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import launch
+from tritonamp.kernels._sample import ListSample
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels.decide import OUTLYING, Evidence, Slot
+from tritonamp.kernels.device import tl, triton
+
+SIZE = 64  # values kept, the one of this step included
+MOST = 4  # outliers among these: a run that has changed its level goes on
+WINDOW = 3 * SIZE + 1  # losses, norms, was it skipped; how many were seen
+LEAST = 1.01  # the smallest factor that counts as the usual spread
+_TO_SIGMA = 1.4826  # a median absolute deviation of normal values, times this, is their deviation
+_BLOCK = 1024
+_MIDDLE = (SIZE - 1) // 2
+
+
+class Limit(NamedTuple):
+    """What an outlier is.
+
+    Attributes:
+        window: float32 of shape (WINDOW,), written in place: SIZE losses (NaN: not known), SIZE
+            norms, SIZE flags of skipped outliers, and how many were seen, at most 2 SIZE - 1.
+        sigmas: how many standard deviations above the median.
+    """
+
+    window: Tensor
+    sigmas: float
+
+
+@triton.jit
+def _median(x, j, others, MIDDLE: tl.constexpr):
+    """Return the value with as many of the ``others`` below as above; ties in their order."""
+    a, b = tl.expand_dims(x, 1), tl.expand_dims(x, 0)
+    below = (b < a) | ((b == a) & (tl.expand_dims(j, 0) < tl.expand_dims(j, 1)))
+    rank = tl.sum((below & (tl.expand_dims(others, 0) != 0)).to(tl.int32), 1)
+    return tl.sum(tl.where((rank == MIDDLE) & (others != 0), x, 0.0), 0)
+
+
+@triton.jit
+def _limit(x, j, others, power, TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, MIDDLE: tl.constexpr):
+    """Return the median, and the largest value that is no outlier: inf where one is not known."""
+    middle = _median(x, j, others, MIDDLE)
+    lowest = tl.min(tl.where(others != 0, x, float("inf")), 0)
+    known = tl.sum(tl.where((others != 0) & (x != x), 1, 0), 0) == 0
+    if lowest > 0.0:
+        factor = _median(tl.maximum(tl.div_rn(x, middle), tl.div_rn(middle, x)), j, others, MIDDLE)
+        limit = middle * tl.exp2(power * tl.log2(tl.maximum(factor, LEAST)))
+    else:
+        spread = _median(tl.abs(x - middle), j, others, MIDDLE)
+        limit = middle + power * tl.maximum(spread, (LEAST - 1.0) * tl.abs(middle))
+    middle = tl.where(known, middle, float("nan"))
+    return middle, tl.where(known & (limit != 0.0), limit, float("inf"))
+
+
+@triton.jit(do_not_specialize=("n", "parts"))
+def outliers_kernel(
+    amax_ptr, square_ptr, flag_ptr, earlier_ptr, used_ptr, loss_ptr, window_ptr, numbers_ptr,
+    out_ptr, n, parts, power,
+    RECORD_AT: tl.constexpr, OUTLYING: tl.constexpr, SIZE: tl.constexpr, MOST: tl.constexpr,
+    MIDDLE: tl.constexpr, TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program of one warp: no thread stores before all have loaded."""
+    flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
+    inv_scale = tl.div_rn(1.0, tl.load(used_ptr))
+    i = tl.arange(0, BLOCK)
+    bad = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, n, BLOCK):
+        unscaled = tl.load(amax_ptr + at + i, mask=at + i < n, other=0.0) * inv_scale
+        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
+    squares = tl.zeros([BLOCK], tl.float64)
+    for at in range(0, parts, BLOCK):
+        squares += tl.load(square_ptr + at + i, mask=at + i < parts, other=0.0).to(tl.float64)
+    norm = tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+    # what is skipped for another reason says nothing, and is not kept
+    counts = (flag == 0.0) & (earlier == 0.0) & (tl.max(bad, 0) == 0)
+    # the slot of this step is the one that is left out of the window
+    seen = tl.load(window_ptr + 3 * SIZE).to(tl.int32)
+    slot = seen % SIZE
+    j = tl.arange(0, SIZE)
+    others = (j != slot).to(tl.int32)
+    losses, norms = tl.load(window_ptr + j), tl.load(window_ptr + SIZE + j)
+    skipped = tl.sum(tl.load(window_ptr + 2 * SIZE + j) * others, 0)
+    loss_middle, loss_limit = _limit(losses, j, others, power, TO_SIGMA, LEAST, MIDDLE)
+    norm_middle, norm_limit = _limit(norms, j, others, power, TO_SIGMA, LEAST, MIDDLE)
+    above = (loss > loss_limit) | (norm > norm_limit)
+    found = counts & above & (seen >= SIZE - 1) & (skipped < MOST)
+    tl.store(out_ptr, tl.where(found, OUTLYING, flag))
+    if counts:
+        tl.store(window_ptr + slot, loss)
+        tl.store(window_ptr + SIZE + slot, norm)
+        tl.store(window_ptr + 2 * SIZE + slot, found.to(tl.float32))
+        tl.store(
+            window_ptr + 3 * SIZE, tl.where(seen + 1 < 2 * SIZE, seen + 1, SIZE).to(tl.float32)
+        )
+    if found:
+        tl.store(numbers_ptr + RECORD_AT, loss.to(tl.float64))
+        tl.store(numbers_ptr + RECORD_AT + 1, loss_middle.to(tl.float64))
+        tl.store(numbers_ptr + RECORD_AT + 2, loss_limit.to(tl.float64))
+        tl.store(numbers_ptr + RECORD_AT + 3, norm.to(tl.float64))
+        tl.store(numbers_ptr + RECORD_AT + 4, norm_middle.to(tl.float64))
+        tl.store(numbers_ptr + RECORD_AT + 5, norm_limit.to(tl.float64))
+        tl.store(numbers_ptr + RECORD_AT + 6, tl.div_rn(power, TO_SIGMA).to(tl.float64))
+
+
+def outliers_triton(
+    evidence: Evidence,
+    used_scale: Tensor,
+    loss: Tensor,
+    limit: Limit,
+    numbers: Tensor,
+    flag: Tensor,
+) -> None:
+    tensors = (*evidence, used_scale, loss, limit.window, numbers, flag)
+    sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
+    constants = (int(Slot.LOSS), OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK)
+    launch(outliers_kernel, (1, 1, 1), tensors, sizes, constants, 1)
+
+
+def outliers_torch(
+    evidence: Evidence,
+    used_scale: Tensor,
+    loss: Tensor,
+    limit: Limit,
+    numbers: Tensor,
+    flag: Tensor,
+) -> None:
+    amax, square_sum, nonfinite, found_earlier = evidence
+    window, power = limit.window, _TO_SIGMA * limit.sigmas
+    inv_scale = used_scale.double().reciprocal().float()
+    norm = square_sum.double().sum().sqrt().float() * inv_scale
+    # what is skipped for another reason says nothing, and is not kept
+    finite = torch.isfinite(amax * inv_scale).all()
+    counts = (nonfinite == 0) & (found_earlier == 0) & finite
+    # the slot of this step is the one that is left out of the window
+    seen = window[-1].long()
+    rows = window[:-1].view(3, SIZE)
+    at = (seen + torch.arange(SIZE, device=window.device)) % SIZE
+    others = rows[:, at[1:]]
+    middles, limits = zip(*(_middle_and_limit(row, power) for row in others[:2]), strict=True)
+    above = (loss > limits[0]) | (norm > limits[1])
+    found = counts & above & (seen >= SIZE - 1) & (others[2].sum() < MOST)
+    kept = torch.stack([loss, norm, found.float()])
+    rows[:, at[0]] = torch.where(counts, kept, rows[:, at[0]])
+    after = torch.where(seen + 1 < 2 * SIZE, seen + 1, SIZE)
+    window[-1] = torch.where(counts, after, seen).float()
+    sigmas = torch.full_like(norm, limit.sigmas)
+    told = torch.stack([loss, middles[0], limits[0], norm, middles[1], limits[1], sigmas]).double()
+    slots = slice(int(Slot.LOSS), int(Slot.SIGMAS) + 1)
+    numbers[slots] = torch.where(found, told, numbers[slots])
+    flag.copy_(torch.where(found, OUTLYING, nonfinite))
+
+
+def _middle_and_limit(x: Tensor, power: float) -> tuple[Tensor, Tensor]:
+    """Return the median, and the largest value that is no outlier: inf where one is not known."""
+    middle = x.median()
+    factor = torch.maximum(x / middle, middle / x).median().clamp(min=LEAST)
+    by_factor = middle * torch.exp2(power * torch.log2(factor))
+    spread = (x - middle).abs().median()
+    by_difference = middle + power * torch.maximum(spread, (LEAST - 1.0) * middle.abs())
+    limit = torch.where(x.min() > 0, by_factor, by_difference)
+    return middle, torch.where(x.isnan().any() | (limit == 0), torch.inf, limit)
+
+
+def outliers(
+    evidence: Evidence,
+    used_scale: Tensor,
+    loss: Tensor,
+    limit: Limit,
+    numbers: Tensor,
+    flag: Tensor,
+    backend: str = "auto",
+) -> None:
+    """Say whether a step is an outlier, and keep its loss and norm. Called before ``decide``.
+
+    Nothing is an outlier before SIZE - 1 steps were seen, nor where MOST of the last SIZE - 1 were.
+
+    Args:
+        evidence: of the decision, the same on all ranks.
+        used_scale: 0-d float32, the loss scale that the backward used.
+        loss: 0-d float32, the same on all ranks; NaN: not known.
+        limit: the window, and how far is too far.
+        numbers: of the decision's Record; receives loss, its median and limit, and the same of
+            the norm, and ``sigmas``, from ``Slot.LOSS`` on, where it is an outlier.
+        flag: 0-d float32, receives OUTLYING where it is one, else ``evidence.loss_nonfinite``.
+        backend: "auto", "triton" or "eager".
+    """
+    args = evidence, used_scale, loss, limit, numbers, flag
+    OUTLIERS.run(backend, OUTLIERS.uses_triton(backend, used_scale), *args)
+
+
+def new_window(device: torch.device) -> Tensor:
+    """Return a window that has seen nothing."""
+    return torch.zeros(WINDOW, device=device)
+
+
+def _step(tensors: list[Tensor], loss: float) -> tuple[Any, ...]:
+    amax = torch.cat([t.flatten() for t in tensors]).abs().nan_to_num(1.0, 1.0)
+    flag = amax.new_zeros(())
+    window = amax.new_zeros(WINDOW)
+    window[: 2 * SIZE] = 1.0 + torch.arange(2 * SIZE, device=amax.device) % 7
+    window[-1] = SIZE + 5
+    evidence = Evidence(amax, amax.square()[:1], flag, flag)
+    numbers = amax.new_zeros(len(Slot), dtype=torch.float64)
+    return evidence, flag + 1.0, flag + loss, Limit(window, 6.0), numbers, flag.clone()
+
+
+OUTLIERS = Implementations(
+    outliers_triton,
+    outliers_torch,
+    [
+        ListSample(
+            lambda t, _, loss=loss: _step(t, loss),
+            lambda args, _: [args[5], args[3].window, args[4].float()],
+            variant=name,
+        )
+        for name, loss in (("usual", 3.0), ("outlier", 1e6))
+    ],
+)
+
+
+def shipped() -> Iterator[Shipped]:
+    """Yield one step."""
+    flag = torch.zeros((), device="meta")
+    evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
+    numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)
+    args = evidence, flag, flag, Limit(flag.new_zeros(WINDOW), 6.0), numbers, flag
+    yield Shipped("outliers", outliers_triton, args, 255, None, 2)

@@ -1,0 +1,178 @@
+"""``skip_outliers``: steps far above the last ones are skipped, and a run that changes goes on."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net, disabled_after, same, snapshot, take_step
+
+import tritonamp
+from tritonamp.demo.data import batches, digits
+from tritonamp.demo.models import DigitNet
+
+FIELDS = {
+    "O0": {"level": "O0"},
+    "O1": {"level": "O1"},
+    "O2 bf16": {"level": "O2", "dtype": torch.bfloat16},
+    "O2": {"level": "O2"},
+}
+
+
+class Run:
+    def __init__(self, device: torch.device, **fields: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net().to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        scales = fields.get("level", "O2") != "O0" and "dtype" not in fields
+        fields = {"skip_outliers": 6.0, **({"init_scale": 256.0} if scales else {}), **fields}
+        self.amp = tritonamp.enable(self.model, self.optimizer, **{"level": "O2", **fields})
+        self.random = torch.Generator().manual_seed(1)
+        self.device = device
+
+    def steps(self, n: int, times: float = 1.0, **how: Any) -> None:
+        for _ in range(n):
+            x = torch.randn(4, 6, generator=self.random).to(self.device)
+            take_step(self.amp, self.optimizer, self.model(x).square().mean() * times)
+
+    @property
+    def causes(self) -> list[str | None]:
+        return [record.cause for record in self.amp.history]
+
+
+@pytest.fixture
+def start(device: torch.device) -> Iterator[Callable[..., Run]]:
+    yield from disabled_after(partial(Run, device))
+
+
+@pytest.mark.parametrize("level", FIELDS)
+def test_an_outlier_is_skipped_with_its_numbers(start: Callable[..., Run], level: str) -> None:
+    run = start(**FIELDS[level])
+    run.steps(70)
+    before, scaler = snapshot(run.model, run.optimizer), run.amp.scaler.state_dict()
+    run.steps(1, times=50.0)
+    assert same(snapshot(run.model, run.optimizer), before)
+    assert run.amp.scaler.state_dict() == scaler
+    run.steps(1)
+    assert run.causes == [None] * 70 + ["outlier", None]
+    stats = run.amp.stats()
+    assert (stats["outliers"], stats["skipped"], stats["steps"]) == (1, 1, 71)
+    assert run.amp.metrics()["amp/skipped_outlier"] == 1.0
+    text = run.amp.explain()
+    assert text.startswith("step 71 skipped (1 of 71): outlier: the loss is ")
+    assert "the gradient norm is" in text and "6 standard deviations of" in text
+
+
+def test_it_warms_up(start: Callable[..., Run]) -> None:
+    run = start()
+    run.steps(62)
+    run.steps(1, times=50.0)
+    assert run.causes == [None] * 63
+
+
+def test_a_run_that_changes_its_level_goes_on(start: Callable[..., Run]) -> None:
+    run = start()
+    run.steps(70)
+    run.steps(130, times=50.0)
+    assert run.causes == [None] * 70 + ["outlier"] * 4 + [None] * 126
+
+
+def test_other_skips_are_not_kept(start: Callable[..., Run]) -> None:
+    run, undisturbed = start(), start()
+    for one in (run, undisturbed):
+        one.steps(65)
+    window = run.amp.state_dict()["outliers"]["0"]
+    run.steps(1, times=float("nan"))
+    after = run.amp.state_dict()["outliers"]["0"]
+    assert window == after
+    assert undisturbed.amp.state_dict()["outliers"]["0"] == window
+
+
+def test_losses_with_ids_have_windows_of_their_own(start: Callable[..., Run]) -> None:
+    run = start()
+    for _ in range(70):
+        for loss_id in (0, 1):
+            x = torch.randn(4, 6, generator=run.random).to(run.device)
+            loss = run.model(x).square().mean() * (1.0 if loss_id == 0 else 100.0)
+            run.amp.backward(loss, loss_id=loss_id)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert run.causes == [None] * 140
+    assert set(run.amp.state_dict()["outliers"]) == {"0", "1"}
+
+
+def test_a_resume_carries_the_window(start: Callable[..., Run]) -> None:
+    run, resumed = start(), start()
+    run.steps(70)
+    resumed.model.load_state_dict(run.model.state_dict())
+    resumed.amp.load_state_dict(run.amp.state_dict())
+    assert resumed.amp.state_dict() == run.amp.state_dict()
+    resumed.random = torch.Generator().set_state(run.random.get_state())
+    for one in (run, resumed):
+        one.steps(1, times=50.0)
+        one.steps(2)
+    assert resumed.causes == ["outlier", None, None]
+    assert resumed.amp.state_dict()["outliers"] == run.amp.state_dict()["outliers"]
+
+
+def test_micro_batches_are_one_value(start: Callable[..., Run]) -> None:
+    run = start()
+    for step in range(66):
+        for _ in range(2):
+            x = torch.randn(4, 6, generator=run.random).to(run.device)
+            run.amp.backward(run.model(x).square().mean() / 2 * (50.0 if step == 65 else 1.0))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.causes == [None] * 65 + ["outlier"]
+
+
+def test_by_hand_the_norm_decides_and_the_scale_stays(start: Callable[..., Run]) -> None:
+    run = start()
+    scaler = run.amp.scaler
+    for step in range(70):
+        x = torch.randn(4, 6, generator=run.random).to(run.device)
+        scaler.scale(run.model(x).square().mean() * (50.0 if step == 69 else 1.0)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+    assert run.causes == [None] * 69 + ["outlier"]
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (256.0, 69)
+    assert "the loss is" not in run.amp.explain()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "6"])
+def test_what_is_no_number_of_deviations(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"skip_outliers: expected None or how many standard"):
+        tritonamp.Policy(skip_outliers=value)
+
+
+def of_digits(steps: int, bad: int | None = None, **fields: Any) -> list[Any]:
+    """Train on digits, one batch of which is bad: inputs times 30, labels shuffled."""
+    torch.manual_seed(0)
+    model, device = DigitNet(), torch.device("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    amp = tritonamp.enable(model, optimizer, level="O2", dtype=torch.bfloat16, **fields)
+    for step, (x, y) in enumerate(batches(digits(), 64, steps, 0, device), 1):
+        if step == bad:
+            x, y = x * 30, y.roll(1)
+        take_step(amp, optimizer, F.cross_entropy(model(x), y))
+    history = amp.history
+    amp.disable()
+    return history
+
+
+@pytest.mark.long
+def test_one_bad_batch_does_not_show() -> None:
+    ends = {}
+    runs = {
+        "clean": of_digits(260),
+        "bad": of_digits(260, 200),
+        "skipped": of_digits(260, 200, skip_outliers=6.0),
+    }
+    for name, history in runs.items():
+        ends[name] = sum(record.loss for record in history[-20:]) / 20
+    assert [r.step for r in runs["skipped"] if r.cause] == [200]
+    assert ends["skipped"] == pytest.approx(ends["clean"], rel=0.1)
+    assert ends["bad"] > 1.1 * ends["clean"]

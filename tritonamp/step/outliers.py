@@ -1,0 +1,54 @@
+"""The windows that outliers are told by: one for each loss scaler, on the device."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._transfer import upload
+from tritonamp.kernels.device import refuse_capture
+from tritonamp.kernels.outliers import WINDOW, Limit, new_window
+from tritonamp.scaler import GradScaler
+
+
+class OutlierWindows:
+    """Losses and gradient norms of the last steps, by scaler: losses with own ids stay apart.
+
+    Args:
+        sigmas: how many standard deviations above the others an outlier is; None: there are none.
+    """
+
+    def __init__(self, sigmas: float | None) -> None:
+        self._sigmas = sigmas
+        self._windows: weakref.WeakKeyDictionary[GradScaler, Tensor] = weakref.WeakKeyDictionary()
+        self._loaded: weakref.WeakKeyDictionary[GradScaler, Any] = weakref.WeakKeyDictionary()
+
+    def limit(self, scaler: GradScaler, device: torch.device) -> Limit | None:
+        """Return the window of the losses that ``scaler`` scales; None: nobody wants outliers."""
+        if self._sigmas is None:
+            return None
+        window = self._windows.get(scaler)
+        if window is None or window.device != device:
+            refuse_capture(device, "the window of outliers")
+            window = new_window(device)
+            if scaler in self._loaded:
+                upload(torch.tensor(self._loaded.pop(scaler)), window)
+            self._windows[scaler] = window
+        return Limit(window, float(self._sigmas))
+
+    def state(self, scalers: Mapping[int, GradScaler]) -> dict[str, list[float]]:
+        """Return the windows by loss_id as plain values. Reads the device."""
+        found = {i: self._windows.get(scaler) for i, scaler in scalers.items()}
+        waiting = {str(i): self._loaded[s] for i, s in scalers.items() if s in self._loaded}
+        return waiting | {str(i): w.tolist() for i, w in found.items() if w is not None}
+
+    def load_state(self, state: Mapping[str, Any], scalers: Mapping[int, GradScaler]) -> None:
+        """Continue from what ``state`` returned; a loss that it does not know begins anew."""
+        for i, scaler in scalers.items() if self._sigmas is not None else ():
+            values = list(state.get(str(i)) or [0.0] * WINDOW)
+            if scaler in self._windows:  # in place: a CUDA graph may write there
+                upload(torch.tensor(values), self._windows[scaler])
+            elif str(i) in state:
+                self._loaded[scaler] = values
