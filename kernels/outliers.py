@@ -25,7 +25,8 @@ MOST = 4  # outliers among these: a run that has changed its level goes on
 WINDOW = 3 * SIZE + 1  # losses, norms, was it skipped; how many were seen
 LEAST = 1.01  # the smallest factor that counts as the usual spread
 _TO_SIGMA = 1.4826  # a median absolute deviation of normal values, times this, is their deviation
-_BLOCK = 1024
+_BLOCK = 256
+_PART = 16  # values that are compared with all at a time
 _MIDDLE = (SIZE - 1) // 2
 
 
@@ -43,25 +44,48 @@ class Limit(NamedTuple):
 
 
 @triton.jit
-def _median(x, j, others, MIDDLE: tl.constexpr):
-    """Return the value with as many of the ``others`` below as above; ties in their order."""
-    a, b = tl.expand_dims(x, 1), tl.expand_dims(x, 0)
-    below = (b < a) | ((b == a) & (tl.expand_dims(j, 0) < tl.expand_dims(j, 1)))
-    rank = tl.sum((below & (tl.expand_dims(others, 0) != 0)).to(tl.int32), 1)
-    return tl.sum(tl.where((rank == MIDDLE) & (others != 0), x, 0.0), 0)
+def _distance(x, middle, KIND: tl.constexpr):
+    """Return the value itself, or its distance from the median as a factor, or as a difference."""
+    if KIND == "value":
+        return x
+    elif KIND == "factor":
+        return tl.maximum(tl.div_rn(x, middle), tl.div_rn(middle, x))
+    else:
+        return tl.abs(x - middle)
 
 
 @triton.jit
-def _limit(x, j, others, power, TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, MIDDLE: tl.constexpr):
+def _median(
+    row_ptr, x, j, slot, middle,
+    KIND: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Return the distance with as many others below as above; ties in their order."""
+    x = _distance(x, middle, KIND)
+    rank = tl.zeros([SIZE], tl.int32)
+    for at in range(0, SIZE, PART):  # all pairs at once take too many registers
+        k = at + tl.arange(0, PART)
+        other = tl.expand_dims(_distance(tl.load(row_ptr + k), middle, KIND), 0)
+        k, mine = tl.expand_dims(k, 0), tl.expand_dims(x, 1)
+        below = (other < mine) | ((other == mine) & (k < tl.expand_dims(j, 1)))
+        rank += tl.sum((below & (k != slot)).to(tl.int32), 1)
+    return tl.sum(tl.where((rank == MIDDLE) & (j != slot), x, 0.0), 0)
+
+
+@triton.jit
+def _limit(
+    row_ptr, x, j, slot, power,
+    TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
     """Return the median, and the largest value that is no outlier: inf where one is not known."""
-    middle = _median(x, j, others, MIDDLE)
-    lowest = tl.min(tl.where(others != 0, x, float("inf")), 0)
-    known = tl.sum(tl.where((others != 0) & (x != x), 1, 0), 0) == 0
+    middle = _median(row_ptr, x, j, slot, 0.0, "value", MIDDLE, SIZE, PART)
+    lowest = tl.min(tl.where(j != slot, x, float("inf")), 0)
+    known = tl.sum(tl.where((j != slot) & (x != x), 1, 0), 0) == 0
     if lowest > 0.0:
-        factor = _median(tl.maximum(tl.div_rn(x, middle), tl.div_rn(middle, x)), j, others, MIDDLE)
+        factor = _median(row_ptr, x, j, slot, middle, "factor", MIDDLE, SIZE, PART)
         limit = middle * tl.exp2(power * tl.log2(tl.maximum(factor, LEAST)))
     else:
-        spread = _median(tl.abs(x - middle), j, others, MIDDLE)
+        spread = _median(row_ptr, x, j, slot, middle, "difference", MIDDLE, SIZE, PART)
         limit = middle + power * tl.maximum(spread, (LEAST - 1.0) * tl.abs(middle))
     middle = tl.where(known, middle, float("nan"))
     return middle, tl.where(known & (limit != 0.0), limit, float("inf"))
@@ -73,6 +97,7 @@ def outliers_kernel(
     out_ptr, n, parts, power,
     RECORD_AT: tl.constexpr, OUTLYING: tl.constexpr, SIZE: tl.constexpr, MOST: tl.constexpr,
     MIDDLE: tl.constexpr, TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """One program of one warp: no thread stores before all have loaded."""
     flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
@@ -92,11 +117,14 @@ def outliers_kernel(
     seen = tl.load(window_ptr + 3 * SIZE).to(tl.int32)
     slot = seen % SIZE
     j = tl.arange(0, SIZE)
-    others = (j != slot).to(tl.int32)
     losses, norms = tl.load(window_ptr + j), tl.load(window_ptr + SIZE + j)
-    skipped = tl.sum(tl.load(window_ptr + 2 * SIZE + j) * others, 0)
-    loss_middle, loss_limit = _limit(losses, j, others, power, TO_SIGMA, LEAST, MIDDLE)
-    norm_middle, norm_limit = _limit(norms, j, others, power, TO_SIGMA, LEAST, MIDDLE)
+    skipped = tl.sum(tl.where(j != slot, tl.load(window_ptr + 2 * SIZE + j), 0.0), 0)
+    loss_middle, loss_limit = _limit(
+        window_ptr, losses, j, slot, power, TO_SIGMA, LEAST, MIDDLE, SIZE, PART
+    )
+    norm_middle, norm_limit = _limit(
+        window_ptr + SIZE, norms, j, slot, power, TO_SIGMA, LEAST, MIDDLE, SIZE, PART
+    )
     above = (loss > loss_limit) | (norm > norm_limit)
     found = counts & above & (seen >= SIZE - 1) & (skipped < MOST)
     tl.store(out_ptr, tl.where(found, OUTLYING, flag))
@@ -127,7 +155,7 @@ def outliers_triton(
 ) -> None:
     tensors = (*evidence, used_scale, loss, limit.window, numbers, flag)
     sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
-    constants = (int(Slot.LOSS), OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK)
+    constants = (int(Slot.LOSS), OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
     launch(outliers_kernel, (1, 1, 1), tensors, sizes, constants, 1)
 
 
@@ -219,17 +247,19 @@ def _step(tensors: list[Tensor], loss: float) -> tuple[Any, ...]:
     return evidence, flag + 1.0, flag + loss, Limit(window, 6.0), numbers, flag.clone()
 
 
+def _sample(variant: str, loss: float) -> ListSample:
+    def args(tensors: list[Tensor], _: torch.dtype) -> tuple[Any, ...]:
+        return _step(tensors, loss)
+
+    return ListSample(
+        args, lambda args, _: [args[5], args[3].window, args[4].float()], variant=variant
+    )
+
+
 OUTLIERS = Implementations(
     outliers_triton,
     outliers_torch,
-    [
-        ListSample(
-            lambda t, _, loss=loss: _step(t, loss),
-            lambda args, _: [args[5], args[3].window, args[4].float()],
-            variant=name,
-        )
-        for name, loss in (("usual", 3.0), ("outlier", 1e6))
-    ],
+    [_sample("usual", 3.0), _sample("outlier", 1e6)],
 )
 
 
@@ -239,4 +269,4 @@ def shipped() -> Iterator[Shipped]:
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)
     args = evidence, flag, flag, Limit(flag.new_zeros(WINDOW), 6.0), numbers, flag
-    yield Shipped("outliers", outliers_triton, args, 255, None, 2)
+    yield Shipped("outliers", outliers_triton, args, 208, None, 2)

@@ -87,8 +87,9 @@ def _of_torchs_layer(x: Tensor, targets: Tensor) -> Tensor:
     """
     weight, inputs = x.t().contiguous().requires_grad_(), torch.eye(len(x)).to(x)
     share = torch.full((WORDS,), 1 / TOKENS).to(x)  # of a token in the mean
-    chunked = {"options": nn.LinearCrossEntropyOptions()}
-    loss = F.linear_cross_entropy(inputs, weight, targets, weight=share, reduction="sum", **chunked)
+    layer: Any = F.linear_cross_entropy
+    options = nn.LinearCrossEntropyOptions()
+    loss = layer(inputs, weight, targets, weight=share, reduction="sum", options=options)
     (gradient,) = torch.autograd.grad(loss.float() * (SCALE / 2), weight)
     return gradient.t().float() / (SCALE / 2)
 
