@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import more
 
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels.decide import LOSS, OUTLYING, RECORD, Evidence
@@ -10,7 +11,7 @@ from tritonamp.kernels.outliers import Limit, new_window, outliers
 pytestmark = numpy_warns
 
 
-@pytest.mark.parametrize("lowest", [1.0, -1.0, float("nan")])
+@pytest.mark.parametrize("lowest", [1.0, *more([-1.0, float("nan")])])
 def test_a_run_step_by_step(triton_device: torch.device, lowest: float) -> None:
     """The window bit by bit but for the norm, which is summed in another order."""
     torch.manual_seed(0)
