@@ -100,6 +100,17 @@ def test_every_third_step(run: Any) -> None:
     assert seen == [{2}] * 3 + [{5}] * 3 + [{8}] * 2
 
 
+def test_a_step_whose_forward_had_run_already(run: Any) -> None:
+    training = run()
+    loss = training.model(training.x).float().mean()
+    training.amp.watch(every=2)
+    take_step(training.amp, training.optimizer, loss)
+    assert training.amp.ranges() == []
+    for _ in range(2):
+        training.step()
+    assert {record.step for record in training.amp.ranges()} == {3}
+
+
 def test_steps_between_change_nothing_of_it(run: Any) -> None:
     training = run()
     training.amp.watch(every=3)

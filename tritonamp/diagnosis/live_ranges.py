@@ -148,9 +148,10 @@ class LiveRanges:
 
     def _add(self, values: list[float]) -> None:
         """Keep a reading, if it is a new one, and warn of modules that will leave their format."""
-        if not values[0] or (self._readings and values[0] <= self._readings[-1][0].step):
-            return
         records = list(self._records(values))
+        known = self._readings[-1][0].step if self._readings else 0
+        if not records or records[0].step <= known:
+            return
         self._readings.append(records)
         for record in records:
             if record.steps_left and record.module not in self._warned:
