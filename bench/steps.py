@@ -142,6 +142,13 @@ def optimis_lion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Lion(params, lr=LR)
 
 
+def muon(kind: type[torch.optim.Optimizer], build: Build, device: torch.device) -> Work:
+    """``optimizer.step()`` alone, of all matrices: ours half with masters, torch's FP32."""
+    dtype = HALF if kind is tritonamp.optim.Muon else torch.float32
+    matrices = [p for p in parameters(build, device, dtype) if p.dim() == 2]
+    return Work([kind(matrices, lr=LR).step])  # type: ignore[call-arg]
+
+
 def our_cast(build: Build, device: torch.device) -> Work:
     params = [p.detach() for p in parameters(build, device, torch.float32)]
     lists = TensorLists(params=params, copies=[p.to(HALF) for p in params])
@@ -197,11 +204,11 @@ def eager_ranges(build: Build, device: torch.device) -> Work:
 # whole steps, clipping included
 
 
-def our_step(build: Build, device: torch.device) -> Work:
+def our_step(build: Build, device: torch.device, skip_outliers: float | None = None) -> Work:
     with torch.device(device):
         model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    amp = tritonamp.enable(model, optimizer, level="O2", dtype=HALF)
+    amp = tritonamp.enable(model, optimizer, level="O2", dtype=HALF, skip_outliers=skip_outliers)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     loss = torch.ones((), device=device)
@@ -267,13 +274,28 @@ def cases(toy: bool) -> list[Case]:
             size = sum(p.numel() for p in build().parameters())
         rows: dict[
             str,
-            tuple[float, dict[str, Callable[..., Work]], dict[str, float], tuple[str, ...]],
+            tuple[float | None, dict[str, Callable[..., Work]], dict[str, float], tuple[str, ...]],
         ] = {
             "full step": (
                 30,
                 {"tritonamp": our_step, "half pipeline": half_pipeline, "torch.amp": standard_amp},
                 {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54},
                 ("grad_stats", "decide", "adamw"),
+            ),
+            "full step without outliers": (
+                30,
+                {"tritonamp": functools.partial(our_step, skip_outliers=6.0)},
+                {"tritonamp": 30},
+                ("grad_stats", "outliers", "decide", "adamw"),
+            ),
+            "Muon": (  # products of matrices beside them: not a matter of bytes
+                None,
+                {
+                    "tritonamp": functools.partial(muon, tritonamp.optim.Muon),
+                    "eager": functools.partial(muon, torch.optim.Muon),
+                },
+                {},
+                ("muon",),
             ),
             "optimizer": (
                 28,
