@@ -153,14 +153,15 @@ def test_on_nonfinite_raise_does_not_raise(start: Callable[..., Run]) -> None:
 
 
 def test_schedulers_stay_with_the_optimizer(start: Callable[..., Run]) -> None:
+    """On a GPU a later call makes up for the one that followed the skip."""
     run = start()
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
-    for flag in (False, True):
+    for flag in (False, True, False, False):
         run.backward()
         run.amp.veto(flag)
         run.step()
         run.amp.step_schedulers(scheduler)
-    assert scheduler.get_last_lr() == [5e-3]
+    assert scheduler.get_last_lr() == [1.25e-3]
 
 
 @pytest.mark.parametrize(
