@@ -6,9 +6,8 @@ masters and half copies; the matrix products between them are torch's.
 """
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,47 +15,18 @@ from torch import Tensor
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._muon_lists import MuonLists, MuonRule, orthogonalize_
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
-from tritonamp.kernels.device import takes_bfloat16, tl, triton
+from tritonamp.kernels.device import tl, triton
 
 _NUMBERS = 4  # of a rule
 _VEC = 4  # elements that a thread holds, as in adamw
 _MATRICES = "params", "grads", "momentum_buffers", "updates", "copies"
-
-
-class MuonRule(NamedTuple):
-    """Hyperparameters of one group, named as in ``torch.optim.Muon``.
-
-    Attributes:
-        compute: the dtype of the matrix products; torch's Muon has bfloat16.
-    """
-
-    lr: float | Tensor
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: tuple[float, float, float]
-    eps: float
-    ns_steps: int
-    adjust_lr_fn: str | None
-    compute: torch.dtype = torch.bfloat16
-
-    def numbers(self) -> Sequence[float | Tensor]:
-        """Return what the kernels read."""
-        return *self[:3], float(self.nesterov)
-
-    def lr_ratio(self, rows: int, columns: int) -> float:
-        """Return the factor on the learning rate of a matrix."""
-        if self.adjust_lr_fn is None or self.adjust_lr_fn == "original":
-            return math.sqrt(max(1, rows / columns))
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(rows / columns)  # "spectral_unclamped"
 
 
 @triton.jit
@@ -172,12 +142,11 @@ def muon_apply_kernel(
         )
 
 
-def muon_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def muon_triton(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("momentum_buffers", "updates")) as plan:
         lists.launch(plan, _prepare_launches, grad_scale, found_inf)
-    # after a skip: whatever an earlier step has left there, to no effect
-    for matrices, rule, _ in _stacks(lists):
-        _orthogonalize_(matrices, rule)
+    for matrices, rule in lists.stacks:  # on a skip whatever is there, to no effect
+        orthogonalize_(matrices, rule)
     with lists.tensors.launches(("params", "copies")) as plan:
         lists.launch(plan, _apply_launches, grad_scale, found_inf)
 
@@ -199,7 +168,7 @@ def _apply_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
         yield t.launch_of(muon_apply_kernel, names, operands, constants, _VEC)
 
 
-def muon_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def muon_torch(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     results = PendingWrites(found_inf)
     for (_, grad, momentum_buffer, update, _), rule, _ in lists.rows(_MATRICES):
         # unscale and clip
@@ -208,8 +177,8 @@ def muon_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
         buffer = torch.lerp(momentum_buffer.to(grad), grad, 1 - rule.momentum)
         update.copy_(torch.lerp(grad, buffer, rule.momentum) if rule.nesterov else buffer)
         results.put(momentum_buffer, buffer)
-    for matrices, rule, _ in _stacks(lists):
-        _orthogonalize_(matrices, rule)
+    for matrices, rule in lists.stacks:
+        orthogonalize_(matrices, rule)
     for (param, _, _, update, copy), rule, number in lists.rows(_MATRICES):
         # weight decay
         p = param.to(update.dtype) * (1 - rule.lr * rule.weight_decay)
@@ -222,70 +191,13 @@ def muon_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
     results.write()
 
 
-def _orthogonalize_(matrices: Tensor, rule: MuonRule) -> None:
-    """Replace matrices (k, m, n) by nearly orthogonal ones, times the factor on their lr."""
-    a, b, c = rule.ns_coefficients
-    # normalised before it is rounded: the values of a half matrix are at most 1
-    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=rule.eps)
-    compute = _compute_dtype(rule, matrices)
-    x = (matrices / norms).to(compute)
-    is_tall = x.shape[1] > x.shape[2]
-    x = x.mT if is_tall else x
-    for _ in range(rule.ns_steps):
-        gram = torch.bmm(x, x.mT)
-        gram_update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram_update, x, beta=a)
-    matrices.copy_(x.mT if is_tall else x)
-    ratio = rule.lr_ratio(*matrices.shape[1:]) if matrices.numel() else 1.0
-    if ratio != 1.0:
-        matrices.mul_(ratio)
-
-
-def _compute_dtype(rule: MuonRule, matrices: Tensor) -> torch.dtype:
-    """Return the dtype of the products: float16 holds these values where bfloat16 is slow."""
-    if matrices.dtype is torch.float64:
-        return matrices.dtype
-    lacks = rule.compute is torch.bfloat16 and not takes_bfloat16(matrices.device)
-    return torch.float16 if lacks else rule.compute
-
-
-def _stacks(lists: UpdateLists) -> Iterator[tuple[Tensor, Any, list[int]]]:
-    """Yield stacks (k, m, n) of updates of one group and shape, in memory that lasts.
-
-    With each its rule, and the places of its k matrices in the lists.
-    """
-    places: dict[tuple[Any, ...], list[int]] = {}
-    rows = zip(lists.tensors["params"], lists.tensors.numbers, strict=True)
-    for place, (param, number) in enumerate(rows):
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        key = lists.groups[number], param.device, dtype, tuple(param.shape)
-        places.setdefault(key, []).append(place)
-    for (group, device, dtype, shape), found in places.items():
-        name = f"updates of group {group} in {dtype}"
-        yield (
-            lists.tensors.kept(name, (len(found), *shape), dtype, device),
-            lists.rules[group],
-            found,
-        )
-
-
-def _with_updates(lists: UpdateLists) -> UpdateLists:
-    """Return the lists joined by "updates": a place for the update of each matrix."""
-    updates: list[Any] = [None] * len(lists.tensors)
-    for stack, _, places in _stacks(lists):
-        for place, matrix in zip(places, stack.unbind(), strict=True):
-            updates[place] = matrix
-    tensors = lists.tensors.with_lists(("copies",), (), {"updates": updates})
-    return UpdateLists(tensors, lists.rules, lists.groups, lists.track_lost)
-
-
-def _muon_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _muon_on_cpu(lists: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     if not in_main_memory(found_inf):
         muon_torch(lists, grad_scale, None)
 
 
 def muon(
-    lists: UpdateLists,
+    lists: MuonLists,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     backend: str = "auto",
@@ -295,13 +207,13 @@ def muon(
     Args:
         lists: of n parameters (FP32 masters, or half parameters that have none), of two dimensions,
             gradients of any floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for
-            FP64 parameters, which are stepped on in FP64), copies, and their hyperparameters.
+            FP64 parameters, which are stepped on in FP64), copies, and their hyperparameters, with
+            places for the updates.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    lists.tensors.uses_triton(backend, MUON)  # keeps the plan by which the next step knows state
-    _with_updates(lists).run(MUON, _muon_on_cpu, backend, grad_scale, found_inf)
+    lists.run(MUON, _muon_on_cpu, backend, grad_scale, found_inf)
 
 
 def _sample(masters: bool) -> ListSample:
@@ -316,7 +228,7 @@ def _sample(masters: bool) -> ListSample:
         )
         lists = UpdateLists(tensors_of_step, [_RULE], [0] * len(params))
         first = tensors[0]
-        return _with_updates(lists), first.new_full((), 0.5), first.new_zeros(())
+        return MuonLists(lists), first.new_full((), 0.5), first.new_zeros(())
 
     def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
         tensors = args[0].tensors
@@ -334,21 +246,27 @@ MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
 def shipped() -> Iterator[Shipped]:
     """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [(wide, half, half), (wide, bf16, bf16), (wide, wide, None), (half, half, None)]
+    kinds = [
+        (wide, half, half),
+        (wide, bf16, bf16),
+        (wide, wide, half),
+        (wide, wide, None),
+        (half, half, None),
+    ]
     for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
         tensors = shipped_lists(
             aligned,
             params=param,
             grads=grad,
             momentum_buffers=wide,
-            updates=wide,
             copies=copy or "params",
         )
-        square = {name: tensors[name][0].view(64, 64) for name in _MATRICES}
+        names = "params", "grads", "momentum_buffers", "copies"
+        square = {name: tensors[name][0].view(64, 64) for name in names}
         if copy is None:
             square["copies"] = square["params"]
         rows: dict[str, Any] = {name: [tensor] for name, tensor in square.items()}  # of tensors
         matrices = TensorLists(**rows)
-        lists = UpdateLists(matrices, [_RULE], [0])
+        lists = MuonLists(UpdateLists(matrices, [_RULE], [0]))
         name = f"muon {param} {grad} {copy}{'' if aligned else ' unaligned'}"
         yield Shipped(name.replace("torch.", ""), muon_triton, (lists, None, None), 64, None, 0, 0)

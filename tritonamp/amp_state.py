@@ -8,12 +8,8 @@ from tritonamp.diagnosis.log import COUNTS
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
-_EXTRA = {
-    "healed",
-    "faults",
-    "schedulers",
-    "outliers",
-}  # a state that is written by hand may lack them
+# a state that is written by hand may lack these
+_EXTRA = {"healed", "faults", "schedulers", "outliers"}
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")

@@ -299,8 +299,14 @@ class Muon(_Fused, torch.optim.Muon):
         """Add matrices, or, in a group that has "betas", parameters for AdamW.
 
         Raises:
-            ValueError: a parameter is no matrix, or complex.
+            ValueError: a parameter is no matrix, or complex; or the first group for AdamW comes
+                after a step, whose state has no place for it.
         """
+        if is_adamws(param_group) and self.fused_rule is MUON and self.state:
+            raise ValueError(
+                'Muon: got a group with "betas", for AdamW, after a step without such groups: give '
+                "these parameters as adamw_params= when the optimizer is built, or to an AdamW"
+            )
         super().add_param_group(param_group)
         if is_adamws(param_group):
             return

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
+from tritonamp.kernels.outliers import SIZE
 
 pytestmark = [
     pytest.mark.ranks,
@@ -284,6 +285,77 @@ def test_a_veto_of_one_rank_is_everybodys(pair: Pair) -> None:
 def test_a_veto_comes_too_late_once_ranks_have_decided(pair: Pair) -> None:
     for text in vetoed(pair, early=True):
         assert text.startswith("amp.veto() after amp.clip_grad_norm_() or amp.unscale_(): expected")
+
+
+@on_ranks
+def vetoed_in_join() -> str:
+    net = Net()
+    optimizer = adamw(net.parameters())
+    model, amp = enabled(net, optimizer, "O2")
+    with model.join():
+        amp.backward(model(batches()[0]).square().mean())
+        with pytest.raises(RuntimeError, match="veto") as refused:
+            amp.veto(True)
+        optimizer.step()
+    assert amp.stats()["steps"] == 1
+    return str(refused.value)
+
+
+def test_no_veto_where_ranks_may_be_missing(pair: Pair) -> None:
+    for text in vetoed_in_join(pair):
+        assert text.startswith("amp.veto() inside of model.join(): expected all ranks")
+
+
+@on_ranks
+def outlying(bad: str) -> list[Any]:
+    """In the last step rank 1 has an outlier: the loss, or the gradient, which DDP shares."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = DistributedDataParallel(net)
+    amp = tritonamp.enable(model, optimizer, level="O2", loss_scale=16.0, skip_outliers=6.0)
+    x = batches()[0]
+    for step in range(SIZE + 1):
+        loss = (1.0 + 0.02 * (step % 5)) * model(x).square().mean()
+        if step == SIZE and dist.get_rank() == 1:
+            extra = loss.detach() if bad == "loss" else loss - loss.detach()
+            loss = loss + 100.0 * extra
+        amp.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    last, window = amp.history[-1], amp.state_dict()["outliers"]["0"]
+    state = amp.stats()
+    amp.disable()
+    return [last.cause, last.detail, state["steps"], state["skipped"], window]
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_an_outlier_of_one_rank_is_everybodys(pair: Pair, bad: str) -> None:
+    """Ranks judge the mean of their losses, and one norm: the same numbers to the last bit."""
+    first, second = outlying(pair, bad=bad)
+    assert first == second
+    assert (first[0], *first[2:4]) == ("outlier", SIZE, 1)
+
+
+@on_ranks
+def with_muon() -> list[Any]:
+    net = Net()
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    rest = [p for p in net.parameters() if p.dim() != 2]
+    optimizer = tritonamp.optim.Muon(matrices, lr=0.01, adamw_params=rest)
+    model, amp = enabled(net, optimizer, "O2")
+    for step, x in enumerate(batches()):
+        bad = step == 2 and dist.get_rank() == 1
+        amp.backward(model(x).square().mean() * (math.nan if bad else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [p.detach().double().flatten().tolist() for p in amp.master_params()]
+    return [outcome(amp), masters]
+
+
+def test_muon_steps_alike(pair: Pair) -> None:
+    first, second = with_muon(pair)
+    assert first == second
+    assert (first[0]["steps"], first[0]["skipped"]) == (STEPS - 1, 1)
 
 
 @on_ranks

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import tritonamp
 from tests.kernels.conftest import Traffic, U
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.kernels.muon import MuonRule, muon
+from tritonamp.kernels.muon import muon
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW
 from tritonamp.step.rules import rule_of
 
@@ -54,7 +55,8 @@ class Run:
             momentum_buffers=self.momentum_buffers,
             copies=self.copies,
         )
-        muon(UpdateLists(tensors, self.rules, self.groups), *(scalars or (None, None)), backend)
+        lists = UpdateLists(tensors, self.rules, self.groups)
+        muon(MuonLists(lists), *(scalars or (None, None)), backend)
 
     def everything(self) -> list[Tensor]:
         return [t.clone() for t in (*self.params, *self.momentum_buffers, *self.copies)]
@@ -297,6 +299,28 @@ def test_states_are_torchs(device: torch.device) -> None:
         b.load_state_dict(a.state_dict())
         assert b.state[params[0]].keys() == {"momentum_buffer"}
         assert a.state_dict()["param_groups"] == b.state_dict()["param_groups"]
+
+
+def test_updates_are_memory_of_the_step(device: torch.device, backend: str) -> None:
+    """Of matrices that have gradients now and then, in any number, nothing is left."""
+    run = Run(device, PLAIN, None)
+    state = run.params, run.momentum_buffers, run.copies
+    for k in range(1, len(SHAPES)):
+        run.params, run.momentum_buffers, run.copies = (tensors[:k] for tensors in state)
+        run.step(made(device, torch.float32, k)[:k], backend)
+    kept = sum(t.numel() for t in run.memory._kept.values())
+    assert kept < min(p.numel() for p in run.params if p.numel() > 100)
+
+
+def test_adamws_group_does_not_come_after_a_step(device: torch.device) -> None:
+    weight, bias = nn.Parameter(torch.ones(4, 3, device=device)), nn.Parameter(torch.ones(3))
+    optimizer = tritonamp.optim.Muon([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r'a group with "betas".*adamw_params= when the optimizer'):
+        optimizer.add_param_group({"params": [bias], "betas": (0.9, 0.99)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
 
 
 def test_a_parameter_that_is_no_matrix_is_named() -> None:

@@ -164,6 +164,20 @@ def test_schedulers_stay_with_the_optimizer(start: Callable[..., Run]) -> None:
     assert scheduler.get_last_lr() == [1.25e-3]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_it_ends_where_the_gradients_are_dropped(start: Callable[..., Run], by_hand: bool) -> None:
+    run = start()
+    run.backward(by_hand)
+    run.amp.veto(True)
+    run.optimizer.zero_grad()
+    if by_hand:
+        run.amp.scaler.update()
+    for _ in range(2):
+        run.backward(by_hand)
+        run.step(by_hand)
+    assert [record.cause for record in run.amp.history] == [None, None]
+
+
 @pytest.mark.parametrize(
     "flag", [1, None, "yes", torch.tensor([True]), torch.tensor(1.0), torch.tensor(1)]
 )

@@ -1,18 +1,17 @@
 """How far the values of a run are from the end of their format, module by module, while it runs."""
 
-import contextlib
 import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tritonamp.diagnosis.range_hooks import RangeHook
 from tritonamp.diagnosis.trends import steps_left
-from tritonamp.kernels._dynamo import never_alone
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.ranges import (
     AMAX,
@@ -22,11 +21,8 @@ from tritonamp.kernels.ranges import (
     ROW,
     SUBNORMALS,
     ZEROS,
-    ranges,
-    ranges_traced,
 )
 from tritonamp.names import prefixes, short
-from tritonamp.nested import leaves, mapped
 from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
@@ -107,7 +103,7 @@ class LiveRanges:
         self._readings: deque[list[RangeRecord]] = deque(maxlen=_MOST)
         self._warned: set[str] = set()
         self._handles = [
-            module.register_forward_hook(_Hook(forward, backward, self._on, backend))
+            module.register_forward_hook(RangeHook(forward, backward, self._on, backend))
             for module, forward, backward in zip(modules.values(), *self._table, strict=True)
         ]
 
@@ -221,88 +217,3 @@ def _headroom(absmax: float, limit: float) -> float:
     if absmax == 0.0:
         return math.inf
     return -absmax if math.isinf(absmax) else math.log2(limit / absmax)
-
-
-def _readable(value: Any, device: torch.device) -> Tensor | None:
-    """Return the tensor to read of a leaf, of a sharded one this rank's part; None: no tensor."""
-    if not isinstance(value, Tensor):
-        return None
-    value = getattr(value, "_local_tensor", value)
-    numbers = value.is_floating_point() and value.layout is torch.strided
-    return value if numbers and value.device == device else None
-
-
-class _Hook:
-    """A forward hook that reads what its module returns, and what comes back to it.
-
-    Copies and pickles of the module do not watch: their hook is one that does nothing.
-    """
-
-    def __init__(self, forward: Tensor, backward: Tensor, on: Tensor, backend: str) -> None:
-        self._forward, self._backward, self._on = forward, backward, on
-        self._backend = backend
-        self.is_silent = False
-
-    @never_alone
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
-            return None
-        if torch.compiler.is_compiling():
-            return mapped(self._traced, output)
-        for value in leaves(output):
-            found = _readable(value, self._on.device)
-            if found is not None:
-                ranges(found.detach(), self._forward, self._on, self._backend)
-                if value.requires_grad:
-                    value.register_hook(self._read_gradient)
-        return None
-
-    def _read_gradient(self, grad: Tensor) -> None:
-        found = _readable(grad, self._on.device)
-        if found is not None:
-            ranges(found, self._backward, self._on, self._backend)
-
-    def _traced(self, value: Any) -> Any:
-        found = _readable(value, self._on.device)
-        if found is None or found is not value:
-            return value
-        ranges_traced(found.detach(), self._forward, self._on, self._backend)
-        return _Gradient.apply(value, self._backward, self._on, self._backend)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _not_watched, ()
-
-
-@contextlib.contextmanager
-def silenced(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Read nothing of what modules return inside of the block: a batch runs there once more."""
-    hooks = [h for m in modules for h in m._forward_hooks.values() if isinstance(h, _Hook)]
-    for hook in hooks:
-        hook.is_silent = True
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.is_silent = False
-
-
-class _Gradient(torch.autograd.Function):
-    """Reads the gradient in a compiled graph, where torch takes no hook of a tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Tensor, on: Tensor, backend: str) -> Tensor:
-        ctx.args = row, on, backend
-        return x.clone()  # a view must not be written to, which may follow; Inductor drops a copy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ranges_traced(grads[0], *ctx.args)
-        return grads[0], None, None, None
-
-
-def _not_watched() -> Callable[..., None]:
-    return _no_hook
-
-
-def _no_hook(module: nn.Module, args: Any, output: Any) -> None:
-    """Leave an output as it is."""

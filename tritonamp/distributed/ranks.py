@@ -167,6 +167,11 @@ class Ranks:
         """Whether there are other ranks to agree with."""
         return len(self.members) > 1
 
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether other ranks may have run out of batches: inside ``with wrapper.join()``."""
+        return any(map(self._in_join, self._wrappers))
+
     def rebuild(self) -> None:
         """Have all DDPs make buckets and hooks anew, for parameters that have another dtype now."""
         for wrapper in self._wrappers:
@@ -194,7 +199,7 @@ class Ranks:
         for wrapper in self._to_align:
             self._align(wrapper, 0)
         self._to_align.clear()
-        if any(map(self._in_join, self._wrappers)):
+        if self.may_be_missing:
             return self._of_gradients(mine), torch.full_like(loss, math.nan), mine.square_sum
         zero = torch.zeros_like(scale)
         amax = mine.amax.max() if len(mine.amax) else zero

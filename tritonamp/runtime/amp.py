@@ -340,7 +340,7 @@ class Amp:
             ValueError: another type, shape or dtype.
             RuntimeError: no loss was scaled since the last step (by ``amp.backward``,
                 ``amp.scale_loss`` or ``amp.scaler.scale``); or after ``clip_grad_norm_`` or
-                ``unscale_`` on a GPU or with several ranks.
+                ``unscale_`` on a GPU or with several ranks; or inside of DDP's ``join``.
         """
         self._check_enabled("veto")
         check_flag(flag)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels import muon as _muon
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, scalar
@@ -40,7 +41,8 @@ class FusedMuonRule(FusedRule):
         backend: str,
     ) -> None:
         """Run one step of the ``muon`` operation, see ``FusedRule.update``."""
-        _muon.muon(lists, grad_scale, found_inf, backend)
+        lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
+        _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         """Return the hyperparameters of one group.
@@ -53,7 +55,7 @@ class FusedMuonRule(FusedRule):
                 "tritonamp.optim.Muon: a parameter is sharded (DTensor), but Muon works on whole "
                 "matrices. Use torch.optim.Muon, whose own step gathers them"
             )
-        return _muon.MuonRule(
+        return MuonRule(
             scalar(group["lr"]),
             group["weight_decay"],
             group["momentum"],
@@ -98,9 +100,9 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     ) -> None:
         """Run ``muon`` on its groups, and ``adamw`` on the others, see ``FusedRule.update``."""
         lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
-        matrices = _part(lists, _muon.MuonRule, ("momentum_buffers",), ())
+        matrices = _part(lists, MuonRule, ("momentum_buffers",), ())
         if len(matrices.tensors):
-            _muon.muon(matrices, grad_scale, found_inf, backend)
+            _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
         moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
         others = _part(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
         if len(others.tensors):

@@ -41,9 +41,8 @@ class PendingDecisions:
         self._weights = weights
         self._ranks = ranks
         self._decisions: list[Decision] = []
-        self._vetoes: dict[
-            MasterWeights, bool | Tensor
-        ] = {}  # of losses that the user scaled himself
+        # of losses that the user has scaled: their decision is opened by the step
+        self._vetoes: dict[MasterWeights, bool | Tensor] = {}
 
     @between_graphs  # the block runs the user's code
     @contextlib.contextmanager
@@ -106,6 +105,7 @@ class PendingDecisions:
         """
         w = self._weights[optimizer]
         w.zero_grad(set_to_none)
+        self._vetoes.pop(w, None)
         for decision in [d for d in self._decisions if w in d.waiting]:
             if decision.moves_scale:
                 decision.zeroed.add(w)  # its backward may still come

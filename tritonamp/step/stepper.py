@@ -122,8 +122,14 @@ class Stepper:
         """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
 
         Raises:
-            RuntimeError: the gradients were clipped or unscaled, and the decision cannot be undone.
+            RuntimeError: the gradients were clipped or unscaled, and the decision cannot be undone;
+                or ranks may be missing, which would not hear of it. Nothing was changed then.
         """
+        if self._ranks.may_be_missing:
+            raise RuntimeError(
+                "amp.veto() inside of model.join(): expected all ranks, got some that may have run "
+                "out of batches and would step all the same: skip the batch on all ranks instead"
+            )
         for decision in self._pending.veto(flag):
             # the numbers are kept, so that nobody reads the gradients again
             if self._ranks.several or not decision.undo():

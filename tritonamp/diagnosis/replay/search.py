@@ -11,7 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.ambient import preserve
-from tritonamp.diagnosis.live_ranges import silenced
+from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT

@@ -1,0 +1,97 @@
+"""Hooks that read what modules return, and the gradients that come back to it."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.kernels._dynamo import never_alone
+from tritonamp.kernels.ranges import ranges, ranges_traced
+from tritonamp.nested import leaves, mapped
+
+
+def _readable(value: Any, device: torch.device) -> Tensor | None:
+    """Return the tensor to read of a leaf, of a sharded one this rank's part; None: no tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    value = getattr(value, "_local_tensor", value)
+    numbers = value.is_floating_point() and value.layout is torch.strided
+    return value if numbers and value.device == device else None
+
+
+class RangeHook:
+    """A forward hook that reads what its module returns, and what comes back to it.
+
+    Copies and pickles of the module do not watch: their hook is one that does nothing.
+    """
+
+    def __init__(self, forward: Tensor, backward: Tensor, on: Tensor, backend: str) -> None:
+        self._forward, self._backward, self._on = forward, backward, on
+        self._backend = backend
+        self.is_silent = False
+
+    @never_alone
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
+            return None
+        if torch.compiler.is_compiling():
+            return mapped(self._traced, output)
+        for value in leaves(output):
+            found = _readable(value, self._on.device)
+            if found is not None:
+                ranges(found.detach(), self._forward, self._on, self._backend)
+                if value.requires_grad:
+                    value.register_hook(self._read_gradient)
+        return None
+
+    def _read_gradient(self, grad: Tensor) -> None:
+        found = _readable(grad, self._on.device)
+        if found is not None:
+            ranges(found, self._backward, self._on, self._backend)
+
+    def _traced(self, value: Any) -> Any:
+        found = _readable(value, self._on.device)
+        if found is None or found is not value:
+            return value
+        ranges_traced(found.detach(), self._forward, self._on, self._backend)
+        return _Gradient.apply(value, self._backward, self._on, self._backend)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _not_watched, ()
+
+
+@contextlib.contextmanager
+def silenced(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Read nothing of what modules return inside of the block: a batch runs there once more."""
+    hooks = [h for m in modules for h in m._forward_hooks.values() if isinstance(h, RangeHook)]
+    for hook in hooks:
+        hook.is_silent = True
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.is_silent = False
+
+
+class _Gradient(torch.autograd.Function):
+    """Reads the gradient in a compiled graph, where torch takes no hook of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, on: Tensor, backend: str) -> Tensor:
+        ctx.args = row, on, backend
+        return x.clone()  # a view must not be written to, which may follow; Inductor drops a copy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ranges_traced(grads[0], *ctx.args)
+        return grads[0], None, None, None
+
+
+def _not_watched() -> Callable[..., None]:
+    return _no_hook
+
+
+def _no_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Leave an output as it is."""
