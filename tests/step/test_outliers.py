@@ -148,7 +148,9 @@ def test_what_is_no_number_of_deviations(value: Any) -> None:
         tritonamp.Policy(skip_outliers=value)
 
 
-def of_digits(steps: int, bad: int | None = None, **fields: Any) -> list[Any]:
+def of_digits(
+    steps: int, bad: int | None = None, **fields: Any
+) -> tuple[list[Any], dict[str, Any]]:
     """Train on digits, one batch of which is bad: inputs times 30, labels shuffled."""
     torch.manual_seed(0)
     model, device = DigitNet(), torch.device("cpu")
@@ -158,9 +160,9 @@ def of_digits(steps: int, bad: int | None = None, **fields: Any) -> list[Any]:
         if step == bad:
             x, y = x * 30, y.roll(1)
         take_step(amp, optimizer, F.cross_entropy(model(x), y))
-    history = amp.history
+    history, stats = amp.history, amp.stats()
     amp.disable()
-    return history
+    return history, stats
 
 
 @pytest.mark.long
@@ -171,8 +173,15 @@ def test_one_bad_batch_does_not_show() -> None:
         "bad": of_digits(260, 200),
         "skipped": of_digits(260, 200, skip_outliers=6.0),
     }
-    for name, history in runs.items():
+    for name, (history, _) in runs.items():
         ends[name] = sum(record.loss for record in history[-20:]) / 20
-    assert [r.step for r in runs["skipped"] if r.cause] == [200]
+    assert [r.step for r in runs["skipped"][0] if r.cause] == [200]
     assert ends["skipped"] == pytest.approx(ends["clean"], rel=0.1)
     assert ends["bad"] > 1.1 * ends["clean"]
+
+
+@pytest.mark.long
+def test_a_clean_run_skips_hardly_a_step() -> None:
+    _, stats = of_digits(2000, skip_outliers=6.0)
+    assert stats["steps"] + stats["skipped"] == 2000
+    assert stats["skipped"] <= 2
