@@ -271,8 +271,9 @@ def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
     """
     if policy.grad_dtype is None:
         return
+    has_half = policy.cast_model or policy.half_parameters
     for module in (m for model in models for m in model.modules()):
-        if isinstance(module, DistributedDataParallel) and policy.cast_model:
+        if isinstance(module, DistributedDataParallel) and has_half:
             check_buckets(module)
     for module in (m for model in models for m in fsdp2_modules(model)):
         # private (torch 2.11 to 2.15): nothing public returns the policy

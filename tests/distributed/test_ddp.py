@@ -213,11 +213,13 @@ def test_gradients_in_fp32_are_reduced_in_fp32(
 
 
 @on_ranks
-def refused_buckets(order: str, option: str) -> str:
-    net = Net()
+def refused_buckets(order: str, option: str, half_loaded: bool) -> str:
+    net = Net().half() if half_loaded else Net()
     optimizer = OPTIMIZERS["SGD"](net.parameters())
     dtypes = [p.dtype for p in net.parameters()]
-    fields = {"level": "O2", "grad_dtype": torch.float32}
+    fields: dict[str, Any] = {"level": "O2", "grad_dtype": torch.float32}
+    if half_loaded:
+        fields |= {"level": "O1", "half_parameters": True, "master_weights": True}
     if order == "after":
         model = DistributedDataParallel(net, **{option: True})
         with pytest.raises(ValueError, match="grad_dtype") as refused:
@@ -231,11 +233,33 @@ def refused_buckets(order: str, option: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize("half_loaded", [False, True])
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
-def test_buckets_that_stay_half_are_refused(pair: Pair, order: str, option: str) -> None:
-    for text in refused_buckets(pair, order=order, option=option):
+def test_buckets_that_stay_half_are_refused(
+    pair: Pair, order: str, option: str, half_loaded: bool
+) -> None:
+    for text in refused_buckets(pair, order=order, option=option, half_loaded=half_loaded):
         assert text.startswith(f"grad_dtype=torch.float32: expected a DDP without {option}=True")
+
+
+@on_ranks
+def frozen_half_base() -> list[Any]:
+    net = Net().half()
+    for part in (net.first, net.norm, net.unused):
+        part.requires_grad_(False)
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = OPTIMIZERS["SGD"](net.last.parameters())
+    with tritonamp.enable(model, optimizer, level="O1", grad_dtype=torch.float32) as amp:
+        amp.backward(loss_of(model(batches(1)[0].half())))
+        optimizer.step()
+        return [amp.stats()["steps"], [str(p.dtype) for p in net.parameters()]]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_a_frozen_half_base_needs_no_buckets(pair: Pair) -> None:
+    for steps, dtypes in frozen_half_base(pair):
+        assert steps == 1 and dtypes.count("torch.float32") == 2  # of the layer that trains
 
 
 PLAIN = [

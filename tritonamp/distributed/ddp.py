@@ -39,9 +39,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def has_wide_gradients(wrapper: DistributedDataParallel) -> bool:
-    """Tell whether half parameters of a DDP have FP32 gradients, which it reduces."""
-    params = wrapper.module.parameters()
-    return any(p.dtype in HALF_DTYPES and p.grad_dtype is torch.float32 for p in params)
+    """Tell whether half parameters of a DDP that train have FP32 gradients, which it reduces."""
+    trained = (p for p in wrapper.module.parameters() if p.requires_grad)
+    return any(p.dtype in HALF_DTYPES and p.grad_dtype is torch.float32 for p in trained)
 
 
 def check_buckets(wrapper: DistributedDataParallel) -> None:
