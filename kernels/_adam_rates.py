@@ -1,4 +1,4 @@
-"""Numbers of an Adam step that all elements of a tensor share, computed once for each tensor."""
+"""The arithmetic of an Adam step, and the numbers that all elements of a tensor share."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tritonamp.kernels.device import tl, triton
 
-RATES = 9
+RATES = 10
 """The count of numbers that adam_rates_kernel writes for each tensor."""
 
 
@@ -65,6 +65,57 @@ def adam_rates_kernel(
     tl.store(rates + 6, tl.sqrt(bias_correction2).to(tl.float32), mask=mask)
     tl.store(rates + 7, eps.to(tl.float32), mask=mask)
     tl.store(rates + 8, (-lr / bias_correction1).to(tl.float32), mask=mask)
+    tl.store(rates + 9, step, mask=mask)
+
+
+@triton.jit
+def load_rates(rates_ptr):
+    """Return a tensor's rates without the step count.
+
+    They are loaded once: the compiler cannot know that stores leave them alone.
+    """
+    return (
+        tl.load(rates_ptr), tl.load(rates_ptr + 1), tl.load(rates_ptr + 2), tl.load(rates_ptr + 3),
+        tl.load(rates_ptr + 4), tl.load(rates_ptr + 5), tl.load(rates_ptr + 6),
+        tl.load(rates_ptr + 7), tl.load(rates_ptr + 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def adam_update(p, grad, m, v, v_max, rates, AMSGRAD: tl.constexpr):
+    """Return the decayed parameter, both moments, the largest second moment, and the step."""
+    factor, decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
+    # unscale and clip
+    grad *= factor
+    # weight decay
+    grad = tl.where(l2 == 0.0, grad, grad + l2 * p)
+    p *= decay
+    # moments
+    m = tl.where(weight1 < 0.5, m + weight1 * (grad - m), grad - (grad - m) * (1.0 - weight1))
+    v = v * beta2 + weight2 * grad * grad
+    v_max = tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL) if AMSGRAD else v
+    # update
+    denom = tl.div_rn(tl.sqrt_rn(v_max), correction) + eps
+    return p, m, v, v_max, tl.div_rn(rate * m, denom)
+
+
+def adam_update_torch(
+    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, v_max: Tensor, rule: Any, step: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what ``adam_update`` does; the gradient is unscaled and clipped already."""
+    # weight decay
+    if rule.weight_decay != 0 and rule.decoupled_weight_decay:
+        p = p * (1 - rule.lr * rule.weight_decay)
+    elif rule.weight_decay != 0:
+        grad = grad + rule.weight_decay * p
+    # moments
+    weight1, beta1 = 1 - rule.beta1, rule.beta1
+    m = m.lerp(grad, weight1.to(m) if isinstance(beta1, Tensor) else weight1)
+    v = v * rule.beta2 + grad * (1 - rule.beta2) * grad
+    v_max = torch.maximum(v_max, v) if rule.amsgrad else v
+    # update
+    rate, correction = corrected_rates(rule, step, p.dtype)
+    return p, m, v, v_max, rate * m / (v_max.sqrt() / correction + rule.eps)
 
 
 def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

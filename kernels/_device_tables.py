@@ -4,7 +4,7 @@ import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ class DeviceTables:
     Args:
         device: the device of the tables.
         lists: the lists that kernels work on, by name, on all devices.
+        coded: see ``TensorLists``.
         may_repeat: see ``TensorLists``.
         numbers: see ``TensorLists``.
         places: the places in the lists of tensors on this device.
@@ -47,12 +48,14 @@ class DeviceTables:
         self,
         device: torch.device,
         lists: Mapping[str, Sequence[Tensor]],
+        coded: Collection[str],
         may_repeat: frozenset[str],
         numbers: Sequence[int],
         places: list[int],
         before: int,
     ) -> None:
         self.copies: list[tuple[str, int, Tensor]] = []
+        self._coded = coded
         kinds = self._kinds(lists, may_repeat, places)
         self._order = [[i for i, _ in rows] for rows in kinds.values()]
         self._vectors = [[i for i, used in rows if used[0].numel() > 1] for rows in kinds.values()]
@@ -127,14 +130,12 @@ class DeviceTables:
         self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]
     ) -> list[Tensor]:
         """Return a place's tensors, or copies: all with the same elements at the same offsets."""
-        first = given[0]
-        strides = (
-            first.stride() if _is_dense(first) else torch.empty(first.shape, device="meta").stride()
-        )
+        strides = memory_strides(given[0])
         used = []
         for name, tensor, repeat in zip(names, given, repeats, strict=True):
             differs = tensor.numel() > 1 and tensor.stride() != strides
-            if not repeat and (differs or tensor.dtype != stored(tensor.dtype)):
+            numbers = not repeat and name not in self._coded
+            if numbers and (differs or tensor.dtype != stored(tensor.dtype)):
                 copy = torch.empty_strided(
                     tensor.shape, strides, dtype=stored(tensor.dtype), device=tensor.device
                 )
@@ -218,6 +219,13 @@ def _even(rows: int) -> int:
 
 def _chunk(numel: int) -> int:
     return min(max(-(-numel // PROGRAMS // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK), MAX_CHUNK)
+
+
+def memory_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides that kernels work in: the tensor's, or, where it has gaps, a copy's."""
+    if _is_dense(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:

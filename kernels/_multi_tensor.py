@@ -105,6 +105,8 @@ class TensorLists:
         size: the number of rows in such results; None: n.
         may_repeat: names of lists that may hold the tensors of "params", the first list, again.
         scalars: names of lists of 0-d tensors, which kernels find in tables of their own.
+        coded: names of lists of 1-D tensors of codes, in the order of memory of "params", which
+            kernels take as they are.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class TensorLists:
         size: int | None = None,
         may_repeat: Iterable[str] = ("copies",),
         scalars: Collection[str] = (),
+        coded: Collection[str] = (),
         **lists: Sequence[Tensor],
     ) -> None:
         first = next(iter(lists.values()), ())
@@ -126,6 +129,7 @@ class TensorLists:
         self.size = n if size is None else size
         self.may_repeat = frozenset(may_repeat)
         self._scalars = scalars
+        self._coded = coded
         self._facts: dict[tuple[str, ...] | None, Facts] = {}
         self._plans: dict[tuple[str, ...] | None, Plan] = {}
 
@@ -140,6 +144,7 @@ class TensorLists:
         may_repeat: Iterable[str],
         scalars: Collection[str],
         lists: Mapping[str, Sequence[Tensor]],
+        coded: Collection[str] = (),
     ) -> "TensorLists":
         """Return new ``TensorLists`` of these lists followed by others."""
         return TensorLists(
@@ -148,6 +153,7 @@ class TensorLists:
             size=self.size,
             may_repeat=may_repeat,
             scalars=scalars,
+            coded=coded,
             **self._given,
             **lists,
         )
@@ -183,7 +189,8 @@ class TensorLists:
         plan = self.known_plan(names)
         if plan is None:
             lists = {name: self._lists[name] for name in names or self._lists}
-            plan = Plan(lists, self._scalars, self.may_repeat, self.numbers, self.facts(names))
+            facts, kinds = self.facts(names), (self._scalars, self._coded, self.may_repeat)
+            plan = Plan(lists, *kinds, self.numbers, facts)
             self._plans[names] = plan
             if not self._is_captured():
                 self.memory.keep(plan)

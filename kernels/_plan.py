@@ -1,5 +1,6 @@
 """A plan: tables and launches for lists of tensors, valid for all lists of the same kind."""
 
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +38,7 @@ class Plan:
     Args:
         lists: the lists that kernels work on, by name.
         scalars: names of lists that have tables of their own: they differ from the others in shape.
+        coded: see ``TensorLists``.
         may_repeat: see ``TensorLists``.
         numbers: see ``TensorLists``.
         facts: the facts of these lists.
@@ -52,6 +54,7 @@ class Plan:
         self,
         lists: Mapping[str, Sequence[Tensor]],
         scalars: Collection[str],
+        coded: Collection[str],
         may_repeat: frozenset[str],
         numbers: Sequence[int],
         facts: Facts,
@@ -59,11 +62,11 @@ class Plan:
         self._names = list(lists)
         self._kind, self._pointers = facts
         self._launches: dict[Hashable, Any] = {}
-        self.devices = _kernel_devices(lists)
+        self.devices = _kernel_devices(lists, coded)
         shaped = {name: tensors for name, tensors in lists.items() if name not in scalars}
         apart = {name: tensors for name, tensors in lists.items() if name in scalars}
-        parts = _parts(self.devices, shaped, may_repeat, numbers)
-        scalar_parts = _parts(self.devices if apart else [], apart, frozenset(), numbers)
+        parts = _parts(self.devices, shaped, coded, may_repeat, numbers)
+        scalar_parts = _parts(self.devices if apart else [], apart, (), frozenset(), numbers)
         self.tables = [table for part in parts for table in part.tables]
         self.scalar_tables = [table for part in scalar_parts for table in part.tables]
         self.copies = [copy for part in (*parts, *scalar_parts) for copy in part.copies]
@@ -105,6 +108,7 @@ class Plan:
 def _parts(
     devices: Sequence[torch.device],
     lists: Mapping[str, Sequence[Tensor]],
+    coded: Collection[str],
     may_repeat: frozenset[str],
     numbers: Sequence[int],
 ) -> list[DeviceTables]:
@@ -113,17 +117,20 @@ def _parts(
     for device in devices:
         places = [i for i, t in enumerate(next(iter(lists.values()))) if t.device == device]
         before = sum(table.chunks for part in parts for table in part.tables)
-        parts.append(DeviceTables(device, lists, may_repeat, numbers, places, before))
+        parts.append(DeviceTables(device, lists, coded, may_repeat, numbers, places, before))
     return parts
 
 
-def _kernel_devices(lists: Mapping[str, Sequence[Tensor]]) -> list[torch.device]:
+def _kernel_devices(
+    lists: Mapping[str, Sequence[Tensor]], coded: Collection[str]
+) -> list[torch.device]:
     """Return the tensors' devices; none if kernels do not take them, or none has elements."""
     rows = list(zip(*lists.values(), strict=True))
+    numbers = (tensors for name, tensors in lists.items() if name not in coded)
     suited = (
         any(row[0].numel() for row in rows)
         and all(len({t.device for t in row}) == 1 for row in rows)
-        and all(_suits_kernels(t) for row in rows for t in row)
+        and all(map(_suits_kernels, itertools.chain(*numbers)))
     )
     return list(dict.fromkeys(row[0].device for row in rows)) if suited else []
 

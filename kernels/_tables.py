@@ -57,6 +57,7 @@ class Table(NamedTuple):
         vec: int,
         sizes: tuple[float, ...] = (),
         maxnreg: int | None = None,
+        tile: int | None = None,
     ) -> Launch:
         """Return the launch of ``kernel`` on every chunk.
 
@@ -68,11 +69,12 @@ class Table(NamedTuple):
             vec: elements that a thread holds where the tensors are aligned.
             sizes: the sizes after the size of a chunk.
             maxnreg: the most registers that a thread may take.
+            tile: elements of a program's tile; None: ``vec`` for each thread.
         """
         vec = vec if self.aligned else 1
         pointers = [self.pointers[name] for name in names]
         tensors = (*pointers, self.numel, self.first, self.number, self.rows, *operands)
-        tile = WARP_SIZE * NUM_WARPS * vec
+        tile = tile or WARP_SIZE * NUM_WARPS * vec
         return Launch(
             kernel,
             (self.chunks, 1, 1),

@@ -34,6 +34,7 @@ class UpdateLists:
         track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
             whose half value stayed the same although the update was not zero, and all those whose
             update was not zero; 0 for parameters that have no half value.
+        state: the number format of moments: "fp32", "bf16" or "8bit".
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class UpdateLists:
         rules: Sequence[Hyperparameters],
         groups: Sequence[int],
         track_lost: bool = False,
+        state: str = "fp32",
     ) -> None:
         self.tensors = tensors
         self.rules = rules
         self.groups = groups
         self.track_lost = track_lost
+        self.state = state
         self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -116,7 +119,7 @@ class UpdateLists:
             found_inf: 0-d, not 0: skip; None: as 0.
         """
         uses_triton = self.tensors.uses_triton(backend, operation)
-        if not uses_triton and self._is_in_main_memory(found_inf):
+        if self.state == "fp32" and not uses_triton and self._is_in_main_memory(found_inf):
             on_cpu(self, grad_scale, found_inf)
         else:
             operation.run(backend, uses_triton, self, grad_scale, found_inf)

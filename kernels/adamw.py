@@ -11,7 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_rates import RATES, adam_rates_kernel, corrected_rates
+from tritonamp.kernels._adam_rates import (
+    RATES,
+    adam_rates_kernel,
+    adam_update,
+    adam_update_torch,
+    load_rates,
+)
 from tritonamp.kernels._cpu_steps import adamw_on_cpu
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
@@ -19,6 +25,15 @@ from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._small_state import (
+    in_memory_of,
+    other_random_bits,
+    other_random_bits_torch,
+    random_bits,
+    random_bits_torch,
+    rounded,
+    rounded_torch,
+)
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
@@ -52,35 +67,31 @@ _VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
 @triton.jit
 def _update(
     offs, mask, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow_ptr, rates,
-    AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, VEC: tl.constexpr,
+    step_count, number,
+    AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, BF16: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """Update one tile; return which elements moved, and under LOST whose half value did not."""
-    factor, decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
-    p = tl.load(params + offs, mask=mask, other=0.0)
-    m = tl.load(exp_avgs + offs, mask=mask, other=0.0)
-    v = tl.load(exp_avg_sqs + offs, mask=mask, other=0.0)
-    # unscale and clip
-    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
-    # weight decay
-    stored, p = p, p.to(tl.float32)
-    grad = tl.where(l2 == 0.0, grad, grad + l2 * p)
-    p *= decay
-    # moments
-    m = tl.where(weight1 < 0.5, m + weight1 * (grad - m), grad - (grad - m) * (1.0 - weight1))
-    v = v * beta2 + weight2 * grad * grad
+    stored = tl.load(params + offs, mask=mask, other=0.0)
+    m = tl.load(exp_avgs + offs, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sqs + offs, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32)
     v_max = v
     if AMSGRAD:
-        before = tl.load(max_exp_avg_sqs + offs, mask=mask, other=0.0)
-        v_max = tl.maximum(before, v, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(max_exp_avg_sqs + offs, v_max, mask=mask)
-    # update
-    denom = tl.div_rn(tl.sqrt_rn(v_max), correction) + eps
-    step = tl.div_rn(rate * m, denom)
+        v_max = tl.load(max_exp_avg_sqs + offs, mask=mask, other=0.0).to(tl.float32)
+    p = stored.to(tl.float32)
+    p, m, v, v_max, step = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
     moves = (step != 0.0) | (p != stored.to(tl.float32))
     p += step
 
-    tl.store(exp_avgs + offs, m, mask=mask)
-    tl.store(exp_avg_sqs + offs, v, mask=mask)
+    if BF16:
+        random = random_bits(offs, step_count, number)
+        other = other_random_bits(random)
+        m, v, v_max = rounded(m, random, 16), rounded(v, other, 16), rounded(v_max, other, 16)
+    tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sqs + offs, v.to(exp_avg_sqs.dtype.element_ty), mask=mask)
+    if AMSGRAD:
+        tl.store(max_exp_avg_sqs + offs, v_max.to(exp_avg_sqs.dtype.element_ty), mask=mask)
     moves &= mask
     lost = moves
     if LOST:
@@ -95,7 +106,7 @@ def _update(
 
 
 @triton.jit
-def _count(lost_ptr, lost, moves):
+def count_lost(lost_ptr, lost, moves):
     tl.atomic_add(lost_ptr, tl.sum(lost, 0).to(tl.int64), sem="relaxed")
     tl.atomic_add(lost_ptr + 1, tl.sum(moves, 0).to(tl.int64), sem="relaxed")
 
@@ -105,10 +116,14 @@ def adamw_kernel(
     params_ptr, grads_ptr, exp_avgs_ptr, exp_avg_sqs_ptr, max_exp_avg_sqs_ptr, copies_ptr,
     numel_ptr, first_ptr, number_ptr, rows_ptr,
     rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, AMSGRAD: tl.constexpr,
-    LOST: tl.constexpr, RATES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr,
+    AMSGRAD: tl.constexpr, LOST: tl.constexpr, BF16: tl.constexpr, RATES: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. COPY is the copies' type, or None. LOST: count half values that did not change."""
+    """One chunk. COPY is the copies' type, or None. LOST: count half values that did not change.
+
+    BF16: moments are rounded to bfloat16, whatever MOMENT, the type of their memory.
+    """
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -116,42 +131,38 @@ def adamw_kernel(
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
-    exp_avgs = element_pointer(exp_avgs_ptr, row, tl.float32, VEC)
-    exp_avg_sqs = element_pointer(exp_avg_sqs_ptr, row, tl.float32, VEC)
+    exp_avgs = element_pointer(exp_avgs_ptr, row, MOMENT, VEC)
+    exp_avg_sqs = element_pointer(exp_avg_sqs_ptr, row, MOMENT, VEC)
     max_exp_avg_sqs, copies = exp_avg_sqs, params
     if AMSGRAD:
-        max_exp_avg_sqs = element_pointer(max_exp_avg_sqs_ptr, row, tl.float32, VEC)
+        max_exp_avg_sqs = element_pointer(max_exp_avg_sqs_ptr, row, MOMENT, VEC)
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
     rates_ptr += number * RATES
-    rates = (  # once: the compiler cannot know that the stores leave them alone
-        tl.load(rates_ptr), tl.load(rates_ptr + 1), tl.load(rates_ptr + 2), tl.load(rates_ptr + 3),
-        tl.load(rates_ptr + 4), tl.load(rates_ptr + 5), tl.load(rates_ptr + 6),
-        tl.load(rates_ptr + 7), tl.load(rates_ptr + 8),
-    )  # fmt: skip
+    rates, step_count = load_rates(rates_ptr), tl.load(rates_ptr + 9)
     overflow = overflow_ptr + number
     j = tl.arange(0, BLOCK)
     all_lost, all_moves = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for at in range(begin, whole, BLOCK):
         lost, moves = _update(
             at + j, at + j < whole, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
-            overflow, rates, AMSGRAD, COPY is not None, LOST, VEC,
+            overflow, rates, step_count, number, AMSGRAD, COPY is not None, LOST, BF16, VEC,
         )  # fmt: skip
         if LOST:
             all_lost += lost.to(tl.int32)
             all_moves += moves.to(tl.int32)
     if LOST:
-        _count(lost_ptr + 2 * number, all_lost, all_moves)
+        count_lost(lost_ptr + 2 * number, all_lost, all_moves)
     if whole < end:
         # All warps compute the tail, the first one stores it: formally a race. What a late warp
         # makes of values that were stored already goes nowhere.
         offs = whole + tl.arange(0, VEC)
         lost, moves = _update(
             offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
-            overflow, rates, AMSGRAD, COPY is not None, LOST, VEC,
+            overflow, rates, step_count, number, AMSGRAD, COPY is not None, LOST, BF16, VEC,
         )  # fmt: skip
         if LOST:
-            _count(lost_ptr + 2 * number, lost.to(tl.int32), moves.to(tl.int32))
+            count_lost(lost_ptr + 2 * number, lost.to(tl.int32), moves.to(tl.int32))
 
 
 def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -160,20 +171,14 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
 
 
 def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
-    for t in plan.scalar_tables:
-        rules, groups = lists.numbers(t.device)
-        scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
-        results = _rates(lists, t.device), lists.lost(t.device)
-        counts = t.pointers["steps"], t.number, groups, rules, *scalars, *results
-        grid = -(-len(t.number) // WARP_SIZE), 1, 1
-        options = lists.track_lost, RATES, WARP_SIZE
-        yield Launch(adam_rates_kernel, grid, (len(t.number),), options, 1, tensors=counts)
+    yield from rate_launches(lists, plan)
     for t in plan.tables:
         amsgrad = t.type("max_exp_avg_sqs") is not None
-        types = t.type("params"), t.type("grads"), t.type("copies"), amsgrad
+        types = t.type("params"), t.type("grads"), t.type("copies"), t.type("exp_avgs")
         counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
         flags = Operand.FOUND_INF, lists.overflow(t.device), lists.lost(t.device)
-        operands, constants = (_rates(lists, t.device), *flags), (*types, counts_lost, RATES)
+        operands = rates_of(lists, t.device), *flags
+        constants = *types, amsgrad, counts_lost, lists.state == "bf16", RATES
         yield t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC)
 
 
@@ -181,7 +186,19 @@ _LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copie
 _WRITTEN = "params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
 
 
-def _rates(lists: UpdateLists, device: torch.device) -> Tensor:
+def rate_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
+    """Yield the launches that count steps and compute rates."""
+    for t in plan.scalar_tables:
+        rules, groups = lists.numbers(t.device)
+        scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
+        results = rates_of(lists, t.device), lists.lost(t.device)
+        counts = t.pointers["steps"], t.number, groups, rules, *scalars, *results
+        grid = -(-len(t.number) // WARP_SIZE), 1, 1
+        options = lists.track_lost, RATES, WARP_SIZE
+        yield Launch(adam_rates_kernel, grid, (len(t.number),), options, 1, tensors=counts)
+
+
+def rates_of(lists: UpdateLists, device: torch.device) -> Tensor:
     return lists.tensors.kept("rates", (lists.tensors.size, RATES), torch.float32, device)
 
 
@@ -193,20 +210,14 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         p, m, v = (x.to(dtype) for x in (param, exp_avg, exp_avg_sq))
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, dtype)
-        # weight decay
-        if rule.weight_decay != 0 and rule.decoupled_weight_decay:
-            p = p * (1 - rule.lr * rule.weight_decay)
-        elif rule.weight_decay != 0:
-            grad = grad + rule.weight_decay * p
-        # moments
-        weight1, beta1 = 1 - rule.beta1, rule.beta1
-        m = m.lerp(grad, weight1.to(m) if isinstance(beta1, Tensor) else weight1)
-        v = v * rule.beta2 + grad * (1 - rule.beta2) * grad
-        v_max = torch.maximum(max_exp_avg_sq, v) if rule.amsgrad else v
-        # update
-        rate, correction = corrected_rates(rule, step, dtype)
-        update = rate * m / (v_max.sqrt() / correction + rule.eps)
+        before = max_exp_avg_sq.to(dtype)
+        p, m, v, v_max, update = adam_update_torch(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
+        if lists.state == "bf16" and dtype is torch.float32:
+            random = in_memory_of(param, random_bits_torch(param, step, number))
+            other = other_random_bits_torch(random)
+            m = rounded_torch(m, random, 16)
+            v, v_max = rounded_torch(v, other, 16), rounded_torch(v_max, other, 16)
 
         for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p), (steps, step)):
             results.put(target, value)
@@ -229,7 +240,8 @@ def adamw(
     Args:
         lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
             floating dtype, moments in FP32 (FP64 for FP64 parameters, which are stepped on in
-            FP64), step counts, copies, and their hyperparameters.
+            FP64; bfloat16, rounded stochastically, where ``lists.state`` is "bf16"), step counts,
+            copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".

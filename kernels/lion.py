@@ -49,7 +49,7 @@ def _update(
 ):  # fmt: skip
     lr, decay, beta1, weight1, beta2, weight2 = rule
     p = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
-    m = tl.load(exp_avgs + offs, mask=mask, other=0.0)
+    m = tl.load(exp_avgs + offs, mask=mask, other=0.0).to(tl.float32)
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
     # weight decay
@@ -61,7 +61,7 @@ def _update(
     # moment
     m = beta2 * m + weight2 * grad
 
-    tl.store(exp_avgs + offs, m, mask=mask)
+    tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
         copy = p.to(copies.dtype.element_ty)
@@ -73,7 +73,7 @@ def _update(
 def lion_kernel(
     params_ptr, grads_ptr, exp_avgs_ptr, copies_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
     groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, chunk,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr,
     NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk. COPY is the copies' type, or None."""
@@ -84,7 +84,7 @@ def lion_kernel(
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
-    exp_avgs = element_pointer(exp_avgs_ptr, row, tl.float32, VEC)
+    exp_avgs = element_pointer(exp_avgs_ptr, row, MOMENT, VEC)
     copies = params
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
@@ -125,7 +125,8 @@ def lion_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
 def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
-        constants = t.type("params"), t.type("grads"), t.type("copies"), _NUMBERS
+        types = t.type("params"), t.type("grads"), t.type("copies"), t.type("exp_avgs")
+        constants = *types, _NUMBERS
         yield t.launch_of(lion_kernel, _LISTS, operands, constants, _VEC)
 
 
@@ -162,8 +163,8 @@ def lion(
 
     Args:
         lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, moments in FP32 ("exp_avgs"; FP64 for FP64 parameters, which are stepped
-            on in FP64), copies, and their hyperparameters.
+            floating dtype, moments in FP32 or bfloat16 ("exp_avgs"; FP64 for FP64
+            parameters, which are stepped on in FP64), copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".

@@ -57,9 +57,9 @@ def _update(
     grad = tl.where(weight_decay == 0.0, grad, grad + weight_decay * p)
     # momentum
     if MOMENTUM:
-        before = tl.load(momentum_buffers + offs, mask=mask, other=0.0)
+        before = tl.load(momentum_buffers + offs, mask=mask, other=0.0).to(tl.float32)
         buffer = before * momentum + (1.0 - dampening) * grad
-        tl.store(momentum_buffers + offs, buffer, mask=mask)
+        tl.store(momentum_buffers + offs, buffer.to(momentum_buffers.dtype.element_ty), mask=mask)
         grad = tl.where(nesterov != 0.0, grad + momentum * buffer, buffer)
     # update
     p -= lr * grad
@@ -76,10 +76,10 @@ def sgd_kernel(
     params_ptr, grads_ptr, momentum_buffers_ptr, copies_ptr,
     numel_ptr, first_ptr, number_ptr, rows_ptr,
     groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, chunk,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENTUM: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr,
     NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. COPY is the copies' type, or None. MOMENTUM: there is a momentum buffer."""
+    """One chunk. COPY is the copies' type, or None; MOMENT is the momentum buffers', or None."""
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -88,8 +88,8 @@ def sgd_kernel(
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     momentum_buffers, copies = params, params
-    if MOMENTUM:
-        momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
+    if MOMENT is not None:
+        momentum_buffers = element_pointer(momentum_buffers_ptr, row, MOMENT, VEC)
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
     # once: the compiler cannot know that the stores leave them alone
@@ -105,7 +105,7 @@ def sgd_kernel(
     for at in range(begin, whole, BLOCK):
         _update(
             at + j, at + j < whole, params, grads, momentum_buffers, copies, overflow, factor, rule,
-            MOMENTUM, COPY is not None, VEC,
+            MOMENT is not None, COPY is not None, VEC,
         )  # fmt: skip
     if whole < end:
         # All warps compute the tail, the first one stores it: formally a race. What a late warp
@@ -113,7 +113,7 @@ def sgd_kernel(
         offs = whole + tl.arange(0, VEC)
         _update(
             offs, offs < end, params, grads, momentum_buffers, copies, overflow, factor, rule,
-            MOMENTUM, COPY is not None, VEC,
+            MOMENT is not None, COPY is not None, VEC,
         )  # fmt: skip
 
 
@@ -125,10 +125,9 @@ def sgd_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
 def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
-        types = t.type("params"), t.type("grads"), t.type("copies")
-        has_momentum = t.type("momentum_buffers") is not None
-        constants = *types, has_momentum, _NUMBERS
-        writes_all = has_momentum and t.type("copies") is not None
+        types = t.type("params"), t.type("grads"), t.type("copies"), t.type("momentum_buffers")
+        constants = *types, _NUMBERS
+        writes_all = t.type("momentum_buffers") is not None and t.type("copies") is not None
         maxnreg = MAX_REGISTERS if writes_all else None
         yield t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC, maxnreg=maxnreg)
 
@@ -174,8 +173,8 @@ def sgd(
 
     Args:
         lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for FP64 parameters,
-            which are stepped on in FP64; zeros before the first step, whose dampening is 0 in
+            floating dtype, momentum buffers in FP32 or bfloat16 ("momentum_buffers"; FP64 for FP64
+            parameters, stepped on in FP64; zeros before the first step, whose dampening is 0 in
             torch), copies, and their hyperparameters.
         grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.

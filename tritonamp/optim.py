@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, FusedStep, scalar
 from tritonamp.step.gradients import Gradients
@@ -19,6 +19,7 @@ from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
+from tritonamp.step.small_state import check_state, fp32_state_dict
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
@@ -48,10 +49,24 @@ class _Fused:
     """
 
     fused_rule: FusedRule
+    _state_format = STATES[0]
     _step_supports_amp_scaling = _TorchScalerAsks()  # private to torch (2.11 to 2.15)
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
+
+    def __init__(self, *args: Any, state: str = STATES[0], **hyperparameters: Any) -> None:
+        super().__init__(*args, **hyperparameters)
+        if state not in STATES:
+            raise ValueError(
+                f"state: expected one of {', '.join(map(repr, STATES))}, got {state!r}"
+            )
+        check_state(state, self, self.fused_rule)  # type: ignore[arg-type]
+        self._state_format = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
+        return {**state, "_state_format": self._state_format}
 
     @between_graphs
     @torch.no_grad()
@@ -140,7 +155,8 @@ class _Fused:
     def _fused(self) -> tuple[FusedStep, Memory]:
         made = self.__dict__.get("_own_fused")
         if made is None:
-            fused = FusedStep(self, self.fused_rule, "auto")  # type: ignore[arg-type]
+            state = self._state_format
+            fused = FusedStep(self, self.fused_rule, "auto", state=state)  # type: ignore[arg-type]
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 
@@ -150,6 +166,11 @@ class _Fused:
         # half itself if it has been through a torch optimizer
         state["master_param"] = state.get("master_param", param.detach()).float()
         return self._fp32_values.adopt(param, state["master_param"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch does, with moments in FP32 whatever their format is."""
+        state_dict: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return fp32_state_dict(state_dict, self, self.fused_rule)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does, but FP32 state of half parameters stays FP32.
@@ -228,6 +249,7 @@ class Lion(_Fused, torch.optim.Optimizer):
         betas: of the update, and of ``exp_avg``.
         weight_decay: decoupled; three to ten times AdamW's is usual.
         maximize: step along the gradient.
+        state: "fp32" or "bf16": the format of ``exp_avg``.
 
     Raises:
         ValueError: a hyperparameter out of its range.
@@ -243,6 +265,7 @@ class Lion(_Fused, torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        state: str = STATES[0],
     ) -> None:
         if not lr >= 0.0:
             raise ValueError(f"lr: expected 0 or more, got {lr}")
@@ -256,7 +279,7 @@ class Lion(_Fused, torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, state=state)
 
 
 class Muon(_Fused, torch.optim.Muon):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+STATES = ("fp32", "bf16", "8bit")  # formats of optimizer state
 ON_NONFINITE = ("skip", "explain", "heal", "raise")
 INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
 
@@ -47,6 +48,9 @@ class Policy:
             ``dtype``.
         grad_dtype: torch.float32: gradients of half parameters are added up, and under DDP reduced,
             in FP32, at two bytes a parameter more; None: they are half as the parameters are.
+        state: the format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments
+            of one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam and
+            AdamW only).
         half_parameters: parameters that are half before ``enable`` stay as they are; without it
             those that train get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
@@ -77,6 +81,7 @@ class Policy:
     softmax_dtype: torch.dtype | None = None
     state_dict_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
+    state: str = STATES[0]
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
     fuse_norms: bool = True
@@ -243,6 +248,8 @@ def _bad_values(policy: Policy) -> Iterable[str]:
             "skip_outliers: expected None or how many standard deviations, a number above 0 such "
             f"as 6.0, got {sigmas!r}"
         )
+    if policy.state not in STATES:
+        yield f"state: expected one of {', '.join(map(repr, STATES))}, got {policy.state!r}"
     if policy.on_nonfinite not in ON_NONFINITE:
         yield (
             f"on_nonfinite: expected one of {', '.join(map(repr, ON_NONFINITE))}, got "
@@ -288,6 +295,11 @@ def _conflicts(policy: Policy) -> Iterable[str]:
         yield (
             f"init_scale={policy.init_scale:g} needs loss_scale='dynamic', got "
             f"{policy.loss_scale!r}: a fixed scale does not begin anywhere"
+        )
+    if policy.state == "8bit" and not policy.trains_fp32_values:
+        yield (
+            "state='8bit' needs FP32 values, master_weights=True: such state holds their lower bits "
+            "(use level='O2', or state='bf16')"
         )
     if policy.softmax_dtype is not None and not policy.op_policy:
         yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"

@@ -35,7 +35,9 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.masters import MasterWeights
 from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.rules import rule_of
 from tritonamp.step.schedulers import SchedulerSteps
+from tritonamp.step.small_state import check_state, state_format
 from tritonamp.step.state_loading import widen_state
 from tritonamp.step.stepper import Stepper
 from tritonamp.step.writers import writers
@@ -207,6 +209,8 @@ def _enable(
 ) -> tuple[EnabledModels, dict[Optimizer, MasterWeights]]:
     """Cast the models, and give the optimizers FP32 values to step on."""
     optimizers, policy = request.optimizers, request.policy
+    for optimizer in optimizers:
+        check_state(state_format(optimizer, policy.state), optimizer, rule_of(optimizer))
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
     enabled_models = EnabledModels(

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
 
@@ -19,6 +20,7 @@ class FusedAdamRule(FusedRule):
     kinds = "an Adam or AdamW"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
     needs = ("lr", "betas", "eps", "weight_decay")
+    states = STATES
     state_keys: ClassVar[Mapping[str, str]] = {
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",

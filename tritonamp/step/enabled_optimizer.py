@@ -67,6 +67,10 @@ class EnabledOptimizer(Swapped):
         group = self.param_groups[-1]  # type: ignore[attr-defined]
         self._stepper.adopt(_unwrapped(self), group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with moments in FP32 whatever their format is."""
+        return self._stepper.fp32_state(_unwrapped(self), super().state_dict())  # type: ignore[misc]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
         self._stepper.load_state(self, super().load_state_dict, state_dict)  # type: ignore

@@ -13,6 +13,7 @@ from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
+from tritonamp.policy import STATES
 from tritonamp.step.gradients import Gradients
 
 
@@ -23,6 +24,7 @@ class FusedRule(ABC):
         kinds: the name of such optimizers in messages, with its article.
         torch_step: the step function of torch's own optimizer of this kind; None: torch has none.
         needs: keys that a parameter group must have.
+        states: the formats that the state can have, of ``policy.STATES``.
         state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
             parameter's shape, in FP32 (FP64 for FP64 parameters).
         optional: names of ``state_keys`` that a group may lack.
@@ -33,6 +35,7 @@ class FusedRule(ABC):
     kinds: str
     torch_step: Callable[..., Any] | None = None
     needs: Sequence[str]
+    states: tuple[str, ...] = STATES[:1]
     state_keys: ClassVar[Mapping[str, str]]
     optional: Sequence[str] = ()
     counts_steps: bool = False
@@ -99,15 +102,22 @@ class FusedStep:
         rule: the rule of its kind.
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
+        state: the format of the state, of ``policy.STATES``.
     """
 
     def __init__(
-        self, optimizer: Optimizer, rule: FusedRule, backend: str, track_lost: bool = False
+        self,
+        optimizer: Optimizer,
+        rule: FusedRule,
+        backend: str,
+        track_lost: bool = False,
+        state: str = STATES[0],
     ) -> None:
         self.rule = rule
         self._optimizer = optimizer
         self._backend = backend
         self._track_lost = track_lost
+        self._state = state
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -136,7 +146,7 @@ class FusedStep:
         if tells_first:  # number len(groups) + g: the first-step rule of group g
             rules += [self.rule.at_first_step(rule) for rule in rules]
             group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
-        updates = UpdateLists(lists, rules, group_of, self._track_lost)
+        updates = UpdateLists(lists, rules, group_of, self._track_lost, self._state)
         self.rule.update(updates, grad_scale, found_inf, self._backend)
 
     def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
@@ -197,6 +207,8 @@ class FusedStep:
             elif step.dtype is not torch.float32 or step.device != param.device:
                 shaped["step"] = step.to(param.device, torch.float32)
         dtype = torch.promote_types(param.dtype, torch.float32)
+        if self._state == "bf16" and dtype is torch.float32:
+            dtype = torch.bfloat16
         missing = [key for key in keys if state.get(key) is None]  # None: as torch's SGD has it
         for key in keys:
             if key in missing:

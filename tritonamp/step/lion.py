@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels import lion as _lion
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
 
@@ -16,6 +17,7 @@ class FusedLionRule(FusedRule):
 
     kinds = "a Lion"
     needs = ("lr", "betas", "weight_decay")
+    states = STATES[:2]
     state_keys: ClassVar[Mapping[str, str]] = {"exp_avgs": "exp_avg"}
 
     def update(

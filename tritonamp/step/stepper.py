@@ -27,6 +27,7 @@ from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
+from tritonamp.step.small_state import fp32_state_dict, state_format
 from tritonamp.step.state_loading import load_state
 
 
@@ -223,7 +224,8 @@ class Stepper:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
                 track_lost = self._policy.track_lost_updates
-                fused = FusedStep(optimizer, rule, self._backend, track_lost)
+                state = state_format(optimizer, self._policy.state)
+                fused = FusedStep(optimizer, rule, self._backend, track_lost, state)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         if fused is not None and fused.rule.leaves_sparse_to_torch:
@@ -342,6 +344,10 @@ class Stepper:
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the half parameters' gradients when the user clears the optimizer's."""
         self._pending.zeroed(optimizer, set_to_none)
+
+    def fp32_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's own ``state_dict()`` with all moments in FP32."""
+        return fp32_state_dict(state_dict, optimizer, rule_of(optimizer))
 
     def load_state(
         self,

@@ -1,0 +1,295 @@
+"""Small forms of a step's FP32 numbers: bfloat16 moments, one-byte moments, masters in two halves.
+
+Every form has a Triton function and a twin in torch with the same bits. Moments are rounded
+stochastically, since the usual change of a second moment, a thousandth, is less than half the
+distance of two bfloat16 numbers: rounded to the nearest it would never decay. The random bits are a
+hash of element, step and tensor, so that a run that is repeated or resumed has the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels.device import tl, triton
+
+BLOCK = 128
+"""Elements of a parameter whose codes share an exponent."""
+SIGNED, UNSIGNED = 15, 31
+"""Kinds of codes, by the field of the largest exponent.
+
+A code is a float of 3 mantissa bits whose exponents count down from the block's. A signed one has 4
+bits of exponent: 17 powers of two below the block's largest value are its last. An unsigned one has
+5: 33 powers of two.
+"""
+_DROPPED = 20  # bits of an FP32 mantissa that a code lacks
+_LEAST_EXPONENT = 40  # of a block: units below stay normal numbers
+_NOT_FINITE = 255  # the exponent of a block with inf or NaN
+_STEP, _NUMBER, _ELEMENT = 0x9E3779B1, 0x85EBCA77, 0x27D4EB2F  # odd, with bits spread out
+_MIX1, _MIX2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser of MurmurHash3 (Appleby)
+_ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(exponent - 10)
+
+
+# random bits
+
+
+@triton.jit
+def random_bits(offs, step, number):
+    """Return 32 random bits for each element, uint32, from its offset, the step and the tensor."""
+    seed = step.to(tl.int64) * 0x9E3779B1 + number.to(tl.int64) * 0x85EBCA77
+    h = (offs.to(tl.uint32) * 0x27D4EB2F) ^ (seed & 0xFFFFFFFF).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def other_random_bits(h):
+    """Return random bits for a second moment, from those of the first."""
+    return (h * 0x9E3779B1) ^ (h >> 16)
+
+
+def random_bits_torch(like: Tensor, step: Tensor, number: int) -> Tensor:
+    """Return the bits of ``random_bits`` as int64, for each element in the order of memory."""
+    elements = torch.arange(like.numel(), device=like.device)
+    seed = (step.to(like.device, torch.int64) * _STEP + number * _NUMBER) & 0xFFFFFFFF
+    h = (elements * _ELEMENT & 0xFFFFFFFF) ^ seed
+    h = _times(h ^ (h >> 16), _MIX1)
+    h = _times(h ^ (h >> 13), _MIX2)
+    return h ^ (h >> 16)
+
+
+def other_random_bits_torch(h: Tensor) -> Tensor:
+    """Return the bits of ``other_random_bits`` as int64."""
+    return _times(h, _STEP) ^ (h >> 16)
+
+
+def in_memory_of(like: Tensor, flat: Tensor) -> Tensor:
+    """Return a view of n values, in the order of memory of ``like``, of its shape (n elements)."""
+    return flat.as_strided(like.shape, memory_strides(like))
+
+
+def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return the elements of a tensor, shape (n,), in the order of memory of ``like``, or its own.
+
+    A view where memory is in that order.
+    """
+    strides = memory_strides(tensor if like is None else like)
+    if tensor.stride() == strides:
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return (
+        torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        .copy_(tensor)
+        .as_strided((tensor.numel(),), (1,))
+    )
+
+
+def padded(numel: int) -> int:
+    """Return the elements of whole blocks that hold ``numel``."""
+    return -(-numel // BLOCK) * BLOCK
+
+
+def moments_size(numel: int, moments: int) -> int:
+    """Return the bytes of the moments of a parameter: codes of each moment, then exponents."""
+    return moments * (padded(numel) + padded(numel) // BLOCK)
+
+
+def moments_of(memory: Tensor, size: int, moments: int) -> list[tuple[Tensor, Tensor]]:
+    """Return codes (size,) and exponents (size / BLOCK,) of each moment, as views."""
+    codes = memory[: moments * size].view(moments, size)
+    exponents = memory[moments * size :].view(moments, size // BLOCK)
+    return list(zip(codes, exponents, strict=True))
+
+
+def _times(h: Tensor, factor: int) -> Tensor:
+    """Return the low 32 bits of a product of 32-bit numbers, without int64's overflow."""
+    low, high = h & 0xFFFF, h >> 16
+    return (low * factor + ((high * factor & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+# FP32 rounded to fewer bits of mantissa
+
+
+@triton.jit
+def rounded(x, random, DROPPED: tl.constexpr):
+    """Round FP32 stochastically to a mantissa without its last DROPPED bits; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    up = (random & ((1 << DROPPED) - 1)).to(tl.int32)
+    bits = ((bits + up) >> DROPPED) << DROPPED
+    return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+
+
+def rounded_torch(x: Tensor, random: Tensor, dropped: int) -> Tensor:
+    """Return what ``rounded`` does; ``random`` is int64."""
+    up = (random & ((1 << dropped) - 1)).to(torch.int32)
+    bits = ((x.view(torch.int32) + up) >> dropped) << dropped
+    return torch.where(x.isnan(), x, bits.view(torch.float32))
+
+
+# moments of one byte
+
+
+@triton.jit
+def block_exponents(r):
+    """Return the exponent of each row of values that were rounded to codes' mantissas; int32."""
+    return tl.maximum(tl.max((r.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 40)
+
+
+@triton.jit
+def encoded(x, r, exponent, random, KIND: tl.constexpr):
+    """Return the codes, int32, of FP32 values.
+
+    ``r`` is ``rounded(x, random, 20)``, and ``exponent`` its block's. An unsigned code is 0 for 0
+    only: updates divide by it.
+    """
+    below = (exponent - KIND) << 3
+    code = ((r.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 20) - below
+    # below the last power of two: multiples of a unit
+    per_unit = ((256 + KIND - exponent) << 23).to(tl.float32, bitcast=True)
+    units = tl.where(exponent == 255, 0.0, tl.minimum(tl.abs(x) * per_unit, 8.0))
+    up = (random & 0xFFFFF).to(tl.int32).to(tl.float32) * 9.5367431640625e-07  # 2^-20
+    code = tl.where(code >= 8, code, (units + up).to(tl.int32))
+    if KIND == 15:
+        return tl.where((x < 0.0) & (code != 0), code | 128, code)
+    return tl.where((x > 0.0) & (code == 0), 1, code)
+
+
+@triton.jit
+def decoded(code, exponent, KIND: tl.constexpr):
+    """Return the FP32 values of codes and their blocks' exponents, both int32."""
+    magnitude = code & 127 if KIND == 15 else code
+    normal = ((magnitude + ((exponent - KIND) << 3)) << 20).to(tl.float32, bitcast=True)
+    unit = ((exponent - KIND - 2) << 23).to(tl.float32, bitcast=True)
+    x = tl.where(magnitude >= 8, normal, magnitude.to(tl.float32) * unit)
+    if KIND == 15:
+        x = tl.where(code >= 128, -x, x)
+    return tl.where(exponent == 255, float("nan"), x)
+
+
+@triton.jit
+def load_moment(codes, exponents_ptr, offs, blocks, end, KIND: tl.constexpr):
+    """Return FP32 moments of whole blocks, one a row of ``offs``, and zeros from ``end`` on."""
+    code = tl.load(codes + offs, mask=offs < end, other=0).to(tl.int32)
+    exponent = tl.load(exponents_ptr + blocks, mask=blocks * 128 < end, other=40).to(tl.int32)
+    return decoded(code, tl.expand_dims(exponent, 1), KIND)
+
+
+@triton.jit
+def store_moment(codes, exponents_ptr, offs, blocks, end, x, random, KIND: tl.constexpr):
+    """Store FP32 moments of whole blocks, one a row of ``offs``, up to ``end``."""
+    r = rounded(x, random, 20)
+    exponent = block_exponents(r)
+    code = encoded(x, r, tl.expand_dims(exponent, 1), random, KIND)
+    tl.store(codes + offs, code.to(tl.uint8), mask=offs < end)
+    tl.store(exponents_ptr + blocks, exponent.to(tl.uint8), mask=blocks * 128 < end)
+
+
+def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+    """Return codes and exponents of blocks of FP32 values of shape (n,), n a multiple of BLOCK.
+
+    Args:
+        x: the values.
+        random: int64 (n,); None: round down in magnitude, which is exact for decoded values.
+        kind: SIGNED or UNSIGNED.
+
+    Returns:
+        uint8 of shape (n,), and uint8 of shape (n / BLOCK,).
+    """
+    random = torch.zeros_like(x, dtype=torch.int64) if random is None else random
+    bits = rounded_torch(x, random, _DROPPED).view(torch.int32)
+    exponent = ((bits >> 23) & 0xFF).view(-1, BLOCK).amax(1).clamp_min(_LEAST_EXPONENT)
+    e = exponent.repeat_interleave(BLOCK)
+    code = ((bits & 0x7FFFFFFF) >> _DROPPED) - ((e - kind) << 3)
+    per_unit = ((256 + kind - e) << 23).view(torch.float32)
+    units = torch.where(e == _NOT_FINITE, 0.0, (x.abs() * per_unit).clamp_max(8.0))
+    up = (random & ((1 << _DROPPED) - 1)).float() * 2.0**-_DROPPED
+    code = torch.where(code >= 8, code, (units + up).to(torch.int32))
+    if kind == SIGNED:
+        code = torch.where((x < 0) & (code != 0), code | 128, code)
+    else:
+        code = torch.where((x > 0) & (code == 0), 1, code)
+    return code.to(torch.uint8), exponent.to(torch.uint8)
+
+
+def decode(code: Tensor, exponent: Tensor, kind: int) -> Tensor:
+    """Return the FP32 values, shape (n,), of what ``encode`` returned."""
+    code, e = code.to(torch.int32), exponent.to(torch.int32).repeat_interleave(BLOCK)
+    magnitude = code & 127 if kind == SIGNED else code
+    normal = ((magnitude + ((e - kind) << 3)) << _DROPPED).view(torch.float32)
+    unit = ((e - kind - 2) << 23).view(torch.float32)
+    x = torch.where(magnitude >= 8, normal, magnitude.float() * unit)
+    if kind == SIGNED:
+        x = torch.where(code >= 128, -x, x)
+    return torch.where(e == _NOT_FINITE, float("nan"), x)
+
+
+# masters as a half value and 16 more bits
+
+
+@triton.jit
+def joined(half, remainder, BF16: tl.constexpr):
+    """Return the FP32 masters of half values, given in FP32, and their int16 remainders."""
+    bits = half.to(tl.int32, bitcast=True)
+    if BF16:
+        # an outsider may have written 0, inf or NaN, from which there is no way down
+        magnitude = bits & 0x7FFFFFFF
+        alone = ((magnitude == 0) & (remainder < 0)) | (magnitude >= 0x7F800000)
+        whole = bits + tl.where(alone, 0, remainder.to(tl.int32))
+        return whole.to(tl.float32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 0xFF, 113)  # of 2^-14, float16's least
+    unit = ((exponent - 25) << 23).to(tl.float32, bitcast=True)
+    return half + remainder.to(tl.float32) * unit
+
+
+@triton.jit
+def split(x, BF16: tl.constexpr):
+    """Return half values, in FP32, and int32 remainders of FP32 masters."""
+    bits = x.to(tl.int32, bitcast=True)
+    if BF16:
+        half = ((bits + 0x8000) >> 16) << 16  # ties away from 0: then 16 bits are enough
+        half = tl.where(x != x, 0x7FC00000, half)
+        remainder = tl.where((half & 0x7FFFFFFF) >= 0x7F800000, 0, bits - half)
+        return half.to(tl.float32, bitcast=True), remainder
+    half = x.to(tl.float16).to(tl.float32)
+    exponent = tl.maximum((half.to(tl.int32, bitcast=True) >> 23) & 0xFF, 113)
+    per_unit = ((279 - exponent) << 23).to(tl.float32, bitcast=True)
+    finite = tl.abs(half) < float("inf")
+    units = tl.where(finite, (x - tl.where(finite, half, 0.0)) * per_unit, 0.0)
+    return half, tl.floor(units + 0.5).to(tl.int32)
+
+
+def join(half: Tensor, remainder: Tensor) -> Tensor:
+    """Return the FP32 masters of half values and their remainders.
+
+    Args:
+        half: float16 or bfloat16, of any shape.
+        remainder: int16 of that shape.
+    """
+    wide, r = half.float(), remainder.to(torch.int32)
+    bits = wide.view(torch.int32)
+    if half.dtype is torch.bfloat16:
+        magnitude = bits & 0x7FFFFFFF
+        alone = ((magnitude == 0) & (r < 0)) | (magnitude >= 0x7F800000)
+        return (bits + torch.where(alone, 0, r)).view(torch.float32)
+    exponent = ((bits >> 23) & 0xFF).clamp_min(113)
+    return wide + r.float() * ((exponent - 25) << 23).view(torch.float32)
+
+
+def cut(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the half values of FP32 masters, and int16 remainders: ``join`` gives them back.
+
+    Exact in bfloat16 for all finite values that round to finite ones. Exact in float16 from 2^-14
+    to 65504 in magnitude; smaller ones are off by 2^-40 at most. The half value of bfloat16 is the
+    nearest, ties away from 0; of float16 the nearest, ties to even.
+    """
+    bits = x.view(torch.int32)
+    if half_dtype is torch.bfloat16:
+        half = torch.where(x.isnan(), 0x7FC00000, ((bits + 0x8000) >> 16) << 16)
+        r = torch.where((half & 0x7FFFFFFF) >= 0x7F800000, 0, bits - half)
+        return half.view(torch.float32).bfloat16(), r.to(torch.int16)
+    rounded_half = x.half()
+    wide = rounded_half.float()
+    exponent = ((wide.view(torch.int32) >> 23) & 0xFF).clamp_min(113)
+    per_unit = ((279 - exponent) << 23).view(torch.float32)
+    finite = wide.isfinite()
+    units = torch.where(finite, (x - torch.where(finite, wide, 0.0)) * per_unit, 0.0)
+    return rounded_half, (units + 0.5).floor().to(torch.int16)

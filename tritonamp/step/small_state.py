@@ -1,0 +1,150 @@
+"""Optimizer state in fewer bytes: from FP32 to each of ``policy.STATES``, and back."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels._small_state import (
+    BLOCK,
+    SIGNED,
+    UNSIGNED,
+    decode,
+    encode,
+    in_memory_of,
+    in_order_of_memory,
+    moments_of,
+    moments_size,
+    padded,
+)
+from tritonamp.policy import STATES
+
+PACKED = "moments"
+"""The key of the moments of state "8bit", all in one uint8 tensor."""
+_FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
+
+
+class _Rule(Protocol):
+    """The rule of an optimizer, as this file knows it: a ``FusedRule``."""
+
+    kinds: str
+    states: tuple[str, ...]
+    state_keys: Mapping[str, str]
+
+
+def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
+    """Raise ValueError unless ``optimizer`` can keep its state in the format ``state``.
+
+    Args:
+        state: one of ``STATES``.
+        optimizer: its groups are looked at.
+        rule: its rule; None: it runs its own step.
+    """
+    kind = type(optimizer).__name__
+    states = ("fp32",) if rule is None else rule.states
+    if state not in states:
+        raise ValueError(
+            f"state={state!r}: expected an optimizer whose step can keep such state, got a {kind}, "
+            f"which can keep {', '.join(map(repr, states))}: " + _ADVICE
+        )
+    if state != "8bit":
+        return
+    for group in optimizer.param_groups:
+        if group.get("amsgrad"):
+            raise ValueError(
+                f"state='8bit': expected amsgrad=False, got a group of {kind} with amsgrad=True: "
+                "use state='bf16'"
+            )
+        for param in group["params"]:
+            if hasattr(param, "_local_tensor"):
+                raise ValueError(
+                    "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, "
+                    "DTensor), whose codes have no shape to shard: use state='bf16'"
+                )
+
+
+_ADVICE = (
+    'tritonamp.optim.Adam and AdamW, and torch\'s, keep "fp32", "bf16" and "8bit"; Lion and SGD '
+    '"fp32" and "bf16"'
+)
+
+
+def packed(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
+    """Return FP32 moments as the codes of state "8bit", uint8 of shape (moments_size(...),).
+
+    Values that such codes can hold stay exactly; others lose their last bits.
+
+    Args:
+        moments: of ``param``, first and second; None: zeros.
+        param: in whose order of memory the codes lie.
+    """
+    given = list(moments)
+    n, size = param.numel(), padded(param.numel())
+    memory = torch.zeros(moments_size(n, len(given)), dtype=torch.uint8, device=param.device)
+    parts = moments_of(memory, size, len(given))
+    for moment, kind, targets in zip(given, _FORMATS.values(), parts, strict=False):
+        values = torch.zeros(size, device=param.device)
+        if moment is not None:
+            values[:n] = in_order_of_memory(moment.float(), like=param)
+        for target, value in zip(targets, encode(values, None, kind), strict=True):
+            target.copy_(value)
+    return memory
+
+
+def unpacked(memory: Tensor, param: Tensor) -> dict[str, Tensor]:
+    """Return the moments of ``packed`` by key, FP32 of the parameter's shape and strides."""
+    n, size = param.numel(), padded(param.numel())
+    count = memory.numel() // max(size + size // BLOCK, 1)
+    parts = moments_of(memory, size, count)
+    return {
+        key: in_memory_of(param, decode(*part, kind)[:n])
+        for (key, kind), part in zip(_FORMATS.items(), parts, strict=False)
+    }
+
+
+def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, Any]:
+    """Return one parameter's state with moments in FP32, by the keys of torch's optimizers."""
+    wide = dict(state)
+    if PACKED in wide:
+        wide |= unpacked(wide.pop(PACKED), param)
+    for key in rule.state_keys.values():
+        value = wide.get(key)
+        if isinstance(value, Tensor) and value.dtype is torch.bfloat16:
+            wide[key] = value.float()
+    return wide
+
+
+def fp32_state_dict(
+    state_dict: dict[str, Any], optimizer: Optimizer, rule: _Rule | None
+) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` with FP32 moments, which every format loads."""
+    if rule is None:
+        return state_dict
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    state = dict(state_dict["state"])
+    for number, param in zip(numbers, params, strict=True):
+        if number in state:
+            state[number] = in_fp32(state[number], rule, param)
+    return {**state_dict, "state": state}
+
+
+def state_format(optimizer: Optimizer, wanted: str = STATES[0]) -> str:
+    """Return the format of an optimizer's state.
+
+    Args:
+        optimizer: one of ``tritonamp.optim`` may have been built with a format.
+        wanted: the policy's format.
+
+    Raises:
+        ValueError: both name one, and they differ.
+    """
+    own: str = getattr(optimizer, "_state_format", STATES[0])
+    if STATES[0] not in (own, wanted) and own != wanted:
+        raise ValueError(
+            f"state={wanted!r}: expected one format for each optimizer, got a "
+            f"{type(optimizer).__name__} that was built with state={own!r}: give it in one place"
+        )
+    return own if wanted == STATES[0] else wanted
