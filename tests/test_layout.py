@@ -28,6 +28,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "kernels policy",
+    "packed_value",
     "ambient class_swap fp32_values functional names nested readback scaler watched",
     "casts checkpoint diagnosis distributed",
     "step",

@@ -9,6 +9,7 @@ from torch import Tensor
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels.cast import fp32_value
+from tritonamp.packed_value import PackedValue
 
 
 class Fp32Values:
@@ -28,6 +29,7 @@ class Fp32Values:
         self._pointers = array("Q")  # to the half tensors when both sides agreed
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
+        self._packed: dict[Tensor, PackedValue] = {}  # by half tensor, instead of a value
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -35,8 +37,27 @@ class Fp32Values:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._halves)
 
+    def pack(self, half: Tensor) -> None:
+        """Keep the FP32 value of ``half`` as the half tensor and 16 bits, from now on."""
+        if half not in self._packed:
+            value = self.get(half) if half in self._index else None
+            self._packed[half] = PackedValue(half, value)
+            self.add(half, torch.empty(0))  # where others have theirs
+
+    def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the lower 16 bits of each packed value, and the tensor itself of others."""
+        packed = self._packed
+        return [packed[param].remainder() if param in packed else param for param in params]
+
+    def release_packed(self) -> None:
+        """Give up FP32 tensors of packed values, since a step has written to the half tensors."""
+        for packed in self._packed.values():
+            packed.release()
+
     def get(self, half: Tensor) -> Tensor:
         """Return the FP32 value, brought up to date in place."""
+        if half in self._packed:
+            return self._packed[half].get()
         i = self._index[half]
         known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
         if not known or not isinstance(half, torch.nn.Parameter):
@@ -49,6 +70,8 @@ class Fp32Values:
         Returns:
             whether somebody has written to a half tensor, or given it other memory.
         """
+        for packed in self._packed.values():
+            packed.settle()
         halves, at, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
@@ -73,6 +96,8 @@ class Fp32Values:
     @between_graphs
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
+        for packed in self._packed.values():
+            packed.settle()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:
@@ -117,6 +142,10 @@ class Fp32Values:
 
     def load(self, half: Tensor, value: Tensor) -> None:
         """Take a value from a checkpoint, before it is rounded into ``half``."""
+        if half in self._packed:
+            if half.shape == value.shape:
+                self._packed[half].load(value)
+            return
         target = self._values[self._index[half]]
         if target.shape == value.shape:
             with torch.no_grad():

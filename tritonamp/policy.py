@@ -298,8 +298,8 @@ def _conflicts(policy: Policy) -> Iterable[str]:
         )
     if policy.state == "8bit" and not policy.trains_fp32_values:
         yield (
-            "state='8bit' needs FP32 values, master_weights=True: such state holds their lower bits "
-            "(use level='O2', or state='bf16')"
+            "state='8bit' needs FP32 values, master_weights=True: it holds their lower bits (use "
+            "level='O2', or state='bf16')"
         )
     if policy.softmax_dtype is not None and not policy.op_policy:
         yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"

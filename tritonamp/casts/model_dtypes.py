@@ -171,8 +171,10 @@ class ModelDtypes:
         for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor in self._widened:
                 dtype = self._widened.pop(tensor)
-                value = self._value(tensor).to(tensor.device, dtype)
-                set_data(tensor, value, self._policy.grad_dtype)
+                value = self._value(tensor).to(tensor.device)
+                set_data(tensor, value.to(dtype), self._policy.grad_dtype)
+                if tensor in self._fp32_values:
+                    self._fp32_values.load(tensor, value)
         flatten_rnns(module)
 
     @contextlib.contextmanager

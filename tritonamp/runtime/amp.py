@@ -416,9 +416,8 @@ class Amp:
         They are FP32 where the policy has masters.
         """
         self._check_enabled("master_params")
-        for optimizer in self._parts.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+        for weights in self._parts.weights.values():
+            yield from (value for _, value in weights.fp32_values())
 
     def named_master_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and FP32 master of each parameter, in the order of ``named_parameters()``.
@@ -432,7 +431,7 @@ class Amp:
         masters: dict[Tensor, Tensor] = {}
         for weights in self._parts.weights.values():
             weights.refresh()
-            masters |= {param: master for master, param in weights.copies().items()}
+            masters |= dict(weights.fp32_values())
         for param, name in parameter_names(self._parts.models).items():
             yield name, masters.get(param, param)
 

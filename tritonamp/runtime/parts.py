@@ -230,7 +230,10 @@ def _master_weights(
         wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
         if widen_state(optimizer, wide):
             logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-    weights = MasterWeights(optimizer, fp32_values, policy.trains_fp32_values, policy.grad_dtype)
+    packs = state_format(optimizer, policy.state) == "8bit"
+    weights = MasterWeights(
+        optimizer, fp32_values, policy.trains_fp32_values, policy.grad_dtype, packs
+    )
     weights.take_masters()
     return weights
 

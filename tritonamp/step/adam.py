@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.kernels.adamw_8bit import adamw_8bit
 from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
@@ -37,7 +38,8 @@ class FusedAdamRule(FusedRule):
         backend: str,
     ) -> None:
         """Run one step of the ``adamw`` operation, see ``FusedRule.update``."""
-        _adamw.adamw(lists, grad_scale, found_inf, backend)
+        step = adamw_8bit if lists.state == "8bit" else _adamw.adamw
+        step(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
         """Return the hyperparameters of one group."""

@@ -15,6 +15,7 @@ from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.policy import STATES
 from tritonamp.step.gradients import Gradients
+from tritonamp.step.small_state import PACKED, in_fp32, packed_moments
 
 
 class FusedRule(ABC):
@@ -103,6 +104,7 @@ class FusedStep:
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
         state: the format of the state, of ``policy.STATES``.
+        remainders: returns the lower 16 bits of packed FP32 values, for state "8bit".
     """
 
     def __init__(
@@ -112,12 +114,14 @@ class FusedStep:
         backend: str,
         track_lost: bool = False,
         state: str = STATES[0],
+        remainders: Callable[[Sequence[Tensor]], list[Tensor]] = list,
     ) -> None:
         self.rule = rule
         self._optimizer = optimizer
         self._backend = backend
         self._track_lost = track_lost
         self._state = state
+        self._remainders = remainders
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -152,7 +156,10 @@ class FusedStep:
     def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
         """Return the gradients' lists joined by the state's; None where some state is missing."""
         tensors, states = gradients.lists, self._states(gradients.params)
-        keys = {**self.rule.state_keys, **({"steps": "step"} if self.rule.counts_steps else {})}
+        packed = self._state == "8bit"
+        keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
+        if self.rule.counts_steps:
+            keys["steps"] = "step"
         try:
             found = {
                 name: self._values(name, key, states, tensors, group_of)
@@ -160,7 +167,11 @@ class FusedStep:
             }
         except KeyError:
             return None
-        return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
+        if not packed:
+            return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
+        found["remainders"] = self._remainders(gradients.params)
+        repeat, coded = ("copies", "remainders"), ("remainders", PACKED)
+        return tensors.with_lists(repeat, ("steps",), found, coded)
 
     def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         state = self._optimizer.state
@@ -199,6 +210,9 @@ class FusedStep:
         if not keys:
             return False
         state: dict[str, Any] = self._optimizer.state[param]
+        if PACKED in state and self._state != "8bit":
+            state |= in_fp32(state, self.rule, param)
+            del state[PACKED]
         shaped: dict[str, Tensor] = {}
         if self.rule.counts_steps:
             step = state.get("step", 0.0)
@@ -209,6 +223,8 @@ class FusedStep:
         dtype = torch.promote_types(param.dtype, torch.float32)
         if self._state == "bf16" and dtype is torch.float32:
             dtype = torch.bfloat16
+        if self._state == "8bit":
+            return self._pack(param, state, keys, shaped)
         missing = [key for key in keys if state.get(key) is None]  # None: as torch's SGD has it
         for key in keys:
             if key in missing:
@@ -223,6 +239,18 @@ class FusedStep:
             refuse_capture(param.device, "the optimizer's state")
             state.update(shaped)
         return bool(missing)
+
+    def _pack(
+        self, param: Tensor, state: dict[str, Any], keys: Sequence[str], shaped: dict[str, Tensor]
+    ) -> bool:
+        """Bring one parameter's state into the format "8bit"; return whether it was made."""
+        is_new = PACKED not in state and any(state.get(key) is None for key in keys)
+        if PACKED not in state:
+            shaped[PACKED] = packed_moments([state.pop(key, None) for key in keys], param)
+        if shaped:
+            refuse_capture(param.device, "the optimizer's state")
+            state.update(shaped)
+        return is_new
 
 
 def _is_in_shape(lists: TensorLists) -> bool:

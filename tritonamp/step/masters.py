@@ -35,7 +35,8 @@ class Scale(Protocol):
 class MasterWeights:
     """One optimizer's parameters, each with the FP32 tensor that the optimizer steps on.
 
-    A parameter that is FP32 already, or that the policy gives no master, is its own master.
+    A parameter that is FP32 already, or that the policy gives no master, is its own master. So is
+    a half one whose FP32 value is packed: kept as the parameter and 16 more bits.
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
@@ -49,6 +50,7 @@ class MasterWeights:
         fp32_values: Fp32Values,
         trains_fp32_values: bool,
         grad_dtype: torch.dtype | None = None,
+        packs: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.state = GradientState.CLEAR
@@ -56,6 +58,8 @@ class MasterWeights:
         self._fp32_values = fp32_values
         self._trains_fp32_values = trains_fp32_values
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
+        self._packs = packs
+        self._packed: list[Tensor] = []  # half parameters whose FP32 value is packed
         self._masters: list[Tensor] = []  # keys and values of _sources, as lists
         self._params: list[Tensor] = []
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
@@ -80,13 +84,18 @@ class MasterWeights:
         self._masters = [m for m in masters if m in self._sources]
         self._params = [self._sources[master] for master in self._masters]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
+        packed = self._packs and self._trains_fp32_values
+        self._packed = [p for p in self._params if packed and p in self._fp32_values]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
 
     def _master_of(self, param: Tensor) -> Tensor:
         """Return the tensor to step on for ``param``; it takes over the optimizer's state."""
         master = param
         if self._trains_fp32_values and self._needs_master(param):
-            master = self._fp32_values.master(param)
+            if self._packs:
+                self._fp32_values.pack(param)
+            else:
+                master = self._fp32_values.master(param)
         self._sources[master] = param
         if master is not param and param in self.optimizer.state:
             self.optimizer.state[master] = self.optimizer.state.pop(param)
@@ -144,6 +153,26 @@ class MasterWeights:
     def copies(self) -> dict[Tensor, Tensor]:
         """Return master to the half parameter that receives its rounded value."""
         return {master: param for master, param in self._sources.items() if master is not param}
+
+    def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the lower 16 bits of packed values, and the tensor itself of other parameters."""
+        return self._fp32_values.remainders(params)
+
+    def fp32_values(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter of the model and its FP32 value, itself where it has no other.
+
+        A write to a value counts, until the next step.
+        """
+        packed = set(self._packed)
+        for master, param in self._sources.items():
+            yield param, self._view(param) if param in packed else master
+
+    def _view(self, param: Tensor) -> Tensor:
+        """Return the FP32 value of a packed parameter, with its true gradient if that is known."""
+        value = self._fp32_values.get(param)
+        true = self.has_true_gradients and param.grad is not None
+        value.grad = param.grad if true and param.grad.dtype is value.dtype else None
+        return value
 
     def with_groups(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Yield each parameter of the model, its stepped-on tensor, and the tensor's group."""
@@ -221,10 +250,10 @@ class MasterWeights:
         self._adopt_unfrozen()
         if self.has_true_gradients:
             self._take_replaced()
+            masters = self._sources
+            self._set_aside |= {m: m.grad for m in masters if m.grad is not None}
             self._shown.put_back()
-            for master, param in self._sources.items():
-                if master.grad is not None:
-                    self._set_aside[master] = master.grad
+            for master, param in masters.items():
                 master.grad = None
                 self._shown.clear(param)
         self.state = GradientState.SCALED
@@ -235,13 +264,18 @@ class MasterWeights:
 
         A parameter that is its own master keeps its gradient's tensor: a CUDA graph may write it.
         """
+        packed = set(self._packed)
         with torch.no_grad():
             for master, param in self._sources.items():
-                true = _unscaled(param, master, grad_scale)
+                true = _unscaled(param, master, grad_scale, param in packed)
                 aside = self._set_aside.pop(master, None)
                 if true is not None and aside is not None:
                     true = true + aside
-                master.grad = aside if true is None else true
+                true = aside if true is None else true
+                if param in packed:
+                    self._shown.show(param, true)
+                else:
+                    master.grad = true
         self.state = GradientState.TRUE
         self.decision = None
 
@@ -265,9 +299,13 @@ class MasterWeights:
         aside = dict(self._set_aside)
         self.clear()
         if aside:
+            packed = set(self._packed)
             for master, param in self._sources.items():
                 param.grad = None
-                master.grad = aside.get(master)
+                if param in packed:
+                    self._shown.show(param, aside.get(master))
+                else:
+                    master.grad = aside.get(master)
             self.state = GradientState.TRUE
             self.show_true_gradients()
 
@@ -288,7 +326,7 @@ class MasterWeights:
         """
         self._set_aside.clear()
         self._shown.put_back()
-        for param in self.copies().values():
+        for param in (*self.copies().values(), *self._packed):
             if set_to_none or param.grad is None:
                 self._shown.clear(param)
             else:
@@ -306,6 +344,7 @@ class MasterWeights:
     def mark_rounded(self) -> None:
         """Note that the half parameters hold the rounded masters now."""
         self._fp32_values.mark_rounded(self._halves)
+        self._fp32_values.release_packed()
 
     def note_step(self) -> None:
         """Note that the last write to the parameters was a step's."""
@@ -341,8 +380,11 @@ class MasterWeights:
         return shares
 
 
-def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor) -> Tensor | None:
-    """Return the true gradient: in its own tensor where the parameter is its own master."""
+def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, packed: bool) -> Tensor | None:
+    """Return the true gradient: in its own tensor where the parameter is its own master.
+
+    That of a packed parameter is FP32, as of one that has a master.
+    """
     grad = param.grad
     if grad is None:
         return None
@@ -350,6 +392,8 @@ def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor) -> Tensor | Non
         grad = grad.coalesce()
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     grad_scale = transfer(grad_scale, grad.device)
+    if packed:
+        return wide * grad_scale
     if param is master and not grad.is_sparse:
         return grad.copy_(wide.mul_(grad_scale))  # a no-op where ``wide`` is ``grad``
     return (wide * grad_scale).to(master.dtype)

@@ -71,7 +71,7 @@ _ADVICE = (
 )
 
 
-def packed(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
+def packed_moments(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
     """Return FP32 moments as the codes of state "8bit", uint8 of shape (moments_size(...),).
 
     Values that such codes can hold stay exactly; others lose their last bits.
@@ -94,7 +94,7 @@ def packed(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
 
 
 def unpacked(memory: Tensor, param: Tensor) -> dict[str, Tensor]:
-    """Return the moments of ``packed`` by key, FP32 of the parameter's shape and strides."""
+    """Return the moments of ``packed_moments`` by key, FP32, laid out as the parameter."""
     n, size = param.numel(), padded(param.numel())
     count = memory.numel() // max(size + size // BLOCK, 1)
     parts = moments_of(memory, size, count)

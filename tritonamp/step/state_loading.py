@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
-from tritonamp.step.rules import has_half_state, keeps_fp32_state
+from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
+from tritonamp.step.small_state import in_fp32
 
 _SHOWN = 5  # problems that an error lists
 
@@ -169,6 +170,9 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = _replaced(optimizer, param)
+            rule = rule_of(optimizer)
+            if rule is not None:
+                state = optimizer.state[param] = in_fp32(state, rule, param)
             step = state.get("step")
             if isinstance(step, Tensor) and not (group.get("fused") or group.get("capturable")):
                 state["step"] = step.to("cpu")

@@ -225,7 +225,8 @@ class Stepper:
             if rule is not None:
                 track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
-                fused = FusedStep(optimizer, rule, self._backend, track_lost, state)
+                remainders = self._weights[optimizer].remainders
+                fused = FusedStep(optimizer, rule, self._backend, track_lost, state, remainders)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         if fused is not None and fused.rule.leaves_sparse_to_torch:
