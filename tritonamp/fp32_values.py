@@ -37,17 +37,27 @@ class Fp32Values:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._halves)
 
-    def pack(self, half: Tensor) -> None:
-        """Keep the FP32 value of ``half`` as the half tensor and 16 bits, from now on."""
+    def pack(self, half: Tensor, remainder: Tensor | None = None) -> None:
+        """Keep the FP32 value of ``half`` as the half tensor and 16 bits, from now on.
+
+        Args:
+            half: a half tensor.
+            remainder: these 16 bits, if they are known, see ``PackedValue``.
+        """
         if half not in self._packed:
             value = self.get(half) if half in self._index else None
-            self._packed[half] = PackedValue(half, value)
+            self._packed[half] = PackedValue(half, value, remainder)
             self.add(half, torch.empty(0))  # where others have theirs
 
     def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the lower 16 bits of each packed value, and the tensor itself of others."""
         packed = self._packed
         return [packed[param].remainder() if param in packed else param for param in params]
+
+    def settle_packed(self) -> None:
+        """Take over what somebody has written into FP32 tensors of packed values."""
+        for packed in self._packed.values():
+            packed.settle()
 
     def release_packed(self) -> None:
         """Give up FP32 tensors of packed values, since a step has written to the half tensors."""
@@ -70,8 +80,7 @@ class Fp32Values:
         Returns:
             whether somebody has written to a half tensor, or given it other memory.
         """
-        for packed in self._packed.values():
-            packed.settle()
+        self.settle_packed()
         halves, at, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
@@ -96,8 +105,7 @@ class Fp32Values:
     @between_graphs
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
-        for packed in self._packed.values():
-            packed.settle()
+        self.settle_packed()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:

@@ -660,6 +660,7 @@ class Amp:
             faults,
             self._parts.schedulers.state(),
             self._parts.stepper.outlier_windows.state(self._scalers),
+            self.policy.state,
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -67,8 +67,14 @@ class EnabledOptimizer(Swapped):
         group = self.param_groups[-1]  # type: ignore[attr-defined]
         self._stepper.adopt(_unwrapped(self), group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with moments in FP32 whatever their format is."""
+    def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
+        """Return the state, with moments in FP32.
+
+        Args:
+            packed: in the format that ``state`` of the policy names, which loads everywhere, too.
+        """
+        if packed:
+            return super().state_dict()  # type: ignore[misc, no-any-return]
         return self._stepper.fp32_state(_unwrapped(self), super().state_dict())  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
