@@ -17,6 +17,7 @@ from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
+LEVELS, STATES = ("O0", "O1", "O2"), ("fp32", "bf16", "8bit")
 TRIALS = [("O0", torch.float16)] + [
     (level, dtype) for dtype in (torch.float16, torch.bfloat16) for level in ("O1", "O2", "O3")
 ]
@@ -74,7 +75,14 @@ def report() -> str:
                 [_trial(*trial, device) for trial in TRIALS],
             )
         )
+    parts.append(table(("level", *(f"state={s!r}" for s in STATES)), [*map(_bytes, LEVELS)]))
+    parts.append("bytes a parameter with Adam: parameter, gradient, master and moments")
     return "\n\n".join(parts)
+
+
+def _bytes(level: str) -> tuple[str, ...]:
+    policy = getattr(tritonamp, level)
+    return level, *(f"{policy.bytes_per_parameter(state):.3g}" for state in STATES)
 
 
 def _versions() -> list[tuple[str, str]]:
