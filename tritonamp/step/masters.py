@@ -214,6 +214,19 @@ class MasterWeights:
         """Return the present gradients, sparse ones included."""
         return [g for g in map(_grad, self._of_state()) if g is not None]
 
+    def memory(self) -> Iterator[Tensor]:
+        """Yield masters, gradients, hidden ones included, and what kernels keep between steps.
+
+        Plans are forgotten: the tensors are about to move.
+        """
+        for master, param in self._sources.items():
+            if master is not param:
+                yield master
+            grads = master.grad, param.grad, self._set_aside.get(master)
+            yield from (grad for grad in grads if grad is not None)
+        yield from self._shown.hidden()
+        yield from self._memory.forget_plans()
+
     # from state to state
 
     def begin(self, decision: Scale) -> None:
