@@ -48,6 +48,11 @@ class Memory:
         if not PLAIN_STEPS:
             self._plans = [plan, *self._plans[: _PLANS - 1]]
 
+    def forget_plans(self) -> list[Tensor]:
+        """Forget the plans, which hold addresses, and return the tensors that last."""
+        self._plans.clear()
+        return list(self._kept.values())
+
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tritonamp.asleep import Asleep
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels.cast import fp32_value
@@ -20,9 +21,13 @@ class Fp32Values:
     tensor's address: those through ``.data`` escape unless they give the tensor other memory.
     Masters are where their half tensors are, and follow in each step. Originals are in main memory,
     and follow when somebody asks for them: from a GPU that takes a copy that the host waits for.
+
+    Attributes:
+        asleep: says what is away from the device.
     """
 
     def __init__(self) -> None:
+        self.asleep = Asleep()
         self._index: dict[Tensor, int] = {}  # of a half tensor in the lists below
         self._halves: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -66,6 +71,7 @@ class Fp32Values:
 
     def get(self, half: Tensor) -> Tensor:
         """Return the FP32 value, brought up to date in place."""
+        self.asleep.check_training()
         if half in self._packed:
             return self._packed[half].get()
         i = self._index[half]
@@ -150,6 +156,7 @@ class Fp32Values:
 
     def load(self, half: Tensor, value: Tensor) -> None:
         """Take a value from a checkpoint, before it is rounded into ``half``."""
+        self.asleep.check_training()
         if half in self._packed:
             if half.shape == value.shape:
                 self._packed[half].load(value)

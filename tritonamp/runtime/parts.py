@@ -37,6 +37,7 @@ from tritonamp.step.masters import MasterWeights
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
 from tritonamp.step.schedulers import SchedulerSteps
+from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
 from tritonamp.step.state_loading import widen_state
 from tritonamp.step.stepper import Stepper
@@ -97,6 +98,7 @@ class Parts:
         pending: the decisions that optimizers wait for.
         stepper: carries them out.
         schedulers: of learning rates, stepped for steps that were taken.
+        sleep: moves what training needs to host memory.
         first_loss: was it computed by a forward?
         scaled_gradients: which torch's own clipping is not to be given.
     """
@@ -117,6 +119,7 @@ class Parts:
     pending: PendingDecisions
     stepper: Stepper
     schedulers: SchedulerSteps
+    sleep: Sleep
     first_loss: FirstLoss
     scaled_gradients: ScaledGradients
 
@@ -157,6 +160,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         forwards,
         ranks,
         _SharedResponse(response, healing, ranks),
+        fp32_values.asleep,
         request.around_step,
     )
     schedulers = SchedulerSteps(stepper.outcomes, log, ranks)
@@ -179,6 +183,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         pending=pending,
         stepper=stepper,
         schedulers=schedulers,
+        sleep=Sleep(models, weights, pending, stepper, fp32_values.asleep),
         first_loss=FirstLoss(models, watches=context.autocast),
         scaled_gradients=ScaledGradients(
             partial(_scaled_params, policy, pending, weights),

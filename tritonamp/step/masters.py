@@ -243,6 +243,21 @@ class MasterWeights:
         """Return the present gradients, sparse ones included."""
         return [g for g in map(_grad, self._of_state()) if g is not None]
 
+    def memory(self) -> Iterator[Tensor]:
+        """Yield masters, gradients, hidden ones included, and what kernels keep between steps.
+
+        Plans are forgotten: the tensors are about to move.
+        """
+        for master, param in self._sources.items():
+            if master is not param:
+                yield master
+            grads = master.grad, param.grad, self._set_aside.get(master)
+            yield from (grad for grad in grads if grad is not None)
+        lower = self.remainders(self._packed)
+        yield from (r for r, param in zip(lower, self._packed, strict=True) if r is not param)
+        yield from self._shown.hidden()
+        yield from self._memory.forget_plans()
+
     # from state to state
 
     def begin(self, decision: Scale) -> None:

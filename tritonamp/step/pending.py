@@ -112,6 +112,11 @@ class PendingDecisions:
             else:
                 self.leave(w, [decision])
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a ``with`` block of ``open`` has not ended."""
+        return any(decision.blocks for decision in self._decisions)
+
     def fed_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that a loss since their last step feeds."""
         by_hand = self._scaler.loss_nonfinite is not None

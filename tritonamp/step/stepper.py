@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
@@ -59,6 +60,7 @@ class Stepper:
         ranks: the processes that decide together.
         respond: called after every decision with whether it was a skip, where the policy wants more
             than skipping.
+        asleep: says what is away from the device.
         around_step: makes a context manager for each step of an optimizer.
 
     Attributes:
@@ -77,8 +79,10 @@ class Stepper:
         forwards: Forwards,
         ranks: Ranks,
         respond: Callable[[bool], None],
+        asleep: Asleep,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
+        self.asleep = asleep
         self.around_step = around_step
         self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
@@ -173,6 +177,11 @@ class Stepper:
                 skip = decision.found_inf.to(norm.device) != 0
                 norm = torch.where(skip, torch.zeros_like(norm), norm)
         return norm
+
+    @property
+    def has_captured_scale(self) -> bool:
+        """Whether a CUDA graph has captured the scaling of a loss, and not the scaler's update."""
+        return self._scaler.is_replayed
 
     def check_scaler(self, scaler: Any) -> None:
         """Refuse a GradScaler that the backward of an enabled model did not use."""
