@@ -28,7 +28,6 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # earlier tiers.
 TIERS = [
     "asleep kernels policy",
-    "packed_value",
     "ambient class_swap fp32_values functional names nested readback scaler watched",
     "casts checkpoint diagnosis distributed",
     "step",

@@ -70,15 +70,8 @@ class EnabledOptimizer(Swapped):
         group = self.param_groups[-1]  # type: ignore[attr-defined]
         stepper.adopt(_unwrapped(self), group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the masters' numbers, as torch has it."""
-        _awake(self)
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state
-
     def _plain_state(self, state: Any) -> Any:
-        _awake(self)
-        return super()._plain_state(state)
+        return _awake(self).plain_state(_unwrapped(self), super()._plain_state(state))
 
     def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
         """Return the state, with moments in FP32.
@@ -86,9 +79,8 @@ class EnabledOptimizer(Swapped):
         Args:
             packed: in the format that ``state`` of the policy names, which loads everywhere, too.
         """
-        if packed:
-            return super().state_dict()  # type: ignore[misc, no-any-return]
-        return self._stepper.fp32_state(_unwrapped(self), super().state_dict())  # type: ignore[misc]
+        stepper, own = _awake(self), super().state_dict()  # type: ignore[misc]
+        return own if packed else stepper.fp32_state_dict(_unwrapped(self), own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
-from tritonamp.step.small_state import fp32_state_dict, state_format
+from tritonamp.step.small_state import fp32_state_dict, in_fp32, state_format
 from tritonamp.step.state_loading import load_state
 
 
@@ -355,9 +356,23 @@ class Stepper:
         """Clear the half parameters' gradients when the user clears the optimizer's."""
         self._pending.zeroed(optimizer, set_to_none)
 
-    def fp32_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def fp32_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's own ``state_dict()`` with all moments in FP32."""
         return fp32_state_dict(state_dict, optimizer, rule_of(optimizer))
+
+    def plain_state(self, optimizer: Optimizer, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return what a copy of the optimizer is made from: state and masters in FP32."""
+        rule = rule_of(optimizer)
+        if rule is None or "state" not in plain:
+            return plain
+        values = dict(self._weights[optimizer].fp32_values())
+        masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
+        groups = [
+            {**group, "params": [masters.get(p, p) for p in group["params"]]}
+            for group in plain["param_groups"]
+        ]
+        state = {masters.get(p, p): in_fp32(s, rule, p) for p, s in plain["state"].items()}
+        return {**plain, "state": defaultdict(dict, state), "param_groups": groups}
 
     def load_state(
         self,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.asleep import Asleep
+from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels.cast import fp32_value
-from tritonamp.packed_value import PackedValue
 
 
 class Fp32Values:
