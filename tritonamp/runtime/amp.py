@@ -339,7 +339,8 @@ class Amp:
 
         For a skip that somebody else wants: parameters, optimizer state and loss scale stay as they
         are, and the cause is "veto". Several calls combine by or. A tensor is not waited for. Where
-        ranks train together, a veto of one is a veto of all.
+        ranks train together, a veto of one is a veto of all; after ``clip_grad_norm_`` or
+        ``unscale_`` all of them must call it then, since they decide again together.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
@@ -347,8 +348,8 @@ class Amp:
         Raises:
             ValueError: another type, shape or dtype.
             RuntimeError: no loss was scaled since the last step (by ``amp.backward``,
-                ``amp.scale_loss`` or ``amp.scaler.scale``); or after ``clip_grad_norm_`` or
-                ``unscale_`` on a GPU or with several ranks; or inside of DDP's ``join``.
+                ``amp.scale_loss`` or ``amp.scaler.scale``); or one of several optimizers that a
+                loss feeds has stepped; or inside of DDP's ``join``.
         """
         self._check_enabled("veto")
         check_flag(flag)
