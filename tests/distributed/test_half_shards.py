@@ -275,13 +275,19 @@ def test_steps_of_kernels(pair: Pair) -> None:
 
 
 @on_ranks
-def read(level: str) -> list[str]:
-    """In which dtypes layers get what they read."""
-    model = sharded(net("float16"))
+def read(level: str, kept: bool = False) -> list[str]:
+    """In which dtypes layers get their inputs; ``kept``: the weights of the last, which is FP32."""
+    model = net("float16")
+    options = {"fp32_modules": ["3"]} if kept else {}
+    if kept:
+        fully_shard(model[3])
+    model = sharded(model)
     seen: list[str] = []
-    for layer in (model[0], model[3]):
-        layer.register_forward_hook(lambda _, args, y: seen.append(str(args[0].dtype)))
-    amp, optimizer = enabled(model, level=level)
+    for layer in (model[3],) if kept else (model[0], model[3]):
+        layer.register_forward_hook(
+            lambda used, args, _: seen.append(str((used.weight if kept else args[0]).dtype))
+        )
+    amp, optimizer = enabled(model, level=level, **options)
     train(model, amp, optimizer, part)
     amp.disable()
     return sorted(set(seen))
@@ -290,6 +296,7 @@ def read(level: str) -> list[str]:
 def test_the_level_says_what_is_cast_and_not_fsdp2(pair: Pair) -> None:
     both = ["torch.float16", "torch.float32"]
     assert [read(pair, level=level) for level in ("O1", "O2")] == [[both] * 2, [both[:1]] * 2]
+    assert read(pair, level="O2", kept=True) == [both[1:]] * 2
 
 
 @on_ranks
