@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.distributed.ddp import unwrapped
-from tritonamp.distributed.fsdp import full_tensor, is_sharded
+from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.kernels.ema import ema

@@ -352,13 +352,14 @@ class Stepper:
     # what else the user does to the optimizer
 
     def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Refuse parameters that the optimizer has already (torch sees only their masters)."""
+        """Refuse parameters that the optimizer has (torch sees only masters), or cannot step on."""
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         group["params"] = params  # it may have been a generator
         known = set(self._weights[optimizer].parameters())
         if any(isinstance(p, Tensor) and p in known for p in params):
             raise ValueError("some parameters appear in more than one parameter group")
+        self._weights[optimizer].check_gathered([p for p in params if isinstance(p, Tensor)])
 
     def adopt(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Put masters into a parameter group that was added."""
