@@ -7,13 +7,13 @@
 # Each pair gets an environment of its own, which is removed after it, so that one at a time takes
 # disk: about 8 GB, and ten minutes on two cores. Its row in bench/results/versions.md is replaced,
 # also where something failed; exit status 1 where one did. A Python is looked for as python3.N, then
-# among pyenv's.
+# among pyenv's. ARCH="75 90" in the environment names other architectures for the gates.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 unset PYTHONPATH PYTHONHOME
 pythons=(3.10 3.11 3.12 3.13)
 torches=(2.11 2.12 2.13 2.14 2.15)
-architectures=(75 90)
+architectures=(${ARCH:-90 gfx942})
 table=bench/results/versions.md
 
 pairs=("$@")
@@ -55,11 +55,11 @@ row() {  # 3.N, torch
     if install "$1" "$2" && found=$(versions); then
         PATH=$tmp/env/bin:$PATH
         (cd "$tmp/src" && pytest) 2>&1 | tee "$tmp/tests.log" || failed=1
-        tests=$(grep -oE '[0-9]+ (failed|passed|error|errors|skipped|xfailed)' "$tmp/tests.log" \
-            | tail -5 | paste -sd, | sed 's/,/, /g')
+        tests=$(tail -1 "$tmp/tests.log" | grep -oE '[0-9]+ (failed|passed|errors?|skipped)' \
+            | paste -sd, | sed 's/,/, /g')
         (cd "$tmp/src" && python bench/static.py --arch "${architectures[@]}") >"$tmp/builds.log" \
             2>"$tmp/faults.log" || failed=1
-        builds="$(wc -l <"$tmp/builds.log") builds, $(wc -l <"$tmp/faults.log") faults"
+        builds="$(wc -l <"$tmp/builds.log") for ${architectures[*]}, $(wc -l <"$tmp/faults.log") faults"
         cat "$tmp/faults.log"
     else
         tests="cannot be installed" builds="" failed=1
@@ -74,6 +74,6 @@ status=0
 for pair in "${pairs[@]}"; do
     printf '\n=== Python %s, torch %s\n' "${pair%:*}" "${pair#*:}"
     (row "${pair%:*}" "${pair#*:}") || status=1
-    tail -n +1 "$table" | grep '^| [0-9]'
+    grep '^| [0-9]' "$table"
 done
 exit $status
