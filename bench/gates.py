@@ -17,6 +17,7 @@ MAX_GROWTH = 1.15
 AMD_REGISTERS = 168  # of a lane's 512: three waves for each SIMD unit of a CU
 STACK = {  # bytes: two numbers that a loop does not change may be put aside
     70: 8,  # which has no uniform registers
+    75: 8 if VERSION == "3.7" else 0,  # put aside before a loop, and read after it
     100: 8,  # where ptxas rather does so than take a register more
 }
 
