@@ -168,7 +168,7 @@ def line(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="+", choices=builds.ARCHITECTURES, metavar="N")
+    parser.add_argument("--arch", type=int, nargs="+", choices=builds.NVIDIA, metavar="N")
     parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
     parser.add_argument("--only", default="", help="calls whose name this regular expression finds")
     parser.add_argument("--snapshot", action="store_true", help=f"write {SNAPSHOT.name}")

@@ -142,14 +142,17 @@ def _describe(device: torch.device) -> str:
         )
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
-    capability = hardware.capability(device)
-    shown = (
-        "no compute capability"
-        if capability is None
-        else "compute capability {}.{}".format(*capability)
-    )
     fault = hardware.known_fault(device)
-    return f"{properties.name}, {shown}, {memory}" + (f"\n{fault}" if fault else "")
+    return f"{properties.name}, {_kind(device)}, {memory}" + (f"\n{fault}" if fault else "")
+
+
+def _kind(device: torch.device) -> str:
+    capability, amd = hardware.capability(device), hardware.amd_architecture(device)
+    if capability is not None:
+        return "compute capability {}.{}".format(*capability)
+    if amd not in hardware.AMD_WAVES:
+        return amd or "no compute capability"
+    return f"{amd}, waves of {hardware.AMD_WAVES[amd]}, kernels built ahead of time, never run"
 
 
 def _operation(name: str, device: torch.device) -> tuple[str, str, str]:
