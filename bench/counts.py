@@ -95,7 +95,7 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         listed.append((regions[-1], [x]))  # alive
         arguments.append(x.data_ptr() + i * TAG)
     total = call.grid[0] * call.grid[1] * call.grid[2]
-    programs = np.unique(np.linspace(0, total - 1, PROGRAMS).astype(int))
+    options = Options(races=False, accesses=True, programs=spread)
     findings = Findings()
     space = GlobalMemory(regions, findings, races=False)
     ran = Program(compiled.asm["ptx"]).run(
@@ -103,11 +103,10 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         [*arguments, *call.sizes],
         space,
         compiled.metadata.shared,
-        Options(races=False, accesses=True),
-        programs,
+        options,
     )
     assert not findings, "\n".join(map(str, findings.values()))
-    elements = elements_of(build, call) * len(programs) / total
+    elements = elements_of(build, call) * len(options.chosen(total)) / total
     return Row(
         build.name,
         build.arch,
@@ -117,6 +116,11 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         round(32 * sum(ran.sectors.values()) / elements, 2),
         round(ran.waves / max(ran.ideal, 1), 2),
     )
+
+
+def spread(total: int) -> np.ndarray:
+    """Return numbers of programs that stand for all, the first and the last among them."""
+    return np.unique(np.linspace(0, total - 1, PROGRAMS).astype(int))
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,11 @@ def single(x: float) -> np.float32:
         ("cvt.rn.bf16x2.f32", (0x3F808000, 0x3F818000), 0x3F803F82),  # ties to even
         ("cvt.rzi.s32.f32", (0xC02CCCCD,), 0xFFFFFFFE),  # -2.7
         ("cvt.rzi.u32.f32", (0xBF800000,), 0),  # saturates
+        ("cvt.sat.f32.f32", (0x7FC00000,), 0),  # NaN
+        ("cvt.sat.f32.f32", (0x7F800000,), 0x3F800000),
+        ("cvt.sat.f32.f32", (0x00000001,), 0x00000001),
+        ("cvt.ftz.sat.f32.f32", (0x00000001,), 0),
+        ("cvt.ftz.sat.f32.f32", (0x3F000000,), 0x3F000000),
         ("ex2.approx.f32", (0xC2FC0000,), 0x00800000),  # 2**-126
         ("ex2.approx.ftz.f32", (0xC2FE0000,), 0),  # 2**-127 is flushed
         ("rcp.approx.ftz.f32", (0x40000000,), 0x3F000000),
@@ -178,6 +183,35 @@ def test_fused_multiply_add_rounds_once() -> None:
     ]
     assert np.array_equal(arithmetic.fma32(a, b, c), np.array(expected))
     assert expected[0] != expected[1]
+
+
+def test_multiply_add_towards_minus_infinity() -> None:
+    random = np.random.default_rng(0)
+    a, b, c = (random.normal(size=2000).astype(np.float32) for _ in range(3))
+    c *= np.float32(2) ** random.integers(-60, 30, 2000).astype(np.float32)
+    found = arithmetic.fma32_down(a, b, c)
+    above = np.nextafter(found, single(math.inf))
+    for x, y, z, low, high in zip(a, b, c, found, above, strict=True):
+        exactly = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert Fraction(float(low)) <= exactly < Fraction(float(high))
+    assert computed("fma.rm.f32", single(1), single(1), single(-1), to="u32") == 0x80000000
+
+
+def test_the_grid_is_known_to_its_programs() -> None:
+    assert set(Run("mov.u32 %r2, %nctaid.x;\nst.global.b32 [%rd2], %r2;", programs=3).out) == {3}
+
+
+def test_atomics_of_halves_are_refused() -> None:
+    """Their bits would be added as integers."""
+    with pytest.raises(Unsupported, match="f16x2"):
+        Run("red.global.gpu.relaxed.add.noftz.f16x2 [%rd2], %r1;")
+
+
+def test_atomics_of_floats() -> None:
+    first = "ld.param.b64 %rd4, [kernel_param_1];\nld.global.b32 %r2, [%rd1];\n"
+    body = first + "red.global.gpu.relaxed.add.f32 [%rd4], %r2;"
+    run = Run(body, np.full(THREADS, 0.5, np.float32), programs=2)
+    assert run.out.view(np.float32)[0] == THREADS and not run.findings
 
 
 @pytest.mark.parametrize(
