@@ -473,3 +473,48 @@ def test_bank_conflicts(stride: int, passes: int) -> None:
 """
     counters = Run(body, threads=32, options=Options(accesses=True)).counters
     assert (counters.waves, counters.ideal) == (passes, 1)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 32), (0.5, 64), (0.01, 8 * 32)])
+def test_distinct_bytes_count_a_sector_once_and_no_region_for_more_than_its_size(
+    share: float, expected: int
+) -> None:
+    """Both warps read the first eight numbers twice; 64 numbers are 8 sectors."""
+    body = """
+	and.b64 	%rd4, %rd1, -32;
+	ld.param.b64 	%rd5, [kernel_param_0];
+	add.s64 	%rd5, %rd5, 31;
+	and.b64 	%rd5, %rd5, -32;
+	ld.global.b32 	%r2, [%rd5];
+	ld.global.b32 	%r3, [%rd5 + 4];
+"""
+    counters = Run(body, options=Options(accesses=True)).counters
+    assert counters.sectors["ld"] == 4
+    region = Region(0, 1 << 62, 0, "everything")
+    assert counters.distinct_bytes([region]) == {"ld": 32}
+    [sector] = np.unique(np.concatenate(counters._touched["ld"]))
+    eight = Region(int(sector) * 32, 8 * 32, 0, "eight sectors")
+    assert counters.distinct_bytes([eight], share) == {"ld": expected}
+
+
+def test_some_programs_of_a_grid() -> None:
+    body = "mov.u32 %r2, %ctaid.x;\nred.global.gpu.relaxed.add.u32 [%rd2], 1;"
+    some = Options(programs=lambda total: np.array([0, total - 1]))
+    assert set(Run(body, programs=7, options=some).out) == {2}
+    assert set(Run(body, programs=7).out) == {7}
+
+
+@pytest.mark.parametrize("opcode", ["fma.rn.f16", "fma.rn.f16x2"])
+def test_half_multiply_add_rounds_once(opcode: str) -> None:
+    random = np.random.default_rng(0)
+    a, b, c = (random.normal(size=500).astype(np.float16) for _ in range(3))
+    got = arithmetic.fma16(*(x.view(np.uint16) for x in (a, b, c))).view(np.float16)
+    for x, y, z, found in zip(a, b, c, got, strict=True):
+        exactly = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        around = [np.nextafter(found, np.float16(end)) for end in (-np.inf, np.inf)]
+        distance = abs(Fraction(float(found)) - exactly)
+        assert all(distance <= abs(Fraction(float(other)) - exactly) for other in around)
+    one = 0x3C013C01  # 1 + 2**-10, twice
+    low = 0xFFFFFFFF if "x2" in opcode else 0xFFFF
+    bits = computed(opcode, *(np.uint32(x) for x in (one, one, 0x90009000)), to="u32")
+    assert bits & low == 0x3C023C02 & low  # 1 + 2**-9 + 2**-20 - 2**-11: above half-way
