@@ -150,7 +150,9 @@ def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         # what a gradient is asked that is of another class than the one traced
-        same = mock.patch.object(CudaTensor, "__coerce_same_metadata_as_tangent__", _itself, create=True)
+        same = mock.patch.object(
+            CudaTensor, "__coerce_same_metadata_as_tangent__", _itself, create=True
+        )
         stack.enter_context(same)
         # folding computes constants on the device
         settings = {"compile_threads": 1, "fx_graph_cache": False}

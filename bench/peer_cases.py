@@ -1,4 +1,4 @@
-"""What is counted side by side: operations, shapes, and who does them (the adapters of this folder).
+"""What is counted side by side: operations, shapes, and who does them (adapters of this folder).
 
 Everything is float16: every GPU has it. Counts are taken at ``COUNTED`` elements; errors, for which
 every program has to run, at ``CHECKED`` and more.
@@ -91,9 +91,7 @@ def _rows(op: row_ops.Op, n: int) -> Question:
 
     makers = {name: peer(make) for name, make in row_ops.forwards(op, False).items()}
     exact = _spread(functools.partial(getattr(torch, op.name), dim=-1))
-    return Question(
-        op.name, f"{op.name} n={n}", n, inputs, _with_gems(makers, "eager"), exact
-    )
+    return Question(op.name, f"{op.name} n={n}", n, inputs, _with_gems(makers, "eager"), exact)
 
 
 def _norm(kind: str, n: int) -> Question:

@@ -8,6 +8,7 @@ that reads and writes each operand once.
 """
 
 import argparse
+import functools
 import json
 import re
 import time
@@ -20,6 +21,7 @@ import peer_machine  # before torch
 import roofline
 import steps
 import torch
+from case import Case
 from gpuless.ptx.emulated import Launch
 from matrix import all_cases
 from peer_cases import COUNTED, Question, questions
@@ -115,19 +117,18 @@ def _kernel(launch: Launch) -> Row:
 
 
 def calls(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-    """Yield the peer's calls of all cases of this folder, at toy size: a GPU should only measure."""
+    """Yield the peer's calls of all cases of this folder, at toy size; a GPU only measures then."""
+
+    def call(case: Case) -> Iterator[Row]:
+        torch.manual_seed(0)
+        machine.emulator.options = peer_machine.CHECKING
+        case.peers[peer](CUDA).calls[0]()
+        machine.clear()
+        yield {"case": case.name, "peer": peer, "called": True}
+
     for case in all_cases(toy=True):
-
-        def call(make: Any = case.peers.get(peer)) -> Iterator[Row]:
-            torch.manual_seed(0)
-            machine.emulator.options = peer_machine.CHECKING
-            work = make(CUDA)
-            work.calls[0]()
-            machine.clear()
-            yield {"case": case.name, "peer": peer, "called": True}
-
         if peer in case.peers and case.group != "training step":
-            yield case.name, call
+            yield case.name, functools.partial(call, case)
 
 
 def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
@@ -136,8 +137,12 @@ def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iter
         yield "AdamW step", lambda: adam(peer, machine)
     for question in questions():
         if peer in question.peers:
-            yield question.name, lambda q=question: counted(q, peer, machine)
-            yield question.name, lambda q=question: [checked(q, peer, machine)]
+            yield question.name, functools.partial(counted, question, peer, machine)
+            yield question.name, functools.partial(_checked, question, peer, machine)
+
+
+def _checked(question: Question, peer: str, machine: Machine) -> list[Row]:
+    return [checked(question, peer, machine)]
 
 
 def child(peer: str, only: str, path: Path, what: Any) -> None:

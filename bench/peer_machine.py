@@ -1,23 +1,13 @@
-"""The GPU in software with everybody's kernels on it, and what is counted of torch's own.
-
-Import this before torch: the GPU needs two functions of a driver (tests/gpuless/driver.py).
-"""
+"""The GPU in software with everybody's kernels on it, and what is counted of torch's own."""
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the emulator is the tests'
-
-from gpuless import driver
-
-driver.load()  # before torch
-
 import numpy as np
+import software_gpu  # noqa: F401  before torch
 import torch
 import torch.nn.functional as F
 import triton

@@ -1,6 +1,7 @@
 """Tables of what was counted side by side, from ``results/counts-peers.json`` and nothing else."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,16 @@ def short(found: Row | None) -> str:
             cells = (_cell(peers.get(peer), peers[OURS]) for peer in (OURS, *OTHERS))
             lines.append(_line(case, *cells))
     about = (
-        "Bytes that memory has to move and PTX instructions, forward and backward, counted for all by one "
-        f"emulator, {found['date']}, no GPU; **bold**: fewer than ours. All cases, errors, and estimates of "
-        "times are in [bench](bench/README.md#side-by-side-without-a-gpu)."
+        "Bytes that memory has to move and PTX instructions, forward and backward, counted for "
+        f"all by one emulator, {found['date']}, no GPU; **bold**: fewer than ours. All cases, "
+        "errors, and estimates of times are in "
+        "[bench](bench/README.md#side-by-side-without-a-gpu)."
     )
     return "\n".join(lines) + "\n\n" + _wrapped(about)
 
 
 def ahead(found: Row) -> str:
-    """Return where a peer moves fewer bytes, executes fewer instructions, or is estimated faster."""
+    """Return where a peer is estimated faster than we are."""
     told = []
     for case, peers in whole(found["rows"]).items():
         ours = peers.get(OURS)
@@ -121,7 +123,7 @@ def estimates(found: Row) -> str:
 
 
 def _ratio(theirs: Any, ours: Any) -> str:
-    """The estimates' ratio, and what their ends allow for."""
+    """Return the ratio of two estimates, and what their ends allow for."""
     ratio, low, high = theirs[1] / ours[1], theirs[0] / ours[2], theirs[2] / ours[0]
     text = f"{ratio:.2f}x"
     text = f"**{text}**" if ratio * NEAR < 1 else text
@@ -130,11 +132,12 @@ def _ratio(theirs: Any, ours: Any) -> str:
 
 def errors(found: Row) -> str:
     """Return what is lost of gradients; "rounding": FP64 rounded once to the same dtype."""
-    lines = _head("gradients", "peer", *(f"at {scale}: {what}" for scale in ("1", "2^16") for what in (
-        "zeroed, rounding", "largest error, rounding")))  # fmt: skip
+    whats = "zeroed, rounding", "largest error, rounding"
+    lines = _head(
+        "gradients", "peer", *(f"at {at}: {what}" for at in ("1", "2^16") for what in whats)
+    )
     for row in found["errors"]:
-        if "scale 1" not in row or "n=1024" not in row["case"] and "group" not in row["case"] \
-                and "entropy" not in row["case"]:
+        if "scale 1" not in row or not re.search("n=1024|group|entropy", row["case"]):
             continue
         cells = []
         for scale in ("scale 1", "scale 65536"):
@@ -170,8 +173,9 @@ def page(found: Row | None) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     about = (
         f"Float16, sm_90, {found['date']}, commit {found['commit']}, `{found['command']}` "
-        f"({found['seconds']} s), {versions}. Bytes of sectors that a launch touches, each once, and PTX "
-        "instructions of a thread; for each element. **Bold**: fewer than ours. Kernels of torch itself "
+        f"({found['seconds']} s), {versions}. Bytes of sectors that a launch touches, each once, "
+        "and PTX instructions of a thread; for each element. **Bold**: fewer than ours. Kernels of "
+        "torch itself "
         "count as operands read and written once, and no instructions. Every row, also forward and "
         "backward alone, sectors a request and launches, is in "
         "[counts-peers.json](results/counts-peers.json)."

@@ -1,4 +1,4 @@
-"""An estimate of times from counts: bytes, sectors, instructions, occupancy. No GPU has run these.
+"""An estimate of times from counts: bytes, sectors, instructions, occupancy. No GPU ran these.
 
 A launch takes the longest of three times:
 
@@ -8,7 +8,7 @@ A launch takes the longest of three times:
 - issue: instructions over four a cycle and multiprocessor.
 
 Torch's own kernels: memory alone. The low end of an estimate is bytes over bandwidth; the high end
-is the sum of the three, as if nothing overlapped. Assumed: bandwidth and boost clock of data sheets,
+is the sum of the three, as if nothing overlapped. Assumed: bandwidth and clock of data sheets,
 a latency of 600 ns, one PTX instruction for one of the machine's, registers of sm_90 on every GPU,
 no cost of launches. Peers that are close may change places; that is why there are ends.
 """

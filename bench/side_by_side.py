@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import provenance
-from peers import PEERS, missing
+from peers import missing
 
 RESULT = Path(__file__).parent / "results" / "counts-peers.json"
 NAMES = "tritonamp", "Liger-Kernel", "FlagGems", "compile", "optimi"

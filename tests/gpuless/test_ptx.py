@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from gpuless.ptx import arithmetic
 from gpuless.ptx.arithmetic import TYPES, Array
 from gpuless.ptx.counters import Counters
+from gpuless.ptx.emulated import Emulator
 from gpuless.ptx.findings import Findings
 from gpuless.ptx.machine import Options, Program
 from gpuless.ptx.memory import GlobalMemory, Region
@@ -518,3 +520,20 @@ def test_half_multiply_add_rounds_once(opcode: str) -> None:
     low = 0xFFFFFFFF if "x2" in opcode else 0xFFFF
     bits = computed(opcode, *(np.uint32(x) for x in (one, one, 0x90009000)), to="u32")
     assert bits & low == 0x3C023C02 & low  # 1 + 2**-9 + 2**-20 - 2**-11: above half-way
+
+
+def test_constants_at_the_end_of_a_launch_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's launcher has it; anything else that is missing is told."""
+    names = {"x_ptr": "*fp16", "n": "i32", "BLOCK": "constexpr"}
+    source = SimpleNamespace(fn=SimpleNamespace(arg_names=list(names)), signature=names)
+    launched: list[Any] = []
+    known = SimpleNamespace(launch=lambda *given: launched.append(given[2]))
+    monkeypatch.setattr("gpuless.ptx.emulated._current", [known])
+    launch = Emulator.launcher_cls(source, SimpleNamespace(shared=0))
+    before = 1, 1, 1, 0, None, None, None, None, None  # grid, stream, program, metadata, hooks
+    launch(*before, "x", 5)
+    launch(*before, "x", 5, 64)
+    assert [list(given.values()) for given in launched] == [["x", 5, None], ["x", 5, 64]]
+    for few_or_many in (("x",), ("x", 5, 64, 1)):
+        with pytest.raises(TypeError, match="arguments for a kernel that takes"):
+            launch(*before, *few_or_many)

@@ -115,11 +115,11 @@ class Emulator:
 
         def launch(x: int, y: int, z: int, stream: int, program: Program, *rest: Any) -> None:
             names = source.fn.arg_names
-            given = dict(zip(names, rest[4:], strict=False))  # after metadata and hooks
-            kept = [name for name in names if name in given or source.signature[name] != "constexpr"]
-            if len(rest) - 4 > len(names) or len(kept) > len(given):
-                raise TypeError(f"{source.fn} takes {names}, got {len(rest) - 4} arguments")
-            given |= dict.fromkeys(names[len(given) :])  # constants at the end may be left out
+            args = rest[4:]  # after metadata and hooks
+            left = names[len(args) :]  # Triton's own launcher looks at no constant, either
+            if len(args) > len(names) or any(source.signature[n] != "constexpr" for n in left):
+                raise TypeError(f"{len(args)} arguments for a kernel that takes {names}")
+            given = dict(zip(names, [*args, *[None] * len(left)], strict=True))
             kinds = [source.signature[name] for name in names]
             _current[-1].launch(program, (x, y, z), given, kinds, metadata.shared)
 
