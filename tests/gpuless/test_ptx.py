@@ -150,6 +150,9 @@ def single(x: float) -> np.float32:
         ("cvt.sat.f32.f32", (0x00000001,), 0x00000001),
         ("cvt.ftz.sat.f32.f32", (0x00000001,), 0),
         ("cvt.ftz.sat.f32.f32", (0x3F000000,), 0x3F000000),
+        ("cvt.rmi.f32.f32", (0xC02CCCCD,), 0xC0400000),  # -2.7 becomes -3
+        ("cvt.rmi.f32.f32", (0x80000001,), 0xBF800000),
+        ("cvt.rmi.ftz.f32.f32", (0x80000001,), 0x80000000),
         ("ex2.approx.f32", (0xC2FC0000,), 0x00800000),  # 2**-126
         ("ex2.approx.ftz.f32", (0xC2FE0000,), 0),  # 2**-127 is flushed
         ("rcp.approx.ftz.f32", (0x40000000,), 0x3F000000),
