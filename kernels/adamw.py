@@ -277,26 +277,34 @@ def shipped() -> Iterator[Shipped]:
         (half, half, None),
     ]
     flags = (False, True)
-    for (param, grad, copy), amsgrad, aligned, lost in itertools.product(
-        kinds, flags, flags, flags
+    for (param, grad, copy), amsgrad, aligned, lost, small in itertools.product(
+        kinds, flags, flags, flags, flags
     ):
         if lost and (grad is not half or amsgrad or not aligned):
             continue
+        if small and (copy is None or amsgrad or lost):
+            continue
+        moment = bf16 if small else wide
         tensors = shipped_lists(
             aligned,
             ("copies", *OPTIONAL),
             ("steps",),
             params=param,
             grads=grad,
-            exp_avgs=wide,
-            exp_avg_sqs=wide,
+            exp_avgs=moment,
+            exp_avg_sqs=moment,
             max_exp_avg_sqs=wide if amsgrad else "params",
             copies=copy or "params",
             steps=wide,
         )
         rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)
-        lists = UpdateLists(tensors, [rule], [0], lost)
-        words = (" amsgrad", amsgrad), (" unaligned", not aligned), (" lost", lost)
+        lists = UpdateLists(tensors, [rule], [0], lost, "bf16" if small else "fp32")
+        words = (
+            (" amsgrad", amsgrad),
+            (" unaligned", not aligned),
+            (" lost", lost),
+            (" bf16", small),
+        )
         name = f"adamw {param} {grad} {copy}" + "".join(word for word, holds in words if holds)
         registers = 80 if lost else 72 if copy and grad is wide else 64
         shared = None if lost else 0
