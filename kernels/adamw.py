@@ -306,7 +306,7 @@ def shipped() -> Iterator[Shipped]:
             (" bf16", small),
         )
         name = f"adamw {param} {grad} {copy}" + "".join(word for word, holds in words if holds)
-        registers = 80 if lost else 72 if copy and grad is wide else 64
+        registers = 80 if lost or small else 72 if copy and grad is wide else 64
         shared = None if lost else 0
         yield Shipped(
             name.replace("torch.", ""),
