@@ -35,6 +35,7 @@ class Fp32Values:
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
         self._packed: dict[Tensor, PackedValue] = {}  # by half tensor, instead of a value
+        self._lent: dict[Tensor, PackedValue] = {}  # those whose FP32 tensors others may hold
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -61,18 +62,21 @@ class Fp32Values:
 
     def settle_packed(self) -> None:
         """Take over what somebody has written into FP32 tensors of packed values."""
-        for packed in self._packed.values():
+        for half, packed in [*self._lent.items()]:
             packed.settle()
+            if not packed.is_known_to_others:
+                del self._lent[half]
 
     def release_packed(self) -> None:
         """Give up FP32 tensors of packed values, since a step has written to the half tensors."""
-        for packed in self._packed.values():
+        for packed in self._lent.values():
             packed.release()
 
     def get(self, half: Tensor) -> Tensor:
         """Return the FP32 value, brought up to date in place."""
         self.asleep.check_training()
         if half in self._packed:
+            self._lent[half] = self._packed[half]
             return self._packed[half].get()
         i = self._index[half]
         known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
@@ -159,6 +163,7 @@ class Fp32Values:
         self.asleep.check_training()
         if half in self._packed:
             if half.shape == value.shape:
+                self._lent[half] = self._packed[half]
                 self._packed[half].load(value)
             return
         target = self._values[self._index[half]]

@@ -181,7 +181,7 @@ class MasterWeights:
         A write to a value counts, until the next step.
         """
         packed = set(self._packed)
-        for master, param in self._sources.items():
+        for param, master, _ in self.with_groups():
             yield param, self._view(param) if param in packed else master
 
     def _view(self, param: Tensor) -> Tensor:
