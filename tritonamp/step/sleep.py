@@ -125,9 +125,9 @@ class Sleep:
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor, or those that a wrapper (a DTensor, a quantised weight) is made of."""
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _plain(getattr(tensor, name))
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:  # since torch 2.14 a DTensor names its mesh, too
+            yield from _plain(part) if isinstance(part, Tensor) else ()
     else:
         yield tensor
 
