@@ -16,7 +16,7 @@ from helpers import storage_bytes
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.step import host_memory
+from tritonamp.step import host_memory, sleep
 from tritonamp.step.host_memory import HostMemory
 
 ADAMW, SGD, LION = torch.optim.AdamW, torch.optim.SGD, tritonamp.optim.Lion
@@ -232,6 +232,26 @@ def test_views_of_the_users(cuda: torch.device) -> None:
     assert view.data_ptr() == master[2:4].data_ptr()
     assert master._version == version
     run.amp.disable()
+
+
+def test_asleep_in_inference_mode(cuda: torch.device) -> None:
+    """A sampler may call ``sleep`` there, and the trainer ``wake`` outside."""
+    never, slept = Run(cuda), Run(cuda)
+    with torch.inference_mode():
+        slept.amp.sleep(weights=True)
+    slept.amp.wake()
+    for run in (never, slept):
+        run.step()
+    assert same_bits(never.state(), slept.state())
+    for run in (never, slept):
+        run.amp.disable()
+
+
+def test_what_wrappers_are_made_of() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a, b, c = torch.ones(2), torch.zeros(2), torch.ones(2)
+    assert [id(t) for t in sleep._plain(TwoTensor(TwoTensor(a, b), c))] == list(map(id, (a, b, c)))
 
 
 # while it is asleep

@@ -40,13 +40,13 @@ class EnabledOptimizer(Swapped):
                 "optimizer.step(closure): a skipped step cannot run the closure again. Compute the "
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
+        stepper = _awake(self)
         if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
-            _awake(self).check_scaler(None)
+            stepper.check_scaler(None)
         # private (torch 2.11 to 2.15): without this mark an LR scheduler warns that it was called
         # before the optimizer
         self._opt_called = True
         optimizer: Any = self
-        stepper = _awake(self)
         with Uninterrupted(), stepper.around_step(optimizer):
             stepper.step(optimizer)
 

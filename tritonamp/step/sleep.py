@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.asleep import Asleep
 from tritonamp.nested import leaves
@@ -66,8 +67,9 @@ class Sleep:
         self._refuse_backward()
         self._refuse_graphs()
         moving = [*self._of_training(), *(self._of_models() if weights else ())]
-        with Uninterrupted():
-            self._host = HostMemory(filter(_on_device, map(_plain, moving)))
+        plain = (t for given in moving for t in _plain(given) if _on_device(t))
+        with Uninterrupted(), torch.inference_mode(False):  # ``end`` may be called elsewhere
+            self._host = HostMemory(plain)
             self.asleep.training, self.asleep.weights = True, weights
         return self._host.nbytes
 
@@ -80,7 +82,7 @@ class Sleep:
         """
         if self._host is None:
             raise RuntimeError("amp.wake(): expected a call after amp.sleep(), got one while awake")
-        with Uninterrupted():
+        with Uninterrupted(), torch.inference_mode(False):
             self._host.put_back()
             self._host = None
             self.asleep.training = self.asleep.weights = False
@@ -120,9 +122,14 @@ class Sleep:
             yield from model.buffers()
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor, or of a DTensor this rank's part."""
-    return getattr(tensor, "_local_tensor", tensor)
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, or those that a wrapper (a DTensor, a quantised weight) is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:  # since torch 2.14 a DTensor names its mesh, too
+            yield from _plain(part) if isinstance(part, Tensor) else ()
+    else:
+        yield tensor
 
 
 def _on_device(tensor: Tensor) -> bool:
