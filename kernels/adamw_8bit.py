@@ -278,6 +278,6 @@ def shipped() -> Iterator[Shipped]:
         name = f"adamw_8bit {param} {grad}" + "".join(word for word, holds in words if holds)
         args = lists, None, None
         # the exponents of a tile change layouts: a byte for each block
-        registers, shared = (128, 8) if aligned else (208, None)
+        registers, shared = (128, 32 if lost else 8) if aligned else (208, None)
         name = name.replace("torch.", "")
         yield Shipped(name, adamw_8bit_triton, args, registers, None, 0, shared)
