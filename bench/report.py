@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import convergence
+import peer_tables
 import pictures
 from peers import PEERS
 
@@ -45,7 +46,9 @@ Row = dict[str, Any]
 def load(folder: Path) -> dict[str, Record]:
     """By name of the file, what ``run.py`` wrote; quick runs only where there is no full one."""
     paths = [
-        path for path in sorted(folder.glob("*.json")) if not path.stem.startswith("convergence-")
+        path
+        for path in sorted(folder.glob("*.json"))
+        if not path.stem.startswith(("convergence-", "counts-"))
     ]
     full = [path for path in paths if not path.stem.endswith("-quick")]
     return {path.stem: json.loads(path.read_text()) for path in full or paths}
@@ -264,10 +267,14 @@ def main(arguments: list[str] | None = None) -> int:
     if args.write and args.folder:
         parser.error("expected --write or --folder: the pages show bench/results/ alone")
     folder = args.folder or RESULTS
-    records = load(folder)
+    records, counted = load(folder), peer_tables.load()
     pages = {
-        FRONT_PAGE: {"summary": summary(records, FRONT_LINK)},
-        README: {"speed": speed(records, LINK), "convergence": training_results(folder)},
+        FRONT_PAGE: {"summary": summary(records, FRONT_LINK), "counts": peer_tables.short(counted)},
+        README: {
+            "speed": speed(records, LINK),
+            "counts": peer_tables.page(counted),
+            "convergence": training_results(folder),
+        },
     }
     if not args.write:
         for sections in pages.values():

@@ -15,7 +15,7 @@ from tritonamp.kernels._adam_rates import (
     RATES,
     adam_rates_kernel,
     adam_update,
-    adam_update_torch,
+    adam_update_twin,
     load_rates,
 )
 from tritonamp.kernels._cpu_steps import adamw_on_cpu
@@ -28,11 +28,11 @@ from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._small_state import (
     in_memory_of,
     other_random_bits,
-    other_random_bits_torch,
+    other_random_bits_twin,
     random_bits,
-    random_bits_torch,
+    random_bits_twin,
     rounded,
-    rounded_torch,
+    rounded_twin,
 )
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
@@ -211,13 +211,13 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, dtype)
         before = max_exp_avg_sq.to(dtype)
-        p, m, v, v_max, update = adam_update_torch(p, grad, m, v, before, rule, step)
+        p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
         if lists.state == "bf16" and dtype is torch.float32:
-            random = in_memory_of(param, random_bits_torch(param, step, number))
-            other = other_random_bits_torch(random)
-            m = rounded_torch(m, random, 16)
-            v, v_max = rounded_torch(v, other, 16), rounded_torch(v_max, other, 16)
+            random = in_memory_of(param, random_bits_twin(param, step, number))
+            other = other_random_bits_twin(random)
+            m = rounded_twin(m, random, 16)
+            v, v_max = rounded_twin(v, other, 16), rounded_twin(v_max, other, 16)
 
         for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p), (steps, step)):
             results.put(target, value)

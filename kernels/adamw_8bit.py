@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_rates import RATES, adam_update, adam_update_torch, load_rates
+from tritonamp.kernels._adam_rates import RATES, adam_update, adam_update_twin, load_rates
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import TensorLists
@@ -32,10 +32,10 @@ from tritonamp.kernels._small_state import (
     moments_of,
     moments_size,
     other_random_bits,
-    other_random_bits_torch,
+    other_random_bits_twin,
     padded,
     random_bits,
-    random_bits_torch,
+    random_bits_twin,
     split,
     store_moment,
 )
@@ -169,13 +169,13 @@ def adamw_8bit_torch(
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)
         grad = in_order_of_memory(grad, like=param)
-        decayed, m, v, _, update = adam_update_torch(before, grad, m, v, v, rule, step)
+        decayed, m, v, _, update = adam_update_twin(before, grad, m, v, v, rule, step)
         p = decayed + update
 
-        random = random_bits_torch(param, step, number)
+        random = random_bits_twin(param, step, number)
         for x, bits, kind, codes, exponents in (
             (m, random, SIGNED, m_codes, m_exponents),
-            (v, other_random_bits_torch(random), UNSIGNED, v_codes, v_exponents),
+            (v, other_random_bits_twin(random), UNSIGNED, v_codes, v_exponents),
         ):
             values, bits = (torch.nn.functional.pad(t, (0, size - n)) for t in (x, bits))
             for target, value in zip((codes, exponents), encode(values, bits, kind), strict=True):

@@ -34,6 +34,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
+    "state": ("fp32", "fp32", "fp32", "fp32"),
     "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),

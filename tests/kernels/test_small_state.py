@@ -262,7 +262,7 @@ def test_updates_stay_small_where_gradients_differ_by_2_to_the_20() -> None:
         random = random_bits(len(m), seed)
         codes, exponents = encode(m, random, SIGNED)
         m_coded = decode(codes, exponents, SIGNED)
-        v_coded = decode(*encode(v, small.other_random_bits_torch(random), UNSIGNED), UNSIGNED)
+        v_coded = decode(*encode(v, small.other_random_bits_twin(random), UNSIGNED), UNSIGNED)
         ratio, coded = m.abs() / v.sqrt(), m_coded.abs() / v_coded.sqrt()
         assert (coded <= 2).all()
         large = m.abs() >= (exponents.repeat_interleave(BLOCK).float() - 127 - 14).exp2()
@@ -288,19 +288,19 @@ def test_random_bits_are_even() -> None:
     """
     n = 1 << 14
     along = {
-        "elements": small.random_bits_torch(torch.empty(n), torch.tensor(3.0), 5),
+        "elements": small.random_bits_twin(torch.empty(n), torch.tensor(3.0), 5),
         "steps": torch.cat(
             [
-                small.random_bits_torch(torch.empty(16), torch.tensor(float(s)), 0)
+                small.random_bits_twin(torch.empty(16), torch.tensor(float(s)), 0)
                 for s in range(n // 16)
             ]
         ),
         "tensors": torch.cat(
-            [small.random_bits_torch(torch.empty(16), torch.tensor(1.0), k) for k in range(n // 16)]
+            [small.random_bits_twin(torch.empty(16), torch.tensor(1.0), k) for k in range(n // 16)]
         ),
     }
     for name, first in along.items():
-        second = small.other_random_bits_torch(first)
+        second = small.other_random_bits_twin(first)
         assert ((first >= 0) & (first < 1 << 32) & (second >= 0) & (second < 1 << 32)).all()
         rows = [(h >> k) & 1 for h in (first, second) for k in range(32)]
         signs = torch.stack(rows).double() * 2 - 1
@@ -321,7 +321,7 @@ def test_stochastic_rounding_to_bfloat16() -> None:
     """
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     many = x.expand(4096, -1).flatten()
-    y = small.rounded_torch(many, random_bits(len(many)), 16).view(4096, -1)
+    y = small.rounded_twin(many, random_bits(len(many)), 16).view(4096, -1)
     assert torch.equal(y, y.bfloat16().float())
     lower = (bits(x) & -0x10000).view(WIDE)
     unit = ((bits(lower) & 0x7F800000) >> 23).double().sub(127 + 7).exp2()
@@ -329,7 +329,7 @@ def test_stochastic_rounding_to_bfloat16() -> None:
     assert (((y.double().mean(0) - x.double()).abs()) <= 6 * unit / 2 / 64).all()
     stays = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.5, 2.0**-126])
     for random in (0, 0xFFFF, 0xFFFFFFFF):
-        kept = small.rounded_torch(stays, torch.full((8,), random), 16)
+        kept = small.rounded_twin(stays, torch.full((8,), random), 16)
         assert same(kept, stays)
 
 
@@ -350,9 +350,9 @@ def test_random_bits_are_the_twins(triton_device: torch.device, step: float, num
     found = [torch.zeros(2048, dtype=torch.int64, device=triton_device) for _ in range(2)]
     told = torch.tensor(step, device=triton_device), torch.tensor(number, device=triton_device)
     launch(random_kernel, (2, 1, 1), (*told, *found), (), (1024,), 4)
-    first = small.random_bits_torch(torch.empty(2048), torch.tensor(step), number)
+    first = small.random_bits_twin(torch.empty(2048), torch.tensor(step), number)
     assert found[0].tolist() == first.tolist()
-    assert found[1].tolist() == small.other_random_bits_torch(first).tolist()
+    assert found[1].tolist() == small.other_random_bits_twin(first).tolist()
 
 
 @triton.jit
@@ -370,7 +370,7 @@ def test_rounding_is_the_twins(triton_device: torch.device, dropped: int) -> Non
     out = torch.zeros(n, device=triton_device)
     tensors = x.to(triton_device), random.to(triton_device), out
     launch(rounded_kernel, (n // 1024, 1, 1), tensors, (), (dropped, 1024), 4)
-    assert same(out.cpu(), small.rounded_torch(x, random, dropped))
+    assert same(out.cpu(), small.rounded_twin(x, random, dropped))
 
 
 @triton.jit

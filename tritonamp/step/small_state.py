@@ -1,6 +1,6 @@
 """Optimizer state in fewer bytes: from FP32 to each of ``policy.STATES``, and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from tritonamp.kernels._small_state import (
     encode,
     in_memory_of,
     in_order_of_memory,
+    join,
     moments_of,
     moments_size,
     padded,
@@ -23,6 +24,8 @@ from tritonamp.policy import STATES
 
 PACKED = "moments"
 """The key of the moments of state "8bit", all in one uint8 tensor."""
+REMAINDER = "remainder"
+"""The key, in optimizers of ``tritonamp.optim``, of what half parameters lack of FP32."""
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
@@ -104,11 +107,26 @@ def unpacked(memory: Tensor, param: Tensor) -> dict[str, Tensor]:
     }
 
 
+def packing_problems(memory: Tensor, moments: int, param: Tensor) -> Iterator[str]:
+    """Yield why ``memory`` cannot be the moments of ``packed_moments`` of ``param``."""
+    expected = moments_size(param.numel(), moments)
+    if memory.numel() != expected:
+        yield (
+            f"{PACKED} of {memory.numel()} bytes, where {moments} moments of {param.numel()} "
+            f"elements take {expected}, in blocks of {BLOCK}"
+        )
+
+
 def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, Any]:
     """Return one parameter's state with moments in FP32, by the keys of torch's optimizers."""
     wide = dict(state)
     if PACKED in wide:
         wide |= unpacked(wide.pop(PACKED), param)
+    if REMAINDER in wide:
+        lower = wide.pop(REMAINDER)[: param.numel()]
+        with torch.no_grad():
+            value = join(in_order_of_memory(param), lower)
+        wide["master_param"] = in_memory_of(param, value)
     for key in rule.state_keys.values():
         value = wide.get(key)
         if isinstance(value, Tensor) and value.dtype is torch.bfloat16:

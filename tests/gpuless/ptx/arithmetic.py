@@ -58,6 +58,31 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     return total.astype(np.float32)
 
 
+def fma32_down(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c in FP32, rounded once, towards minus infinity (``.rm``)."""
+    product, c = np.multiply(a, b, dtype=np.float64), c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    near = total.astype(np.float32)
+    cancel = (total == 0) & (np.signbit(product) != np.signbit(c))
+    near = np.where(cancel, np.float32(-0.0), near)
+    above = (near > total) | ((near == total) & (error < 0))
+    lower = np.nextafter(near, np.float32(-np.inf))
+    return np.where(above & np.isfinite(total), lower, near)
+
+
+def fma16(a: Array, b: Array, c: Array) -> Array:
+    """Return the bits of a * b + c in FP16, one or two in a register, rounded once.
+
+    In FP64 the sum is exact, or so close to ``c`` that it rounds to the same.
+    """
+    wide = [np.ascontiguousarray(x).view(np.float16).astype(np.float64) for x in (a, b, c)]
+    total = (wide[0] * wide[1] + wide[2]).astype(np.float16)
+    bits = np.where(np.isnan(total), NAN16, total.view(np.uint16))
+    return bits.view(np.uint32 if a.itemsize == 4 else np.uint16)
+
+
 def fma64(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c in FP64, rounded once; few lanes differ where kernels use it."""
     known: dict[tuple[float, float, float], float] = {}
@@ -107,6 +132,11 @@ def converted(x: Array, to: str, of: str) -> Array:
         return np.clip(whole, limits.min, limits.max).astype(TYPES[to])
     wide = x.astype(TYPES[to])
     return one_nan(wide) if to in ("f32", "f64") else wide
+
+
+def saturated(x: Array) -> Array:
+    """Return FP32 moved to between 0 and 1; NaN is 0 (``.sat``)."""
+    return np.clip(np.nan_to_num(x, nan=0.0, posinf=1.0, neginf=0.0), np.float32(0), np.float32(1))
 
 
 def extreme(a: Array, b: Array, kind: str, larger: bool, nan: bool) -> Array:

@@ -73,6 +73,8 @@ def _of_halves(opcode: Opcode) -> Value:
     """One or two in a register; by way of FP32, which is as good except for fma."""
     kind, of = opcode[0], opcode[-1]
     allow(opcode, "rn")
+    if kind == "fma" and of in ("f16", "f16x2"):
+        return Value(a.fma16, (of,) * 3)
     if kind not in ("add", "sub", "mul"):
         raise Unsupported(".".join(opcode))
     one, bits = of.removesuffix("x2"), a.bf16_bits if of.startswith("bf16") else a.f16_bits
@@ -100,6 +102,9 @@ def _of_floats(opcode: Opcode) -> Value:
     kind, of = opcode[0], opcode[-1]
     if kind == "div" and "rn" not in opcode:
         return _approximate(opcode)
+    if kind == "fma" and of == "f32" and "rm" in opcode:  # libdevice's exp
+        allow(opcode, "rm", "ftz")
+        return Value(_as_on_a_gpu(a.fma32_down, opcode), (of,) * 3)
     allow(opcode, "rn", "ftz")
     if of not in FLOATS:
         raise Unsupported(".".join(opcode))

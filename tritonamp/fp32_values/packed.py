@@ -27,15 +27,21 @@ class PackedValue:
 
     Args:
         half: float16 or bfloat16; its rounding of ties may change by one unit (bfloat16).
-        value: its FP32 value; None: that of ``half`` itself.
+        value: its FP32 value; None: that of ``half`` and ``remainder``.
+        remainder: the 16 bits, int16 of shape (padded(n),), taken over; None: zeros.
 
     Attributes:
         half: the half tensor; FP32 while its module is healed, and then its own value.
     """
 
-    def __init__(self, half: Tensor, value: Tensor | None = None) -> None:
+    def __init__(
+        self, half: Tensor, value: Tensor | None = None, remainder: Tensor | None = None
+    ) -> None:
         self.half = half
-        self._remainder = torch.zeros(padded(half.numel()), dtype=torch.int16, device=half.device)
+        if remainder is None:
+            size = padded(half.numel())
+            remainder = torch.zeros(size, dtype=torch.int16, device=half.device)
+        self._remainder = remainder
         self._strides = memory_strides(half)
         self._view: Tensor | None = None
         self._versions = 0, 0  # of half tensor and view when they agreed
