@@ -241,8 +241,12 @@ def _sample(masters: bool) -> ListSample:
         return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
 
     def results(args: tuple[UpdateLists, Tensor, Tensor], _: None) -> list[Tensor]:
-        names = "params", "steps", "moments", *(("remainders",) if masters else ())
-        return [t for name in names for t in args[0].tensors[name]]
+        lists = args[0].tensors
+        found = [t for name in ("params", "steps", "moments") for t in lists[name]]
+        if not masters:
+            return found
+        rows = zip(lists["params"], lists["remainders"], strict=True)
+        return found + [join(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
     return ListSample(args, results, 14 if masters else 0, variant="" if masters else "of FP32")
 
