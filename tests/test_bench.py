@@ -408,5 +408,5 @@ def test_table_of_final_losses(bench: SimpleNamespace) -> None:
     lines = bench.convergence.table(runs).splitlines()
     assert (
         lines[-1]
-        == "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) | 0.1250 |"
+        == "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) | 0.1250 (0.12) | 0.000 |"
     )
