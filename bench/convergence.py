@@ -3,7 +3,7 @@
     python bench/convergence.py            # levels: O0, O1, O2 and torch.amp, in float16
     python bench/convergence.py state      # formats of optimizer state, both half types
     python bench/convergence.py drift      # formats of optimizer state, 2,000 steps of one seed
-    python bench/convergence.py --quick    # few steps, writes nothing
+    python bench/convergence.py --quick    # few steps, writes nothing; --jobs 4: in processes
 
 Each takes minutes on a CPU and writes bench/results/convergence-<study>-<device>.json. Models, on
 real data: the digits CNN and the character transformer of ``tritonamp.demo``, and GPT-2 with four
@@ -15,8 +15,10 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ from tritonamp.demo.train import criterion
 
 RESULTS = Path(__file__).parent / "results"
 QUICK_STEPS = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAST = 20  # steps that a training loss is the mean of
 
 
@@ -63,15 +66,11 @@ class Study:
             dict.fromkeys(str(mode.dtype).removeprefix("torch.") for mode in self.modes.values())
         )
 
-    def runs(self, quick: bool, device: torch.device) -> Iterator[dict[str, Any]]:
-        """Train; ``quick``: a few steps of one seed."""
-        for task in tasks():
-            if task.name in self.steps:
-                steps = QUICK_STEPS if quick else self.steps[task.name]
-                for seed in self.seeds[:1] if quick else self.seeds:
-                    for name, mode in self.modes.items():
-                        run = train(task, mode, seed, steps, device, self.every)
-                        yield {"task": task.name, "mode": name, "seed": seed, "steps": steps} | run
+    def runs(self) -> list[tuple[str, str, int]]:
+        """Return task, mode and seed of every run, the cheapest task first."""
+        return [
+            (task, mode, seed) for task in self.steps for seed in self.seeds for mode in self.modes
+        ]
 
 
 _STATES = {
@@ -91,8 +90,9 @@ STUDIES = {
 }
 
 
-def tasks() -> list[Task]:
-    """Return those of the demo, and a GPT-2 of four layers on the characters."""
+@cache  # a job of a pool asks again for every run
+def tasks() -> dict[str, Task]:
+    """Return by name those of the demo, and a GPT-2 of four layers on the characters."""
     digits, chars = compare.tasks()
     _, vocabulary = data.characters()
     gpt = replace(
@@ -102,7 +102,15 @@ def tasks() -> list[Task]:
         batch_size=8,
         lr=3e-3,
     )
-    return [digits, chars, gpt]
+    return {task.name: task for task in (digits, chars, gpt)}
+
+
+def _planned_run(study: str, quick: bool, run: tuple[str, str, int]) -> dict[str, Any]:
+    torch.set_num_threads(1)  # of this process, which may be one of a pool
+    settings, (task, mode, seed) = STUDIES[study], run
+    steps = QUICK_STEPS if quick else settings.steps[task]
+    found = train(tasks()[task], settings.modes[mode], seed, steps, DEVICE, settings.every)
+    return {"task": task, "mode": mode, "seed": seed, "steps": steps} | found
 
 
 def train(
@@ -234,25 +242,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, help="default: bench/results/convergence-<study>-<device>.json"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes; the losses do not depend on it"
+    )
     args = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(1)
-    record = provenance.machine(device)  # the commit that runs, not the one checked out afterwards
+    study = STUDIES[args.study]
+    record = provenance.machine(DEVICE)  # the commit that runs, not the one checked out afterwards
     record["command"] = f"python bench/convergence.py {args.study}"
 
     start, runs = time.perf_counter(), []
-    for run in STUDIES[args.study].runs(args.quick, device):
-        runs.append(run)
-        print(
-            "{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(**run),
-            flush=True,
-        )
+    planned = [run for run in study.runs() if not args.quick or run[2] == study.seeds[0]]
+    train_one = partial(_planned_run, args.study, args.quick)
+    with contextlib.ExitStack() as stack:
+        each = map
+        if args.jobs > 1:
+            context = torch.multiprocessing.get_context("spawn")
+            each = stack.enter_context(ProcessPoolExecutor(args.jobs, context)).map
+        for run in each(train_one, planned):
+            runs.append(run)
+            print(
+                "{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(**run),
+                flush=True,
+            )
     print(markdown(runs))
     if not args.quick:
-        path = args.output or RESULTS / f"convergence-{args.study}-{device.type}.json"
+        path = args.output or RESULTS / f"convergence-{args.study}-{DEVICE.type}.json"
         record |= {
             "seconds": round(time.perf_counter() - start),
-            "dtype": " and ".join(STUDIES[args.study].dtypes()),
+            "dtype": " and ".join(study.dtypes()),
             "loss": f"mean of the last {LAST} steps",
         }
         path.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
