@@ -432,6 +432,7 @@ def test_table_of_losses_along_a_run(bench: SimpleNamespace) -> None:
     ]
 
 
+@pytest.mark.long
 def test_runs_train_as_their_mode_says(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
