@@ -33,6 +33,7 @@ from tritonamp.demo import compare, data
 from tritonamp.demo.data import batches
 from tritonamp.demo.measured import Task, evaluate
 from tritonamp.demo.train import criterion
+from tritonamp.policy import HALF_DTYPES, STATES
 
 RESULTS = Path(__file__).parent / "results"
 QUICK_STEPS = 4
@@ -73,19 +74,26 @@ class Study:
         ]
 
 
-_STATES = {
-    f"O2 {str(dtype).removeprefix('torch.')} {state}": Mode("O2", dtype, state)
-    for dtype in (torch.float16, torch.bfloat16)
-    for state in tritonamp.policy.STATES
-}
+def _beside_fp32(dtypes: tuple[torch.dtype, ...], states: tuple[str, ...]) -> dict[str, Mode]:
+    """Return O0, and O2 in each half type with each format of optimizer state."""
+    return {"O0": Mode("O0")} | {
+        f"O2 {str(dtype).removeprefix('torch.')} {state}": Mode("O2", dtype, state)
+        for dtype in dtypes
+        for state in states
+    }
+
+
 STUDIES = {
     "levels": Study(
         {level: Mode(level) for level in ("O0", "O1", "O2", "torch.amp")},
         {"digits": 200, "chars": 150},
     ),
-    "state": Study({"O0": Mode("O0")} | _STATES, {"digits": 200, "chars": 150, "GPT": 100}),
+    "state": Study(
+        _beside_fp32(HALF_DTYPES, STATES),
+        {"digits": 200, "chars": 150, "GPT": 100},
+    ),
     "drift": Study(
-        {"O0": Mode("O0")} | dict(list(_STATES.items())[1:3]), {"chars": 2000}, (0,), every=200
+        _beside_fp32((torch.float16,), ("bf16", "8bit")), {"chars": 2000}, (0,), every=200
     ),
 }
 

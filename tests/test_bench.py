@@ -17,7 +17,7 @@ import torch
 
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
-from tritonamp.policy import STATES
+from tritonamp.policy import HALF_DTYPES, STATES
 
 pytest.importorskip("matplotlib")
 CPU = torch.device("cpu")
@@ -462,4 +462,7 @@ def test_studies_compare_equal_seeds_with_fp32(bench: SimpleNamespace) -> None:
     names = bench.convergence.tasks().keys()
     for study in bench.convergence.STUDIES.values():
         assert study.modes["O0"].level == "O0" and study.steps.keys() <= names
-    assert len(bench.convergence.STUDIES["state"].modes) == 1 + 2 * len(STATES)
+    formats = {
+        (mode.dtype, mode.state) for mode in bench.convergence.STUDIES["state"].modes.values()
+    }
+    assert formats == {(dtype, state) for dtype in HALF_DTYPES for state in STATES}
