@@ -1,11 +1,13 @@
-"""Does training end where it ends in FP32? O0, O1, O2 and torch.amp, with equal seeds.
+"""Does training end where it ends in FP32 (O0)? With equal seeds: weights and batches are the same.
 
-    python bench/convergence.py            # minutes on a CPU; writes
-                                           # bench/results/convergence-<device>.json
-    python bench/convergence.py --quick    # few steps, writes nothing
+    python bench/convergence.py            # levels: O0, O1, O2 and torch.amp, in float16
+    python bench/convergence.py state      # formats of optimizer state, both half types
+    python bench/convergence.py drift      # formats of optimizer state, 2,000 steps of one seed
+    python bench/convergence.py --quick    # few steps, writes nothing; --jobs 4: in processes
 
-Weights and batches are the same. Two models on real data: the digits CNN and the character
-transformer of ``tritonamp.demo``, in float16.
+Each takes minutes on a CPU and writes bench/results/convergence-<study>-<device>.json. Models, on
+real data: the digits CNN and the character transformer of ``tritonamp.demo``, and GPT-2 with four
+layers.
 """
 
 import argparse
@@ -13,60 +15,137 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
+import models
 import provenance
 import torch
 from torch import Tensor
 
 import tritonamp
-from tritonamp.demo.compare import tasks
+from tritonamp.demo import compare, data
 from tritonamp.demo.data import batches
 from tritonamp.demo.measured import Task, evaluate
 from tritonamp.demo.train import criterion
+from tritonamp.policy import HALF_DTYPES, STATES
 
 RESULTS = Path(__file__).parent / "results"
-MODES = "O0", "O1", "O2", "torch.amp"
-SEEDS = 0, 1, 2
-STEPS = {"digits": 200, "chars": 150}
 QUICK_STEPS = 4
-LAST = 20  # steps that a final training loss is the mean of
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAST = 20  # steps that a training loss is the mean of
 
 
-def train(task: Task, mode: str, seed: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """One run: the mean training loss of the last steps, and the score on the test half."""
+class Mode(NamedTuple):
+    """How a run trains; ``level`` is one of tritonamp, or "torch.amp"."""
+
+    level: str
+    dtype: torch.dtype = torch.float16
+    state: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs to compare: ``steps`` of each task, in each mode, from each seed.
+
+    Attributes:
+        every: steps between training losses that are kept; 0: only the final one is.
+    """
+
+    modes: dict[str, Mode]
+    steps: dict[str, int]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    every: int = 0
+
+    def dtypes(self) -> list[str]:
+        return list(
+            dict.fromkeys(str(mode.dtype).removeprefix("torch.") for mode in self.modes.values())
+        )
+
+    def runs(self) -> list[tuple[str, str, int]]:
+        """Return task, mode and seed of every run."""
+        return [
+            (task, mode, seed) for task in self.steps for seed in self.seeds for mode in self.modes
+        ]
+
+
+def _beside_fp32(dtypes: tuple[torch.dtype, ...], states: tuple[str, ...]) -> dict[str, Mode]:
+    """Return O0, and O2 in each half type with each format of optimizer state."""
+    return {"O0": Mode("O0")} | {
+        f"O2 {str(dtype).removeprefix('torch.')} {state}": Mode("O2", dtype, state)
+        for dtype in dtypes
+        for state in states
+    }
+
+
+STUDIES = {
+    "levels": Study(
+        {level: Mode(level) for level in ("O0", "O1", "O2", "torch.amp")},
+        {"digits": 200, "chars": 150},
+    ),
+    "state": Study(
+        _beside_fp32(HALF_DTYPES, STATES),
+        {"digits": 200, "chars": 150, "GPT": 100},
+    ),
+    "drift": Study(
+        _beside_fp32((torch.float16,), ("bf16", "8bit")), {"chars": 2000}, (0,), every=200
+    ),
+}
+
+
+@cache  # a job of a pool asks again for every run
+def tasks() -> dict[str, Task]:
+    """Return by name those of the demo, and a GPT-2 of four layers on the characters."""
+    digits, chars = compare.tasks()
+    _, vocabulary = data.characters()
+    gpt = replace(
+        chars,
+        name="GPT",
+        build=lambda: models.GPT(True, vocabulary, data.CONTEXT, width=64, layers=4, heads=4),
+        batch_size=8,
+        lr=3e-3,
+    )
+    return {task.name: task for task in (digits, chars, gpt)}
+
+
+def train(
+    task: Task, mode: Mode, seed: int, steps: int, device: torch.device, every: int = 0
+) -> dict[str, Any]:
+    """One run: the mean training loss of the last steps, and the score on the test half.
+
+    With ``every``, also "losses": [step, mean training loss of the steps before] that often.
+    """
     torch.manual_seed(seed)
     model = task.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
-    step, close = (
-        _stock(model, optimizer, device) if mode == "torch.amp" else _ours(model, optimizer, mode)
-    )
-    losses = [
-        step(x, y).detach() for x, y in batches(task.split, task.batch_size, steps, seed, device)
-    ]
-    with (
-        torch.autocast(device.type, torch.float16)
-        if mode == "torch.amp"
-        else contextlib.nullcontext()
-    ):
+    stock = mode.level == "torch.amp"
+    step, close = _stock(model, optimizer, device) if stock else _ours(model, optimizer, mode)
+    losses = torch.stack(
+        [step(x, y).detach() for x, y in batches(task.split, task.batch_size, steps, seed, device)]
+    ).double()
+    with torch.autocast(device.type, torch.float16) if stock else contextlib.nullcontext():
         score = evaluate(model, task, device)
     close()
-    return {
-        "task": task.name, "mode": mode, "seed": seed, "steps": steps,
-        "loss": torch.stack(losses[-LAST:]).double().mean().item(), "score": score,
-    }  # fmt: skip
+    run: dict[str, Any] = {"loss": losses[-LAST:].mean().item(), "score": score}
+    if every:
+        ends = range(every, steps + 1, every)
+        run["losses"] = [[end, losses[max(0, end - LAST) : end].mean().item()] for end in ends]
+    return run
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def _ours(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, level: str
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, mode: Mode
 ) -> tuple[Step, Callable[[], None]]:
-    amp = tritonamp.enable(model, optimizer, level=level)
+    options = {} if mode.level == "O0" else {"dtype": mode.dtype, "state": mode.state}
+    amp = tritonamp.enable(model, optimizer, level=mode.level, **options)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = criterion(model(x), y)
@@ -98,25 +177,45 @@ def _stock(
     return step, lambda: None
 
 
+def markdown(runs: list[dict[str, Any]]) -> str:
+    """Return what a study found: ``curves`` if its runs have them, else a ``table``."""
+    return curves(runs) if "losses" in runs[0] else table(runs)
+
+
 def table(runs: list[dict[str, Any]]) -> str:
-    """Return Markdown: mean, range in brackets, and the largest distance from O0 of one seed."""
+    """Return Markdown: mean and range of the seeds, and the largest distance from O0 of one seed.
+
+    In brackets: that distance over O0's own range. Bold: it is more than that range.
+    """
     lines = [
-        "| model | mode | final training loss | test score | largest difference to O0, same seed |",
-        "|---|---|---|---|---|",
+        "| model | mode | final training loss | test score | loss: largest difference to O0, same "
+        "seed (over O0's range) | test score: the same |",
+        "|---|---|---|---|---|---|",
     ]
     for task in dict.fromkeys(run["task"] for run in runs):
-        baseline = {
-            run["seed"]: run["loss"] for run in runs if run["task"] == task and run["mode"] == "O0"
-        }
-        for mode in dict.fromkeys(run["mode"] for run in runs):
-            own = [run for run in runs if run["task"] == task and run["mode"] == mode]
-            apart = max(abs(run["loss"] - baseline[run["seed"]]) for run in own)
-            distance = "" if mode == "O0" else f"{apart:.4f}"
-            loss, score = (
-                _spread([run["loss"] for run in own], 4),
-                _spread([run["score"] for run in own], 3),
-            )
-            lines.append(f"| {task} | {mode} | {loss} | {score} | {distance} |")
+        of_task = [run for run in runs if run["task"] == task]
+        baseline = [run for run in of_task if run["mode"] == "O0"]
+        for mode in dict.fromkeys(run["mode"] for run in of_task):
+            own = [run for run in of_task if run["mode"] == mode]
+            columns = [("loss", 4), ("score", 3)]
+            cells = [_spread([run[key] for run in own], digits) for key, digits in columns]
+            cells += [
+                "" if mode == "O0" else _distance(own, baseline, key, digits)
+                for key, digits in columns
+            ]
+            lines.append(f"| {task} | {mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def curves(runs: list[dict[str, Any]]) -> str:
+    """Return Markdown: the training losses of each mode along one run."""
+    lines = [
+        f"| step | {' | '.join(run['mode'] for run in runs)} |",
+        f"|{'---|' * (len(runs) + 1)}",
+    ]
+    for row in zip(*(run["losses"] for run in runs), strict=True):
+        lines.append(f"| {row[0][0]} | {' | '.join(f'{loss:.4f}' for _, loss in row)} |")
+    lines.append(f"| test | {' | '.join(format(run['score'], '.3f') for run in runs)} |")
     return "\n".join(lines)
 
 
@@ -124,40 +223,65 @@ def _spread(values: list[float], digits: int) -> str:
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def _distance(
+    own: list[dict[str, Any]], baseline: list[dict[str, Any]], key: str, digits: int
+) -> str:
+    of_seed = {run["seed"]: run[key] for run in baseline}
+    apart = max(abs(run[key] - of_seed[run["seed"]]) for run in own)
+    wide = max(of_seed.values()) - min(of_seed.values())
+    cell = f"{apart:.{digits}f} ({apart / wide:.2f})" if wide else f"{apart:.{digits}f}"
+    return f"**{cell}**" if len(of_seed) > 1 and apart > wide else cell
+
+
+def _trained(study: str, quick: bool, jobs: int) -> Iterator[dict[str, Any]]:
+    """Train every run of a study; ``quick``: a few steps of one seed."""
+    first, *_ = seeds = STUDIES[study].seeds
+    runs = [run for run in STUDIES[study].runs() if run[2] in ([first] if quick else seeds)]
+    train_one = partial(_trained_run, study, quick)
+    if jobs == 1:
+        yield from map(train_one, runs)
+        return
+    with ProcessPoolExecutor(jobs, torch.multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(train_one, runs)
+
+
+def _trained_run(name: str, quick: bool, run: tuple[str, str, int]) -> dict[str, Any]:
+    torch.set_num_threads(1)  # of this process, which may be one of a pool
+    study, (task, mode, seed) = STUDIES[name], run
+    steps = QUICK_STEPS if quick else study.steps[task]
+    found = train(tasks()[task], study.modes[mode], seed, steps, DEVICE, study.every)
+    return {"task": task, "mode": mode, "seed": seed, "steps": steps} | found
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Final losses of O0, O1, O2 and torch.amp, three seeds."
-    )
+    parser = argparse.ArgumentParser(description="Final losses beside those of FP32.")
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="levels")
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed; writes nothing"
     )
     parser.add_argument(
-        "--output", type=Path, help="default: bench/results/convergence-<device>.json"
+        "--output", type=Path, help="default: bench/results/convergence-<study>-<device>.json"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes; the losses do not depend on it"
     )
     args = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(1)
+    record = provenance.machine(DEVICE)  # the commit that runs, not the one checked out afterwards
+    record["command"] = f"python bench/convergence.py {args.study}"
 
     start, runs = time.perf_counter(), []
-    for task in tasks():
-        for seed in SEEDS[:1] if args.quick else SEEDS:
-            for mode in MODES:
-                runs.append(
-                    train(task, mode, seed, QUICK_STEPS if args.quick else STEPS[task.name], device)
-                )
-                print(
-                    "{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(
-                        **runs[-1]
-                    ),
-                    flush=True,
-                )
-    print(table(runs))
+    for run in _trained(args.study, args.quick, args.jobs):
+        runs.append(run)
+        print(
+            "{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(**run),
+            flush=True,
+        )
+    print(markdown(runs))
     if not args.quick:
-        path = args.output or RESULTS / f"convergence-{device.type}.json"
-        record = provenance.machine(device) | {
-            "command": "python bench/convergence.py",
+        path = args.output or RESULTS / f"convergence-{args.study}-{DEVICE.type}.json"
+        record |= {
             "seconds": round(time.perf_counter() - start),
-            "dtype": "float16",
+            "dtype": " and ".join(STUDIES[args.study].dtypes()),
             "loss": f"mean of the last {LAST} steps",
         }
         path.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")

@@ -35,7 +35,6 @@ NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in ten minu
 ```
 pip install -e ".[bench]" && python bench/run.py && python bench/report.py --write
 ```"""
-NO_CONVERGENCE = "Not measured yet: `python bench/convergence.py`"
 SLOWER_SHOWN = 20
 STEP, TRAINING = "full step", "training step"  # groups that the page has every row of
 
@@ -192,22 +191,24 @@ def absent(entries: list[Row]) -> str:
     return "Not measured: " + "; ".join(what) + "."
 
 
-def training_results(folder: Path) -> str:
-    """Return the table of final losses, for each device."""
+def training_results(folder: Path, study: str) -> str:
+    """Return what a study of ``convergence.py`` found, for each device."""
     parts = []
-    for path in sorted(folder.glob("convergence-*.json")):
+    for path in sorted(folder.glob(f"convergence-{study}-*.json")):
         record = json.loads(path.read_text())
         steps = {run["task"]: run["steps"] for run in record["runs"]}
         told = " and ".join(f"{number} steps of {task}" for task, number in steps.items())
+        seeds = len({run["seed"] for run in record["runs"]})
         about = (
-            f"Mean over three seeds (lowest to highest). Training loss: {record['loss']}; "
-            "test score: accuracy in percent (digits), loss (chars). "
+            f"{f'Mean of {seeds} seeds (lowest to highest)' if seeds > 1 else 'One seed'}. "
+            f"Training loss: {record['loss']}; "
+            "test score: accuracy in percent (digits), loss (others). "
             f"{told} in {record['dtype']} on {record['device']}, torch {record['torch']}, "
             f"commit {record['commit']}, `{record['command']}`; "
             f"every run is in `{path.relative_to(folder.parents[1])}`."
         )
-        parts.append(f"{convergence.table(record['runs'])}\n\n{_wrapped(about)}")
-    return "\n\n".join(parts) or NO_CONVERGENCE
+        parts.append(f"{convergence.markdown(record['runs'])}\n\n{_wrapped(about)}")
+    return "\n\n".join(parts) or f"Not measured yet: `python bench/convergence.py {study}`"
 
 
 def filled(text: str, name: str, body: str) -> str:
@@ -268,12 +269,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("expected --write or --folder: the pages show bench/results/ alone")
     folder = args.folder or RESULTS
     records, counted = load(folder), peer_tables.load()
+    studies = {study: training_results(folder, study) for study in convergence.STUDIES}
     pages = {
         FRONT_PAGE: {"summary": summary(records, FRONT_LINK), "counts": peer_tables.short(counted)},
         README: {
             "speed": speed(records, LINK),
             "counts": peer_tables.page(counted),
-            "convergence": training_results(folder),
+            **studies,
         },
     }
     if not args.write:

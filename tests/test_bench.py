@@ -17,6 +17,7 @@ import torch
 
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
+from tritonamp.policy import HALF_DTYPES, STATES
 
 pytest.importorskip("matplotlib")
 CPU = torch.device("cpu")
@@ -336,7 +337,9 @@ def test_pictures(bench: SimpleNamespace, results: Path) -> None:
 def test_report_without_measurements(bench: SimpleNamespace, tmp_path: Path) -> None:
     text = bench.report.speed(bench.report.load(tmp_path), "bench/results")
     assert text.startswith("Not measured yet.") and "python bench/run.py" in text
-    assert bench.report.training_results(tmp_path).startswith("Not measured yet")
+    for study in bench.convergence.STUDIES:
+        told = bench.report.training_results(tmp_path, study)
+        assert told == f"Not measured yet: `python bench/convergence.py {study}`"
 
 
 def test_quick_runs_are_shown_only_alone(bench: SimpleNamespace, results: Path) -> None:
@@ -358,10 +361,11 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     text = bench.report.README.read_text()
     assert bench.report.README.parent / bench.report.LINK == bench.report.RESULTS
     speed = bench.report.speed(bench.report.load(bench.report.RESULTS), bench.report.LINK)
-    trained = bench.report.training_results(bench.report.RESULTS)
-    assert text == bench.report.filled(
-        bench.report.filled(text, "speed", speed), "convergence", trained
-    )
+    expected = bench.report.filled(text, "speed", speed)
+    for study in bench.convergence.STUDIES:
+        trained = bench.report.training_results(bench.report.RESULTS, study)
+        expected = bench.report.filled(expected, study, trained)
+    assert text == expected
     front = bench.report.FRONT_PAGE.read_text()
     records = bench.report.load(bench.report.RESULTS)
     summary = bench.report.summary(records, bench.report.FRONT_LINK)
@@ -393,20 +397,72 @@ def test_a_result_reaches_both_pages(
     assert report.main(["--write"]) == 0 and report.FRONT_PAGE.read_text() == front
 
 
+def made_up(mode: str, seed: int, loss: float, score: float) -> dict[str, Any]:
+    return {"task": "digits", "mode": mode, "seed": seed, "loss": loss, "score": score}
+
+
 def test_table_of_final_losses(bench: SimpleNamespace) -> None:
-    runs = [
-        {
-            "task": "digits",
-            "mode": mode,
-            "seed": seed,
-            "loss": 1.0 + seed + (mode == "O2") / 8,
-            "score": 99.0,
-        }
-        for mode in ("O0", "O2")
-        for seed in (0, 1)
-    ]
+    """A distance is one of equal seeds, and bold only beyond the range of O0's seeds."""
+    runs = [made_up("O0", 0, 1.0, 97.0), made_up("O0", 1, 2.0, 98.0)]
+    runs += [made_up("O2", 0, 1.125, 99.0), made_up("O2", 1, 2.125, 99.0)]
     lines = bench.convergence.table(runs).splitlines()
-    assert (
-        lines[-1]
-        == "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) | 0.1250 |"
+    assert lines[-2].endswith("| 97.500 (97.000 to 98.000) |  |  |")
+    assert lines[-1] == (
+        "| digits | O2 | 1.6250 (1.1250 to 2.1250) | 99.000 (99.000 to 99.000) "
+        "| 0.1250 (0.12) | **2.000 (2.00)** |"
     )
+
+
+def test_table_of_one_seed_claims_nothing(bench: SimpleNamespace) -> None:
+    runs = [made_up("O0", 0, 1.0, 97.0), made_up("O2", 0, 1.5, 99.0)]
+    assert bench.convergence.table(runs).endswith("| 0.5000 | 2.000 |")
+
+
+def test_table_of_losses_along_a_run(bench: SimpleNamespace) -> None:
+    runs = [
+        made_up(mode, 0, 1.0, score) | {"losses": [[200, 2.0], [400, loss]]}
+        for mode, loss, score in (("O0", 1.5, 1.25), ("8bit", 1.25, 1.5))
+    ]
+    assert bench.convergence.markdown(runs).splitlines() == [
+        "| step | O0 | 8bit |",
+        "|---|---|---|",
+        "| 200 | 2.0000 | 2.0000 |",
+        "| 400 | 1.5000 | 1.2500 |",
+        "| test | 1.250 | 1.500 |",
+    ]
+
+
+@pytest.mark.long
+def test_runs_train_as_their_mode_says(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convergence, modes = bench.convergence, bench.convergence.STUDIES["state"].modes
+    enable, policies = convergence.tritonamp.enable, []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        amp = enable(*args, **options)
+        policies.append(amp.policy)
+        return amp
+
+    monkeypatch.setattr(convergence.tritonamp, "enable", watched)
+    digits = convergence.tasks()["digits"]
+    for name in ("O0", "O2 float16 bf16", "O2 bfloat16 8bit"):
+        run = convergence.train(digits, modes[name], 0, steps=4, device=CPU, every=2)
+        assert [step for step, _ in run["losses"]] == [2, 4]
+        assert run["losses"][-1][1] == run["loss"] < run["losses"][0][1]
+    fp32, *small = policies
+    assert not fp32.master_weights and fp32.state == "fp32"
+    assert [(p.dtype, p.state) for p in small] == [
+        (torch.float16, "bf16"),
+        (torch.bfloat16, "8bit"),
+    ]
+
+
+def test_studies_compare_equal_seeds_with_fp32(bench: SimpleNamespace) -> None:
+    names = bench.convergence.tasks().keys()
+    for study in bench.convergence.STUDIES.values():
+        assert study.modes["O0"].level == "O0" and study.steps.keys() <= names
+    formats = {
+        (mode.dtype, mode.state) for mode in bench.convergence.STUDIES["state"].modes.values()
+    }
+    assert formats == {(dtype, state) for dtype in HALF_DTYPES for state in STATES}
