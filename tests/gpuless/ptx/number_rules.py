@@ -73,15 +73,15 @@ def _of_halves(opcode: Opcode) -> Value:
     """One or two in a register; by way of FP32, which is as good except for fma."""
     kind, of = opcode[0], opcode[-1]
     allow(opcode, "rn")
-    if kind == "fma" and of in ("f16", "f16x2"):
-        return Value(a.fma16, (of,) * 3)
+    if kind == "fma":
+        return Value(a.fma_bf16 if of.startswith("bf16") else a.fma16, (of,) * 3)
     if kind not in ("add", "sub", "mul"):
         raise Unsupported(".".join(opcode))
     one, bits = of.removesuffix("x2"), a.bf16_bits if of.startswith("bf16") else a.f16_bits
 
     def halves(*given: Array) -> Array:
-        wide = (a.widened(np.ascontiguousarray(x).view(np.uint16), one) for x in given)
-        return bits(PLAIN[kind](*wide)).view(np.uint32 if of.endswith("x2") else np.uint16)
+        wide = (a.widened(a.halves_of(x), one) for x in given)
+        return a.in_registers(bits(PLAIN[kind](*wide)))
 
     return Value(halves, (of, of))
 
