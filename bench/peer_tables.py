@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ def _wrapped(text: str) -> str:
 def whole(rows: list[Row]) -> dict[str, dict[str, Row]]:
     """By case and peer, forward and backward together."""
     found: dict[str, dict[str, Row]] = {}
+    done = Counter((row["case"].rpartition(" ")[0], row["peer"]) for row in rows)
     for row in rows:
         case, _, direction = row["case"].rpartition(" ")
         assert direction in DIRECTIONS, row["case"]
+        if done[case, row["peer"]] < done[case, OURS]:
+            continue  # it failed in one direction
         of_peer = found.setdefault(case, {}).setdefault(row["peer"], {"roofline": {}})
         for what in ("bytes", "asked", "instructions", "launches"):
             of_peer[what] = of_peer.get(what, 0) + row[what]

@@ -113,6 +113,8 @@ def single(x: float) -> np.float32:
         ("add.s32", (0x7FFFFFFF, 1), 0x80000000),
         ("sub.s32", (0, 1), 0xFFFFFFFF),
         ("mul.lo.s32", (0xFFFFFFFF, 7), 0xFFFFFFF9),
+        ("mul.hi.u32", (0xFFFFFFFF, 7), 6),
+        ("mul.hi.s32", (0xFFFFFFFF, 7), 0xFFFFFFFF),
         ("div.s32", (0xFFFFFFF9, 2), 0xFFFFFFFD),  # towards zero
         ("rem.s32", (0xFFFFFFF9, 2), 0xFFFFFFFF),
         ("div.u32", (7, 0), 0xFFFFFFFF),

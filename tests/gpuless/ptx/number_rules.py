@@ -33,9 +33,11 @@ def _of_integers(opcode: Opcode) -> Value:
         if of == "u64":
             raise Unsupported(".".join(opcode))
         return Value(a.divided if kind == "div" else lambda x, y: x - a.divided(x, y) * y, (of, of))
-    allow(opcode, "lo", "wide")
+    allow(opcode, "lo", "wide", "hi")
     if kind not in ("mul", "mad"):
         raise Unsupported(".".join(opcode))
+    if "hi" in opcode:
+        return _upper_half(opcode)
     to = f"{of[0]}{2 * int(of[1:])}" if "wide" in opcode else of
     dtype = TYPES[to]
 
@@ -45,6 +47,19 @@ def _of_integers(opcode: Opcode) -> Value:
     if kind == "mul":
         return Value(product, (of, of))
     return Value(lambda x, y, z: product(x, y) + z, (of, of, to))
+
+
+def _upper_half(opcode: Opcode) -> Value:
+    """Return the rule of a product's upper bits."""
+    kind, of = opcode[0], opcode[-1]
+    if kind != "mul" or of[1:] not in ("16", "32"):
+        raise Unsupported(".".join(opcode))
+    bits, wide, narrow = int(of[1:]), TYPES[f"{of[0]}{2 * int(of[1:])}"], TYPES[of]
+
+    def upper(x: Array, y: Array) -> Array:
+        return (np.multiply(x.astype(wide), y.astype(wide)) >> wide(bits)).astype(narrow)
+
+    return Value(upper, (of, of))
 
 
 PLAIN: dict[str, Function] = {
