@@ -19,13 +19,13 @@ from torch import Tensor
 
 HALF = torch.float16
 COUNTED, LONG, CHECKED = 1 << 22, 1 << 25, 1 << 16
-FROM = 4096  # elements of a long line
+FROM, FROM_OF_NORMS = 50257, 4096  # elements of a long line; weights have partial gradients
 LENGTHS = {
     "softmax": (256, 1000, 1024, 4095, 4096, 16384, 50257, 131072),
     "log_softmax": (1024, 50257),
     "sum": (1024, 50257),
-    "layer_norm": (256, 1000, 1024, 4096, 16384),
-    "rms_norm": (1000, 1024, 4096, 16384),
+    "layer_norm": (256, 1000, 1024, 4096),
+    "rms_norm": (1000, 1024, 4096),
     "add_rms_norm": (1024, 4096),
     "cross_entropy": (1000, 8192, 50257),
 }
@@ -62,7 +62,8 @@ class Question(NamedTuple):
 
     @property
     def counted(self) -> int:
-        return LONG if self.n >= FROM and not self.both else COUNTED
+        long = self.n >= (FROM_OF_NORMS if self.op in norm_ops.KINDS else FROM)
+        return LONG if long else COUNTED
 
 
 def questions() -> Iterator[Question]:

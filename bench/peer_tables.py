@@ -15,9 +15,10 @@ DIRECTIONS = "forward", "backward", "both", "step"
 NOTHING = "Not counted yet: `python bench/counts.py --peers --snapshot`"
 NEAR = 1.02  # what is nearer than this is as much
 SHORT = (  # of the front page
-    "softmax n=4096", "log_softmax n=50257", "layer_norm n=4096", "rms_norm n=4096",
-    "add_rms_norm n=4096", "group_norm 320x32x32", "cross_entropy n=50257",
+    "softmax n=4096", "layer_norm n=4096", "rms_norm n=4096", "add_rms_norm n=4096",
+    "cross_entropy n=50257",
 )  # fmt: skip
+ALSO = "softmax n=256", "softmax n=4095", "softmax n=50257", "cross_entropy n=1000"
 
 
 def load(path: Path = RESULT) -> Row | None:
@@ -75,22 +76,21 @@ def counts(found: Row) -> str:
     return "\n".join(lines)
 
 
-def short(found: Row | None) -> str:
-    """Return the front page's table."""
-    if found is None:
-        return NOTHING
-    cases, lines = whole(found["rows"]), _head("B an element / instructions", OURS, *OTHERS)
-    for case in SHORT:
-        if OURS in (peers := cases.get(case, {})):
-            cells = (_cell(peers.get(peer), peers[OURS]) for peer in (OURS, *OTHERS))
-            lines.append(_line(case, *cells))
+def short(found: Row | None, before: str) -> str:
+    """Return what the front page has while no GPU has measured anything, after a sentence."""
+    cases = whole(found["rows"]) if found else {}
+    kept = {case: cases[case] for case in SHORT if OURS in cases.get(case, {})}
+    if not kept:
+        return before
     about = (
-        "Bytes that memory has to move and PTX instructions, forward and backward, counted for "
-        f"all by one emulator, {found['date']}, no GPU; **bold**: fewer than ours. All cases, "
-        "errors, and estimates of times are in "
-        "[bench](bench/README.md#side-by-side-without-a-gpu)."
+        "Bytes an element that memory has to move / PTX instructions, forward and backward, "
+        "float16, counted by an [emulator](bench/README.md#side-by-side-without-a-gpu); **bold**: fewer."
     )
-    return "\n".join(lines) + "\n\n" + _wrapped(about)
+    lines = _head("", *kept)
+    for peer in (OURS, *OTHERS):
+        cells = (_cell(peers.get(peer), peers[OURS]) for peers in kept.values())
+        lines.append(_line(peer, *cells))
+    return _wrapped(f"{before} {about}") + "\n\n" + "\n".join(lines)
 
 
 def ahead(found: Row) -> str:
@@ -117,7 +117,7 @@ def estimates(found: Row) -> str:
     cases = whole(found["rows"])
     gpus = list(found["rows"][0]["roofline"])
     lines = _head("estimate, in our time", "peer", *gpus)
-    for case in (*SHORT, "cross_entropy n=1000", "softmax n=256", "softmax n=4095"):
+    for case in (*SHORT, *ALSO):
         peers = cases.get(case, {})
         for peer in OTHERS if OURS in peers else ():
             if peer in peers:

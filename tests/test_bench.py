@@ -359,9 +359,9 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     assert bench.report.README.parent / bench.report.LINK == bench.report.RESULTS
     speed = bench.report.speed(bench.report.load(bench.report.RESULTS), bench.report.LINK)
     trained = bench.report.training_results(bench.report.RESULTS)
-    assert text == bench.report.filled(
-        bench.report.filled(text, "speed", speed), "convergence", trained
-    )
+    counted = bench.report.peer_tables.page(bench.report.peer_tables.load())
+    for name, body in {"speed": speed, "convergence": trained, "counts": counted}.items():
+        assert text == bench.report.filled(text, name, body)
     front = bench.report.FRONT_PAGE.read_text()
     records = bench.report.load(bench.report.RESULTS)
     summary = bench.report.summary(records, bench.report.FRONT_LINK)
