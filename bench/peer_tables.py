@@ -82,9 +82,10 @@ def short(found: Row | None, before: str) -> str:
     kept = {case: cases[case] for case in SHORT if OURS in cases.get(case, {})}
     if not kept:
         return before
+    link = "bench/README.md#side-by-side-without-a-gpu"
     about = (
         "Bytes an element that memory has to move / PTX instructions, forward and backward, "
-        "float16, counted by an [emulator](bench/README.md#side-by-side-without-a-gpu); **bold**: fewer."
+        f"float16, counted by an [emulator]({link}); **bold**: fewer."
     )
     lines = _head("", *kept)
     for peer in (OURS, *OTHERS):
@@ -94,22 +95,22 @@ def short(found: Row | None, before: str) -> str:
 
 
 def ahead(found: Row) -> str:
-    """Return where a peer is estimated faster than we are."""
+    """Return where a peer has fewer bytes than we, or a lower estimate."""
+    cases = whole(found["rows"])
+    what = {
+        "move fewer bytes": lambda row: row["bytes"],
+        "are estimated faster on an H100": lambda row: row["roofline"]["H100"][1],
+    }
     told = []
-    for case, peers in whole(found["rows"]).items():
-        ours = peers.get(OURS)
-        for peer in OTHERS if ours else ():
-            if (row := peers.get(peer)) is None:
-                continue
-            mine, theirs = ours["roofline"]["H100"][1], row["roofline"]["H100"][1]
-            if theirs * NEAR < mine:
-                told.append(f"{case}: {peer} {theirs / mine:.2f}")
-    if not told:
-        return "No peer is estimated faster than ours by 2 % in any case."
-    return _wrapped(
-        f"Peers estimated faster than ours on an H100, and in what part of our time ({len(told)} "
-        f"comparisons): {'; '.join(told)}."
-    )
+    for name, of in what.items():
+        better = [
+            f"{case} {peer} {of(peers[peer]) / of(peers[OURS]):.2f}"
+            for case, peers in cases.items()
+            for peer in OTHERS
+            if peer in peers and OURS in peers and of(peers[peer]) * NEAR < of(peers[OURS])
+        ]
+        told.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
+    return "\n\n".join(map(_wrapped, told))
 
 
 def estimates(found: Row) -> str:
