@@ -11,6 +11,7 @@ from side_by_side import NAMES, RESULT
 
 Row = dict[str, Any]
 OURS, *OTHERS = (name for name in NAMES if name != "optimi")
+ESTIMATED = [name for name in OTHERS if name != "FlagGems"]  # whose grids depend on autotuning
 DIRECTIONS = "forward", "backward", "both", "step"
 NOTHING = "Not counted yet: `python bench/counts.py --peers --snapshot`"
 NEAR = 1.02  # what is nearer than this is as much
@@ -106,7 +107,7 @@ def ahead(found: Row) -> str:
         better = [
             f"{case} {peer} {of(peers[peer]) / of(peers[OURS]):.2f}"
             for case, peers in cases.items()
-            for peer in OTHERS
+            for peer in ESTIMATED
             if peer in peers and OURS in peers and of(peers[peer]) * NEAR < of(peers[OURS])
         ]
         told.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
@@ -120,7 +121,7 @@ def estimates(found: Row) -> str:
     lines = _head("estimate, in our time", "peer", *gpus)
     for case in (*SHORT, *ALSO):
         peers = cases.get(case, {})
-        for peer in OTHERS if OURS in peers else ():
+        for peer in ESTIMATED if OURS in peers else ():
             if peer in peers:
                 pairs = ((peers[peer]["roofline"][g], peers[OURS]["roofline"][g]) for g in gpus)
                 lines.append(_line(case, peer, *(_ratio(theirs, ours) for theirs, ours in pairs)))
