@@ -1,7 +1,8 @@
 """What is counted side by side: operations, shapes, and who does them (adapters of this folder).
 
-Everything is float16: every GPU has it. Counts are taken at ``COUNTED`` elements; errors, for which
-every program has to run, at ``CHECKED`` and more.
+Everything is float16: every GPU has it. Counts are taken at ``COUNTED`` elements, of long lines at
+``LONG``, so that there are as many lines as a GPU has programs to give; errors, for which every
+program has to run, at ``CHECKED`` and more.
 """
 
 import functools
@@ -17,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HALF = torch.float16
-COUNTED, CHECKED = 1 << 22, 1 << 16
+COUNTED, LONG, CHECKED = 1 << 22, 1 << 25, 1 << 16
+FROM, FROM_OF_NORMS = 50257, 4096  # elements of a long line; weights have partial gradients
 LENGTHS = {
     "softmax": (256, 1000, 1024, 4095, 4096, 16384, 50257, 131072),
     "log_softmax": (1024, 50257),
     "sum": (1024, 50257),
-    "layer_norm": (256, 1000, 1024, 4096, 16384),
-    "rms_norm": (1000, 1024, 4096, 16384),
+    "layer_norm": (256, 1000, 1024, 4096),
+    "rms_norm": (1000, 1024, 4096),
     "add_rms_norm": (1024, 4096),
     "cross_entropy": (1000, 8192, 50257),
 }
@@ -46,6 +48,7 @@ class Question(NamedTuple):
         exact: the operation in FP64.
         loss: whether its result is one number.
         both: whether one of forward and backward does the work of the other.
+        counted: elements that counts are taken at.
     """
 
     op: str
@@ -56,6 +59,11 @@ class Question(NamedTuple):
     exact: Forward
     loss: bool = False
     both: bool = False
+
+    @property
+    def counted(self) -> int:
+        long = self.n >= (FROM_OF_NORMS if self.op in norm_ops.KINDS else FROM)
+        return LONG if long else COUNTED
 
 
 def questions() -> Iterator[Question]:

@@ -24,7 +24,7 @@ import torch
 from case import Case
 from gpuless.ptx.emulated import Launch
 from matrix import all_cases
-from peer_cases import COUNTED, Question, questions
+from peer_cases import Question, questions
 from peer_errors import SCALES, checked, given, gradients, leaves, results_of, wanted
 from peer_machine import ARCH, COUNTING, COUNTING_ALL, CUDA, Machine, of_peer
 
@@ -33,9 +33,9 @@ WITH_ADAM = "tritonamp", "optimi"
 
 
 def counted(question: Question, peer: str, machine: Machine) -> Iterator[Row]:
-    """Count forward and backward on ``COUNTED`` elements, by some programs of each launch."""
+    """Count forward and backward, by some programs of each launch."""
     make, half = question.peers[peer]
-    host, machine.emulator.options = given(question, COUNTED, half), COUNTING
+    host, machine.emulator.options = given(question, question.counted, half), COUNTING
     elements, inputs = _elements(question, host), leaves(host, lambda x: x.to(CUDA))
     forward = make(CUDA)
     machine.clear()
@@ -87,6 +87,7 @@ def _row(case: str, peer: str, elements: int, machine: Machine, started: float) 
     return {
         "case": case,
         "peer": peer,
+        "elements": elements,
         "bytes": round((sum(k["bytes"] for k in kernels) + sum(own)) / elements, 3),
         "asked": round(sum(k["asked"] for k in kernels) / elements, 3),
         "instructions": round(sum(k["instructions"] for k in kernels) / elements, 3),

@@ -95,9 +95,12 @@ def _one(stem: str, record: Record, link: str) -> str:
 
 
 def summary(records: dict[str, Record], link: str) -> str:
-    """Return the Markdown of the front page: of one GPU a row of each group, a picture."""
+    """Return the Markdown of the front page: of one GPU a row of each group, a picture.
+
+    Before there is one: what an emulator counted.
+    """
     if not records:
-        return NO_GPU
+        return peer_tables.short(peer_tables.load(), NO_GPU)
     stem, record = next(iter(records.items()))
     head = (
         f"On {record['device']}, beside torch {record['torch']} (2.00x: it takes twice as long; "
@@ -268,13 +271,13 @@ def main(arguments: list[str] | None = None) -> int:
     if args.write and args.folder:
         parser.error("expected --write or --folder: the pages show bench/results/ alone")
     folder = args.folder or RESULTS
-    records, counted = load(folder), peer_tables.load()
+    records = load(folder)
     studies = {study: training_results(folder, study) for study in convergence.STUDIES}
     pages = {
-        FRONT_PAGE: {"summary": summary(records, FRONT_LINK), "counts": peer_tables.short(counted)},
+        FRONT_PAGE: {"summary": summary(records, FRONT_LINK)},
         README: {
             "speed": speed(records, LINK),
-            "counts": peer_tables.page(counted),
+            "counts": peer_tables.page(peer_tables.load()),
             **studies,
         },
     }

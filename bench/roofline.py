@@ -3,9 +3,9 @@
 A launch takes the longest of three times:
 
 - memory: the bytes of sectors that it touches, each once, over the bandwidth; or over what the
-  resident warps can ask for in a latency, where that is less;
+  warps of its grid that are resident can ask for in a latency, where that is less;
 - cache: all sectors asked for, over what the first cache gives (128 B a cycle, on a T4 64);
-- issue: instructions over four a cycle and multiprocessor.
+- issue: instructions over four a cycle and multiprocessor that has a program.
 
 Torch's own kernels: memory alone. The low end of an estimate is bytes over bandwidth; the high end
 is the sum of the three, as if nothing overlapped. Assumed: bandwidth and clock of data sheets,
@@ -14,6 +14,7 @@ no cost of launches. Peers that are close may change places; that is why there a
 """
 
 import functools
+import math
 import subprocess
 import tempfile
 from pathlib import Path
@@ -101,12 +102,12 @@ def built(ptx: str, arch: int) -> Built:
 
 def times(kernel: dict[str, Any], gpu: Gpu) -> tuple[float, float, float]:
     """Return seconds by memory, cache and issue; of one launch."""
-    resident = machine_code.resident_warps(
-        gpu.arch, kernel["warps"], kernel["registers"], kernel["shared"]
-    )
-    asked = gpu.processors * max(resident, kernel["warps"]) * 32 * max(kernel["in_flight"], 4)
+    warps, programs = kernel["warps"], math.prod(kernel["grid"])
+    needs = gpu.arch, warps, kernel["registers"], kernel["shared"]
+    resident = gpu.processors * max(machine_code.resident_warps(*needs), warps)
+    asked = min(resident, warps * programs) * 32 * max(kernel["in_flight"], 4)
     rate = min(gpu.bandwidth, asked / LATENCY)
-    cycles = gpu.processors * gpu.hertz
+    cycles = min(gpu.processors, programs) * gpu.hertz
     issued = kernel["instructions"] / 32
     return (
         kernel["bytes"] / rate,

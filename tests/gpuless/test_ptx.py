@@ -113,6 +113,8 @@ def single(x: float) -> np.float32:
         ("add.s32", (0x7FFFFFFF, 1), 0x80000000),
         ("sub.s32", (0, 1), 0xFFFFFFFF),
         ("mul.lo.s32", (0xFFFFFFFF, 7), 0xFFFFFFF9),
+        ("mul.hi.u32", (0xFFFFFFFF, 7), 6),
+        ("mul.hi.s32", (0xFFFFFFFF, 7), 0xFFFFFFFF),
         ("div.s32", (0xFFFFFFF9, 2), 0xFFFFFFFD),  # towards zero
         ("rem.s32", (0xFFFFFFF9, 2), 0xFFFFFFFF),
         ("div.u32", (7, 0), 0xFFFFFFFF),
@@ -523,6 +525,38 @@ def test_half_multiply_add_rounds_once(opcode: str) -> None:
     low = 0xFFFFFFFF if "x2" in opcode else 0xFFFF
     bits = computed(opcode, *(np.uint32(x) for x in (one, one, 0x90009000)), to="u32")
     assert bits & low == 0x3C023C02 & low  # 1 + 2**-9 + 2**-20 - 2**-11: above half-way
+
+
+def test_bfloat16_multiply_add_rounds_once() -> None:
+    random = np.random.default_rng(0)
+    given = [random.normal(size=1000).astype(np.float32).view(np.uint32) >> 16 for _ in range(3)]
+    a, b, c = (x.astype(np.uint16) for x in given)
+    c[:200] = arithmetic.bf16_bits(2.0 ** random.integers(-40, 40, 200).astype(np.float32))
+    got = arithmetic.fma_bf16(a, b, c)
+    wide = [arithmetic.widened(x, "bf16") for x in (a, b, c)]
+    for x, y, z, found in zip(*wide, got, strict=True):
+        exactly = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        near = [np.array([int(found) + k], np.uint16) for k in (-1, 0, 1)]
+        below, mine, above = (float(arithmetic.widened(v, "bf16")[0]) for v in near)
+        distance = abs(Fraction(mine) - exactly)
+        assert all(distance <= abs(Fraction(other) - exactly) for other in (below, above))
+    # 1 and half a step: to even, but up where anything is added, be it 2**-70
+    half, tiny = np.uint32(0x3B80), np.uint32(0x1C80)
+    even = computed("fma.rn.bf16", half, np.uint32(0x3F80), np.uint32(0x3F80), to="u32")
+    up = computed("fma.rn.bf16", np.uint32(0x3F81), np.uint32(0x3F81), tiny, to="u32")
+    assert even & 0xFFFF == 0x3F80 and up & 0xFFFF == 0x3F82
+
+
+@pytest.mark.parametrize("opcode", ["mul.bf16x2", "add.f16x2", "fma.rn.f16x2", "fma.rn.bf16x2"])
+def test_pairs_of_halves_beside_what_all_lanes_share(opcode: str) -> None:
+    """Such an operand is an array of one element, and two numbers."""
+    alone = {"mul.bf16x2": "0x3f803f80", "add.f16x2": "0", "fma.rn.f16x2": "0x3c003c00"}
+    one, more = alone.get(opcode, "0x3f803f80"), ", 0" if opcode.startswith("fma") else ""
+    body = (
+        f"ld.global.b32 %r2, [%rd1];\n{opcode} %r3, %r2, {one}{more};\nst.global.b32 [%rd2], %r3;"
+    )
+    given = np.arange(THREADS, dtype=np.int32) * 0x00010001 + 0x10001000
+    assert Run(body, given).out.tolist() == given.tolist()
 
 
 def test_constants_at_the_end_of_a_launch_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

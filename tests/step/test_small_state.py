@@ -188,8 +188,8 @@ def test_a_resumed_run_has_the_same_bits(
 def test_each_format_loads_into_each(
     run: Callable[..., Run], saved: str, loading: str, steps_before: int
 ) -> None:
-    """FP32 in the file. Masters come exactly (float16 from 2^-14 on), moments to their precision: an
-    eighth, or 2^-8.
+    """FP32 in the file. Masters come exactly (float16 from 2^-14 on), moments to their precision:
+    an eighth, or 2^-8.
     """
     first = run(saved).steps(0, 1, 2)
     states = first.states()

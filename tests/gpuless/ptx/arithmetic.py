@@ -77,10 +77,38 @@ def fma16(a: Array, b: Array, c: Array) -> Array:
 
     In FP64 the sum is exact, or so close to ``c`` that it rounds to the same.
     """
-    wide = [np.ascontiguousarray(x).view(np.float16).astype(np.float64) for x in (a, b, c)]
+    wide = [halves_of(x).view(np.float16).astype(np.float64) for x in (a, b, c)]
     total = (wide[0] * wide[1] + wide[2]).astype(np.float16)
-    bits = np.where(np.isnan(total), NAN16, total.view(np.uint16))
-    return bits.view(np.uint32 if a.itemsize == 4 else np.uint16)
+    return in_registers(np.where(np.isnan(total), NAN16, total.view(np.uint16)))
+
+
+def fma_bf16(a: Array, b: Array, c: Array) -> Array:
+    """Return the bits of a * b + c in bfloat16, one or two in a register, rounded once.
+
+    FP32 in between is cut off, and its last bit says whether something was.
+    """
+    x, y, z = (widened(halves_of(v), "bf16") for v in (a, b, c))
+    product, third = np.multiply(x, y, dtype=np.float64), z.astype(np.float64)
+    total = product + third
+    part = total - product
+    error = (product - (total - part)) + (third - part)
+    near = total.astype(np.float32)
+    finite = np.isfinite(total)
+    less = (np.abs(near) > np.abs(total)) | ((near == total) & (error * np.sign(total) < 0))
+    inexact = finite & ((near != total) | (error != 0))
+    bits = near.view(np.uint32) - (finite & less).astype(np.uint32)
+    odd = (bits | inexact.astype(np.uint32)).view(np.float32)
+    return in_registers(bf16_bits(odd))
+
+
+def halves_of(x: Array) -> Array:
+    """Return the one or two 16-bit numbers in each register, a row for each."""
+    return np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1)
+
+
+def in_registers(halves: Array) -> Array:
+    """Return registers of one or two 16-bit numbers, given a row for each."""
+    return np.ascontiguousarray(halves).view(f"u{2 * halves.shape[1]}").reshape(-1)
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
