@@ -51,7 +51,7 @@ print(platform.python_version(), torch.__version__, triton.__version__, sep=" | 
 
 row() {  # 3.N, torch
     local failed=0 tests builds found="$1 | $2 | none" commit
-    commit=$(git describe --always --dirty --abbrev=12 --exclude='*')
+    commit=$(git describe --always --dirty --abbrev=12 --exclude="*" 2>/dev/null)
     if install "$1" "$2" && found=$(versions); then
         PATH=$tmp/env/bin:$PATH
         (cd "$tmp/src" && pytest) 2>&1 | tee "$tmp/tests.log" || failed=1
@@ -59,7 +59,8 @@ row() {  # 3.N, torch
             | paste -sd, | sed 's/,/, /g')
         (cd "$tmp/src" && python bench/static.py --arch "${architectures[@]}") >"$tmp/builds.log" \
             2>"$tmp/faults.log" || failed=1
-        builds="$(wc -l <"$tmp/builds.log") for ${architectures[*]}, $(wc -l <"$tmp/faults.log") faults"
+        builds="$(wc -l <"$tmp/builds.log") builds for ${architectures[*]}, "
+        builds+="$(grep -cE '^(sm_|gfx)' "$tmp/faults.log") faults"
         cat "$tmp/faults.log"
     else
         tests="cannot be installed" builds="" failed=1
