@@ -44,6 +44,7 @@ from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.adamw import AdamRule, count_lost, rate_launches, rates_of
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
+MAX_REGISTERS = 128  # left to itself, ptxas takes fewer on sm_89, and spills
 _VEC = 4  # elements that a thread holds: a warp holds a block
 
 
@@ -150,7 +151,8 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
         operands = rates_of(lists, t.device), *flags
         constants = t.type("params"), t.type("grads"), name, lists.track_lost and name is not None
         tile = WARP_SIZE * NUM_WARPS * _VEC
-        yield t.launch_of(adamw_8bit_kernel, _LISTS, operands, (*constants, RATES), _VEC, tile=tile)
+        sizes = {"maxnreg": MAX_REGISTERS if t.aligned else None, "tile": tile}
+        yield t.launch_of(adamw_8bit_kernel, _LISTS, operands, (*constants, RATES), _VEC, **sizes)
 
 
 def adamw_8bit_torch(
