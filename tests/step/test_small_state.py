@@ -128,11 +128,15 @@ def test_the_state_has_its_format(run: Callable[..., Run], state: str, half: tor
         "bf16": {"exp_avg": BF16, "exp_avg_sq": BF16},
         "8bit": {"moments": torch.uint8},
     }
-    for group in trained.optimizer.param_groups:
-        for param in group["params"]:
-            found = {k: v.dtype for k, v in trained.optimizer.state[param].items() if k != "step"}
-            assert found == kinds[state]
-            assert (param.dtype is half) == (state == "8bit" and param.dim() == 2), param.shape
+    stepped_on = [p for group in trained.optimizer.param_groups for p in group["params"]]
+    for param, own in zip(stepped_on, trained.model.parameters(), strict=True):
+        found = {
+            k: v.dtype
+            for k, v in trained.optimizer.state[param].items()
+            if k != "step" and isinstance(v, Tensor)
+        }
+        assert found == kinds[state]
+        assert param.dtype is (own.dtype if state == "8bit" else torch.float32)
     named = dict(trained.amp.named_master_params())
     assert list(named) == [name for name, _ in trained.model.named_parameters()]
     for (name, value), param in zip(named.items(), trained.model.parameters(), strict=True):
@@ -188,9 +192,7 @@ def test_a_resumed_run_has_the_same_bits(
 def test_each_format_loads_into_each(
     run: Callable[..., Run], saved: str, loading: str, steps_before: int
 ) -> None:
-    """FP32 in the file. Masters come exactly (float16 from 2^-14 on), moments to their precision:
-    an eighth, or 2^-8.
-    """
+    """FP32 in the file. Masters come exactly, to 2^-39; moments to an eighth, or 2^-8."""
     first = run(saved).steps(0, 1, 2)
     states = first.states()
     for entry in states["optimizer"]["state"].values():
@@ -394,10 +396,10 @@ def test_models_that_come_half(
     nn.init.ones_(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     amp = handles(model, optimizer, level="O2", dtype=half, state=state)
-    for _ in range(10):
+    for _ in range(30):
         take_step(amp, optimizer, model(torch.ones(2, 4, device=device)).float().mean())
     (value,) = amp.master_params()
-    assert ((1 - value) / 1e-4 - 1).abs().max() < 1 / 4
+    assert ((1 - value) / 3e-4 - 1).abs().max() < 1 / 8
     assert (model.weight == 1).all() == (half is BF16)
 
 
@@ -416,7 +418,7 @@ def test_tied_weights(handles: Callable[..., Any], device: torch.device, state: 
         loss = nn.functional.cross_entropy(model(ids).float(), ids)
         losses.append(loss.item())
         take_step(amp, optimizer, loss)
-    assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] < 0.7 * losses[0]
     assert embedding.weight is head.weight
     assert len(list(amp.master_params())) == 1
     assert len(dict(amp.named_master_params())) == 1
@@ -483,9 +485,14 @@ def test_channels_last_after_enable(
         for i in range(4):
             if changes and i == 2:
                 before = [m.detach().clone() for m in amp.master_params()]
+                moments = optimizer.state_dict()["state"]
                 model.to(memory_format=torch.channels_last)
                 assert model.weight.is_contiguous(memory_format=torch.channels_last)
                 assert same([m.detach() for m in amp.master_params()], before)
+                after = optimizer.state_dict()["state"]
+                for k in moments:
+                    assert torch.equal(moments[k]["exp_avg"], after[k]["exp_avg"])
+                    assert torch.equal(moments[k]["exp_avg_sq"], after[k]["exp_avg_sq"])
             take_step(amp, optimizer, model(x).float().square().mean())
         found.append([m.detach().clone() for m in amp.master_params()])
     # random bits go by the order of memory, and convolutions add up in another order

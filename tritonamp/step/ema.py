@@ -110,10 +110,9 @@ class EMA:
             self._buffers.update(self._found_inf())
 
     def _averaged(self, w: MasterWeights) -> dict[Tensor, Tensor]:
-        """Return parameter to stepped-on tensor, for parameters that train or have trained."""
-        stepped_on = (p for group in w.optimizer.param_groups for p in group["params"])
-        pairs = zip(w.parameters(), stepped_on, strict=True)
-        return {p: master for p, master in pairs if p.requires_grad or p in self._averages}
+        """Return parameter to FP32 value, for parameters that train or have trained."""
+        values = dict(w.fp32_values())
+        return {p: values[p] for p in w.parameters() if p.requires_grad or p in self._averages}
 
     def _averages_of(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the averages of ``params`` in this order; a new one begins at the value."""
