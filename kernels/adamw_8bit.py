@@ -151,8 +151,10 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
         operands = rates_of(lists, t.device), *flags
         constants = t.type("params"), t.type("grads"), name, lists.track_lost and name is not None
         tile = WARP_SIZE * NUM_WARPS * _VEC
-        sizes = {"maxnreg": MAX_REGISTERS if t.aligned else None, "tile": tile}
-        yield t.launch_of(adamw_8bit_kernel, _LISTS, operands, (*constants, RATES), _VEC, **sizes)
+        all_constants, maxnreg = (*constants, RATES), MAX_REGISTERS if t.aligned else None
+        yield t.launch_of(
+            adamw_8bit_kernel, _LISTS, operands, all_constants, _VEC, maxnreg=maxnreg, tile=tile
+        )
 
 
 def adamw_8bit_torch(

@@ -65,7 +65,7 @@ class _Fused:
         self._state_format = state
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
+        state: Any = super().__getstate__()
         return {**state, "_state_format": self._state_format}
 
     @between_graphs

@@ -5,12 +5,12 @@ import weakref
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._small_state import (
     cut,
     in_memory_of,
     in_order_of_memory,
     join,
-    memory_strides,
     padded,
 )
 from tritonamp.kernels.cast import fp32_value

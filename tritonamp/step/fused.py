@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._small_state import memory_strides
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.policy import STATES

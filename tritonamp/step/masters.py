@@ -187,8 +187,8 @@ class MasterWeights:
     def _view(self, param: Tensor) -> Tensor:
         """Return the FP32 value of a packed parameter, with its true gradient if that is known."""
         value = self._fp32_values.get(param)
-        true = self.has_true_gradients and param.grad is not None
-        value.grad = param.grad if true and param.grad.dtype is value.dtype else None
+        grad = param.grad if self.has_true_gradients else None
+        value.grad = grad if grad is not None and grad.dtype is value.dtype else None
         return value
 
     def with_groups(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:

@@ -146,6 +146,7 @@ def _part(
         size=lists.tensors.size,
         may_repeat=("copies", *optional),
         scalars=("steps",) if "steps" in states else (),
+        coded=(),
         **{name: [lists.tensors[name][k] for k in places] for name in names},
     )
     return UpdateLists(tensors, rules, lists.groups, lists.track_lost)

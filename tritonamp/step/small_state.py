@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._small_state import (
     BLOCK,
     SIGNED,
@@ -16,7 +17,6 @@ from tritonamp.kernels._small_state import (
     in_memory_of,
     in_order_of_memory,
     join,
-    memory_strides,
     moments_of,
     moments_size,
     padded,
@@ -35,9 +35,11 @@ _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" kn
 class _Rule(Protocol):
     """The rule of an optimizer, as this file knows it: a ``FusedRule``."""
 
-    kinds: str
-    states: tuple[str, ...]
-    state_keys: Mapping[str, str]
+    @property
+    def states(self) -> tuple[str, ...]: ...
+
+    @property
+    def state_keys(self) -> Mapping[str, str]: ...
 
 
 def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
@@ -135,12 +137,12 @@ def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, A
     if REMAINDER in wide:
         lower = wide.pop(REMAINDER)[: param.numel()].as_strided(param.shape, strides)
         with torch.no_grad():
-            value = join(in_order_of_memory(param), in_order_of_memory(lower, like=param))
-        wide["master_param"] = in_memory_of(param, value)
+            master = join(in_order_of_memory(param), in_order_of_memory(lower, like=param))
+        wide["master_param"] = in_memory_of(param, master)
     for key in rule.state_keys.values():
-        value = wide.get(key)
-        if isinstance(value, Tensor) and value.dtype is torch.bfloat16:
-            wide[key] = value.float()
+        moment = wide.get(key)
+        if isinstance(moment, Tensor) and moment.dtype is torch.bfloat16:
+            wide[key] = moment.float()
     return wide
 
 
