@@ -11,7 +11,7 @@ from tritonamp.kernels._facts import count_write, facts
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._native import PLAIN_STEPS
 from tritonamp.kernels._plan import Facts, Plan
-from tritonamp.kernels._shards import is_sharded, to_local
+from tritonamp.kernels._shards import any_sharded, to_local
 from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.device import INTERPRETED, is_capturing, runs_triton
 
@@ -129,7 +129,7 @@ class TensorLists:
         first = next(iter(lists.values()), ())
         n = len(first)
         self._given = lists
-        self._lists = _local(lists) if n and is_sharded(first[0]) else lists
+        self._lists = _local(lists) if any_sharded(first) else lists
         self.memory = Memory() if memory is None else memory
         self.numbers = range(n) if numbers is None else numbers
         self.size = n if size is None else size

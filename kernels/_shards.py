@@ -1,8 +1,12 @@
 """DTensors, of which each rank has a part: kernels work on the part."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
+
+_PLAIN = {Tensor, Parameter}
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -10,6 +14,11 @@ def is_sharded(tensor: Tensor) -> bool:
     # private, where DTensor of torch 2.11 to 2.15 keeps its part: asked without importing DTensor,
     # which only FSDP2 and tensor parallelism need
     return hasattr(tensor, "_local_tensor")
+
+
+def any_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Return whether any of the tensors is a DTensor."""
+    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def to_local(tensor: Tensor) -> Tensor:

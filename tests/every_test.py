@@ -108,8 +108,9 @@ def fresh_python() -> Iterator[FreshPython]:
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Two ranks, which run the file of the test."""
-    pair = Pair(tmp_path_factory.mktemp("ranks"), str(request.path))
+    """Ranks, which run the file of the test: two, or as many as its ``RANKS`` says."""
+    number = getattr(request.module, "RANKS", 2)
+    pair = Pair(tmp_path_factory.mktemp("ranks"), str(request.path), number)
     yield pair
     pair.stop()
 

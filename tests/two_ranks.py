@@ -1,4 +1,4 @@
-"""Two processes that meet through gloo on CPU and do what a test tells them.
+"""Two processes, or more, that meet through gloo on CPU and do what a test tells them.
 
 A test file that uses them is also their program: run as a script it calls ``serve``.
 """
@@ -27,7 +27,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {}
 
 
 def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Makes ``function`` one that runs on both ranks; it takes a Pair, and returns what they
+    """Makes ``function`` one that runs on all ranks; it takes a Pair, and returns what they
     returned.
     """
     SCENARIOS[function.__name__] = function
@@ -35,9 +35,10 @@ def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 
 class Pair:
-    """Two processes that have met, and do what they are told."""
+    """Processes that have met, and do what they are told."""
 
-    def __init__(self, folder: Path, file: str) -> None:
+    def __init__(self, folder: Path, file: str, number: int = RANKS) -> None:
+        self._number = number
         self._folder, self._file, self._starts, self._ranks = (
             folder,
             file,
@@ -50,7 +51,8 @@ class Pair:
             self._start()
         for rank in self._ranks:
             print(json.dumps([name, arguments]), file=rank.stdin, flush=True)
-        timer = threading.Timer(3 * TIMEOUT, self.stop)  # the first time they import torch
+        # the first time they import torch
+        timer = threading.Timer(3 * TIMEOUT * self._number / RANKS, self.stop)
         timer.start()
         try:
             answers = [rank.stdout.readline() for rank in self._ranks]
@@ -73,7 +75,7 @@ class Pair:
             **on_cpu,
             "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
         }
-        for rank in range(RANKS):
+        for rank in range(self._number):
             command = [
                 sys.executable,
                 "-W",
@@ -81,6 +83,7 @@ class Pair:
                 self._file,
                 str(self._folder / f"store{self._starts}"),
                 str(rank),
+                str(self._number),
             ]
             pipe = subprocess.PIPE
             self._ranks.append(
@@ -94,14 +97,18 @@ class Pair:
         self._ranks.clear()
 
 
-def serve(store: str, rank: str) -> None:
+def serve(store: str, rank: str, number: str) -> None:
     """What a rank does: reads names and arguments, writes a list of the result, or an error."""
     importlib.import_module("every_test")  # what it does to Triton's interpreter
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS, timeout=timeout
+        "gloo",
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(number),
+        timeout=timeout,
     )
     for line in sys.stdin:
         name, arguments = json.loads(line)

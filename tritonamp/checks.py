@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import fp32_modules
 from tritonamp.distributed.ddp import check_buckets, unwrapped
-from tritonamp.distributed.fsdp import assumed_policies, fsdp2_modules, mp_policy
+from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
+from tritonamp.distributed.refused import check_gathered, check_spread
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
@@ -234,20 +235,18 @@ def check_cast_inputs(models: Sequence[nn.Module], policy: Policy) -> None:
 def check_sharding(
     models: Sequence[nn.Module], policy: Policy, optimizers: Sequence[Optimizer] = ()
 ) -> None:
-    """Refuse what cannot work with parameters divided among the ranks, by FSDP or an optimizer.
+    """Refuse what cannot work with parameters divided among the ranks.
+
+    By FSDP, tensor parallelism or an optimizer.
 
     Raises:
-        ValueError: FSDP1, parameters that are spread differently or kept in main memory, a policy
-            that FSDP2 does not carry out, or a ZeroRedundancyOptimizer of half parameters.
+        ValueError: FSDP1, parameters that are spread over meshes apart or kept in main memory, a
+            policy that cannot be carried out, or a ZeroRedundancyOptimizer of half parameters.
     """
     if policy.cast_model and policy.master_weights:
         _check_sharded_optimizers(optimizers)
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    if any(
-        isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()
-    ):
+    fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(m, fsdp1) for model in models for m in model.modules()):
         raise ValueError(
             "model: FullyShardedDataParallel (FSDP1) flattens the parameters, which leaves nothing "
             "to keep masters of: use FSDP2, torch.distributed.fsdp.fully_shard(model, "
@@ -255,12 +254,9 @@ def check_sharding(
         )
     params: list[Any] = [p for model in models for p in model.parameters()]
     if any(map(is_sharded, params)):
-        _check_sharded_params(models, policy)
+        check_spread(models, policy)
         kept = [m for model in models for m in fp32_modules(model, policy)]
-        assumed = assumed_policies(models, kept, policy)
-        sharded = [m for model in models for m in fsdp2_modules(model)]
-        dtypes = {m: assumed.get(m, mp_policy(m)).param_dtype for m in sharded}
-        _check_sharded_policy(dtypes, kept, policy)
+        check_gathered(models, kept, policy)
 
 
 def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
@@ -297,66 +293,3 @@ def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:
             "already, and would go on stepping on the half ones: use O0 or O1, or O2 under FSDP2, "
             "fully_shard(model), which shards its masters"
         )
-
-
-def _check_sharded_params(models: Sequence[nn.Module], policy: Policy) -> None:
-    named: list[tuple[str, Any]] = [named for model in models for named in model.named_parameters()]
-    offloaded = next(
-        (p for _, p in named if is_sharded(p) and p.device.type != p.device_mesh.device_type), None
-    )
-    if offloaded is not None:
-        raise ValueError(
-            f"model: expected parameters on {offloaded.device_mesh.device_type}, where its "
-            f"forwards run, got some on {offloaded.device.type} (CPUOffloadPolicy): call "
-            "fully_shard without offload_policy"
-        )
-    plain = [name for name, p in named if not is_sharded(p)]
-    if plain:
-        raise ValueError(
-            f"model: {len(plain)} parameter(s) are not sharded ({', '.join(plain[:3])}), others "
-            "are: call fully_shard on the whole model, too, so that all gradients are reduced"
-        )
-    half = [name for name, p in named if p.dtype in HALF_DTYPES and p.requires_grad]
-    if half and policy.half_parameters:
-        raise ValueError(
-            "half_parameters=True: expected FP32 parameters to train under FSDP2, which are their "
-            f"own masters, got {half[0]!r} and {len(half) - 1} more in half: call model.float() "
-            "before fully_shard, or drop half_parameters"
-        )
-    ways = {(p.device_mesh, tuple(at.is_replicate() for at in p.placements)) for _, p in named}
-    if len(ways) > 1:
-        spread = sorted({f"{p.placements} over {p.device_mesh}" for _, p in named})
-        raise ValueError(
-            "model: expected parameters over one mesh, each dimension of which either shards all "
-            f"of them or copies them all, got {'; '.join(spread)}"
-        )
-
-
-def _check_sharded_policy(
-    dtypes: Mapping[Any, torch.dtype | None], kept: Sequence[nn.Module], policy: Policy
-) -> None:
-    wrong = sorted({str(d) for d in dtypes.values() if d in HALF_DTYPES and d is not policy.dtype})
-    needed = f"fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype={policy.dtype}))"
-    if policy.cast_model and not policy.master_weights:
-        raise ValueError(
-            "level: expected one with masters under FSDP2, whose sharded FP32 parameters they are, "
-            "got O3: use O2"
-        )
-    if wrong or (policy.cast_model and policy.dtype not in dtypes.values()):
-        got = ", ".join(wrong) or "no half param_dtype"
-        raise ValueError(
-            f"model: expected {needed} before enable, got {got} in its MixedPrecisionPolicy"
-        )
-    if policy.on_nonfinite != "skip":
-        raise ValueError(
-            f"on_nonfinite: expected 'skip', got {policy.on_nonfinite!r}: running a batch again "
-            "takes all ranks of an FSDP2 model"
-        )
-    around = policy.dtype if policy.dtype in dtypes.values() else torch.float32
-    for module in kept:
-        if dtypes.get(module, around) in HALF_DTYPES:
-            raise ValueError(
-                f"fp32_modules: FSDP2 gathers the parameters of {type(module).__name__} in "
-                f"{around}: call fully_shard on it first, with "
-                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)"
-            )

@@ -457,14 +457,13 @@ REFUSED = {
     "FSDP1": "ValueError: model: FullyShardedDataParallel (FSDP1) flattens the parameters",
     "no half": f"ValueError: {_NEEDED} no half param_dtype in its MixedPrecisionPolicy",
     "other half": f"ValueError: {_NEEDED} torch.bfloat16 in its MixedPrecisionPolicy",
-    "in part": "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), "
-    "others are",
+    "in part": "ValueError: model: 4 parameter(s) are not sharded by FSDP2 (1.weight, 1.bias, "
+    "3.weight), others are",
     "offloaded": "ValueError: model: expected parameters on cuda, where its forwards run, got some "
     "on cpu (CPUOffloadPolicy): call fully_shard without offload_policy",
     "half reduction": "ValueError: grad_dtype=torch.float32: expected fully_shard with mp_policy="
     "MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
-    "O3": "ValueError: level: expected one with masters under FSDP2, whose sharded FP32 parameters "
-    "they are, got O3: use O2",
+    "O3": "ValueError: level: expected one with FP32 masters for sharded parameters",
     "heal": "ValueError: on_nonfinite: expected 'skip', got 'heal': running a batch again takes",
     "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in "
     "torch.float16",
@@ -498,7 +497,7 @@ def replayed() -> str:
 def test_replays_are_refused(pair: Pair) -> None:
     for text in replayed(pair):
         assert text.startswith(
-            "explain(replay=True): running a batch again takes all ranks of an FSDP2 model"
+            "explain(replay=True): running a batch again takes all ranks of a sharded model"
         )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import Collectives
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
@@ -98,22 +98,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms}
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside, by operation, dtype and bytes that a rank gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            flat = [t for a in args for t in (a if isinstance(a, list) else [a])]
-            given = [t for t in flat if isinstance(t, Tensor)][-1]
-            size = given.numel() * given.itemsize
-            self.found[f"{func._opname} {given.dtype} {size}"] += 1
-        return func(*args, **(kwargs or {}))
 
 
 # As one process on the joint batch
@@ -407,8 +391,8 @@ def refused(what: str) -> str:
 
 
 REFUSED = {
-    "half parameters": "half_parameters=True: expected FP32 parameters to train under FSDP2, which "
-    "are their own masters, got '0.weight' and 5 more in half: call model.float() before",
+    "half parameters": "half_parameters=True: expected FP32 masters of sharded parameters that "
+    "train, got '0.weight' and 5 more in half: call model.float() first",
     "range": "model: expected bfloat16 parameters up to 65504, where float16 ends, got 999424 in "
     "'0.weight'",
     "two halves": "model: expected one half dtype among the parameters that train, got "
@@ -418,7 +402,7 @@ REFUSED = {
     "added": "1 half parameter(s) under FSDP2 require gradients since tritonamp.enable",
     "fp32_modules": "fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16: call "
     "fully_shard on it first",
-    "O3": "level: expected one with masters under FSDP2, whose sharded FP32 parameters they are",
+    "O3": "level: expected one with FP32 masters for sharded parameters",
 }
 
 

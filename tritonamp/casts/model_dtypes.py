@@ -23,7 +23,7 @@ from tritonamp.casts.model import flatten_rnns, fp32_modules, set_data
 from tritonamp.casts.norm_layers import is_norm, kept_tensors
 from tritonamp.casts.tree import TO
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels._shards import to_local
+from tritonamp.kernels._shards import is_sharded, to_local
 from tritonamp.policy import HALF_DTYPES, Policy
 
 _CASTABLE = frozenset((torch.float32, *HALF_DTYPES))
@@ -156,14 +156,15 @@ class ModelDtypes:
         Args:
             model: on any device.
             stepped: parameters that get masters. Their FP32 values stay on their device; the FP32
-                values of all other tensors go to main memory.
+                values of all other tensors go to main memory, unless they are DTensors.
         """
         for tensor, dtype in wanted_dtypes(model, self._policy, self._gathered).items():
             original = tensor.detach()
             self._came[tensor] = original.dtype
             set_data(tensor, TO[dtype](original))
             if dtype in HALF_DTYPES:
-                at = original.device if tensor in stepped else "cpu"
+                stays = tensor in stepped or is_sharded(tensor)
+                at = original.device if stays else "cpu"
                 # ``.data`` has a version counter of its own, not the half tensor's
                 self._fp32_values.add(tensor, original.to(at, torch.float32).data)
         if self._policy.grad_dtype is not None and not self._gathered:

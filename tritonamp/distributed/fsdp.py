@@ -1,4 +1,4 @@
-"""Models under FSDP2 (``fully_shard``): how their parameters are spread, gathered and reduced.
+"""Models under FSDP2 (``fully_shard``): how their parameters are gathered and reduced.
 
 The sharded parameters are FP32 and the masters; FSDP2's MixedPrecisionPolicy makes the half copies
 as it gathers them.
@@ -10,49 +10,14 @@ import logging
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonamp.kernels._shards import is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 
 logger = logging.getLogger("tritonamp")
-
-
-class Sharding(NamedTuple):
-    """How each parameter is spread over ranks.
-
-    Attributes:
-        group: the ranks that have a part of it.
-        copies: how many copies of it they hold in all.
-    """
-
-    group: Any
-    copies: int
-
-
-def full_tensor(tensor: Any) -> Tensor:
-    """Return the tensor of all ranks' parts; the tensor itself where it is not sharded.
-
-    All ranks take part.
-    """
-    result: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return result
-
-
-def find_sharding(models: Sequence[nn.Module]) -> Sharding | None:
-    """Return how the parameters are spread; None: they are not."""
-    sharded: Any = next((p for model in models for p in model.parameters() if is_sharded(p)), None)
-    if sharded is None:
-        return None
-    mesh = sharded.device_mesh
-    copies = 1
-    for size, placement in zip(mesh.shape, sharded.placements, strict=True):
-        copies *= size if placement.is_replicate() else 1
-    # _flatten is private (torch 2.11 to 2.15): get_group() gives that of one dimension only
-    return Sharding((mesh if mesh.ndim == 1 else mesh._flatten()).get_group(), copies)
 
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:
@@ -77,6 +42,11 @@ def _groups(module: Any) -> Sequence[Any]:
         found: Sequence[Any] = state._fsdp_param_groups
         return found
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def gathered_params(module: Any) -> list[nn.Parameter]:
+    """Return the sharded parameters that FSDP2 gathers for a module."""
+    return [param.sharded_param for group in _groups(module) for param in group.fsdp_params]
 
 
 def assumed_policies(
@@ -114,8 +84,7 @@ def assumed_policies(
 
 
 def _trained(module: Any) -> Iterator[Tensor]:
-    params = (p.sharded_param for group in _groups(module) for p in group.fsdp_params)
-    return (p for p in params if p.requires_grad)
+    return (p for p in gathered_params(module) if p.requires_grad)
 
 
 class ShardedModules:

@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
-from tritonamp.distributed.fsdp import ShardedModules, find_sharding, fsdp2_modules
+from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
+from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.decide import Evidence
 from tritonamp.readback import Readback
 
@@ -62,10 +64,11 @@ class Resumable(Protocol):
 class Ranks:
     """The ranks that reduce gradients together with this one.
 
-    There are none until a model under DDP or FSDP2 is seen.
+    There are none until a model under DDP or FSDP2, or a tensor parallel one, is seen.
 
     Attributes:
         members: their numbers in the job; none where there is one process.
+        sharding: how parameters and gradients are spread over them; None: each rank has all.
 
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
@@ -83,10 +86,10 @@ class Ranks:
         self._steps = steps
         self._group: Any = None
         self.members: Sequence[int] = ()
-        self._sharding = find_sharding(models)
+        self.sharding: Sharding | None = find_sharding(models)
         self._sharded_modules = ShardedModules(models)
-        if self._sharding is not None:
-            self._join(self._sharding.group)
+        if self.sharding is not None:
+            self._join(self.sharding.group)
         self._before_forward = [weakref.ref(model) for model in models]
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._to_align: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -104,7 +107,7 @@ class Ranks:
         """Note the DDP that the running forward is part of.
 
         Raises:
-            RuntimeError: ``fully_shard`` was called after ``enable``.
+            RuntimeError: ``fully_shard`` or ``parallelize_module`` was called after ``enable``.
         """
         if self._before_forward:
             self._refuse_late_sharding()
@@ -122,13 +125,17 @@ class Ranks:
     on_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _refuse_late_sharding(self) -> None:
-        """Refuse, at the first forward, parameters that FSDP2 has replaced since ``enable``."""
+        """Refuse, at the first forward, parameters that were sharded since ``enable``."""
         models, self._before_forward = self._before_forward, []
         for model in (ref() for ref in models):
-            if model is not None and not self.sharded and fsdp2_modules(model):
+            if model is None or self.gathered:
+                continue
+            late = "fully_shard" if fsdp2_modules(model) else "parallelize_module"
+            sharded = not self.sharded and any(map(is_sharded, model.parameters()))
+            if sharded or late == "fully_shard":
                 raise RuntimeError(
-                    "fully_shard was called on an enabled model, whose optimizer now holds "
-                    "parameters that are not the model's: call fully_shard first, then build the "
+                    f"{late} was called on an enabled model, whose optimizer now holds "
+                    f"parameters that are not the model's: call {late} first, then build the "
                     "optimizer, then tritonamp.enable"
                 )
 
@@ -166,7 +173,12 @@ class Ranks:
     @property
     def sharded(self) -> bool:
         """Whether each rank has only its part of parameters and gradients."""
-        return self._sharding is not None
+        return self.sharding is not None
+
+    @property
+    def gathered(self) -> bool:
+        """Whether FSDP2 gathers the parameters, and reduces the gradients."""
+        return self.sharding is not None and self.sharding.gathered
 
     @property
     def several(self) -> bool:
@@ -198,7 +210,8 @@ class Ranks:
         Beside it the mean of the losses, and sums of squares that are the same to the last bit.
 
         Args:
-            mine: of this rank's gradients and losses.
+            mine: of this rank's gradients and losses; of sharded gradients the squares are divided
+                by the number of ranks that count them.
             scale: 0-d, the loss scale; it should be the same on all ranks.
             taken: 0-d, how many steps were taken so far; it should be the same, too.
             loss: 0-d, of this rank; NaN: not known.
@@ -227,11 +240,7 @@ class Ranks:
         _all_gather(table, sent, group=self._group)
         self._compare(table)
         fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
-        total = (
-            mine.square_sum
-            if self._sharding is None
-            else square_sum.sum().div(self._sharding.copies).reshape(1)
-        )
+        total = square_sum.sum().reshape(1) if self.sharded else mine.square_sum
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
         by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
         alike = total if self.sharded else square_sum.amax().reshape(1)

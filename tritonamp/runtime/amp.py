@@ -767,7 +767,7 @@ class Amp:
     def _check_replay(self, caller: str) -> None:
         if self._parts.ranks.sharded:
             raise RuntimeError(
-                f"{caller}: running a batch again takes all ranks of an FSDP2 model: save the "
+                f"{caller}: running a batch again takes all ranks of a sharded model: save the "
                 "batch and a full state dict, and replay in one process"
             )
 

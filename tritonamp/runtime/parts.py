@@ -28,6 +28,7 @@ from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
+from tritonamp.distributed.sharding import Sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
@@ -222,12 +223,12 @@ def _enable(
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
     kept = [m for model in request.models for m in fp32_modules(model, policy)]
     assumed = assumed_policies(request.models, kept, policy)
-    enabled_models = EnabledModels(request.models, context, set(stepped), gathered=ranks.sharded)
+    enabled_models = EnabledModels(request.models, context, set(stepped), gathered=ranks.gathered)
     ranks.assume(assumed)
     if enabled_models.dtypes.has_changed:
         ranks.rebuild()
     weights = {
-        o: _master_weights(o, policy, context.fp32_values, came_half, ranks.sharded)
+        o: _master_weights(o, policy, context.fp32_values, came_half, ranks.sharding)
         for o in optimizers
     }
     return enabled_models, weights
@@ -238,7 +239,7 @@ def _master_weights(
     policy: Policy,
     fp32_values: Fp32Values,
     came_half: Sequence[Tensor],
-    gathered: bool,
+    sharding: Sharding | None,
 ) -> MasterWeights:
     """Give an optimizer FP32 values to step on, and FP32 state for what came half."""
     if policy.trains_fp32_values:
@@ -248,7 +249,7 @@ def _master_weights(
     packs = state_format(optimizer, policy.state) == "8bit"
     trains, grad_dtype = policy.trains_fp32_values, policy.grad_dtype
     weights = MasterWeights(
-        optimizer, fp32_values, trains, grad_dtype, gathered=gathered, packs=packs
+        optimizer, fp32_values, trains, grad_dtype, sharding=sharding, packs=packs
     )
     weights.take_masters()
     return weights

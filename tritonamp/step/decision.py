@@ -227,6 +227,17 @@ class Decision:
         amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
         return torch.cat([empty, *amax]), torch.cat([empty, *square_sum])
 
+    def _counted_once(self, weights: MasterWeights, gradients: Gradients) -> Stats:
+        """Return statistics of dense gradients, of which several ranks may hold the same."""
+        stats = []
+        for lists, copies in weights.by_copies(gradients):
+            amax, square_sum = grad_stats(lists, self.scale.device, self._backend)
+            stats.append((amax, square_sum if copies == 1 else square_sum / copies))
+        if len(stats) == 1:
+            return stats[0]
+        amaxes, square_sums = zip(*stats, strict=True)
+        return torch.stack(amaxes).amax(0), torch.cat(square_sums)
+
     def _stats_of(self, weights: MasterWeights, gradients: Gradients | None) -> Stats:
         """Return statistics of the gradients that carry, or carried, this decision's scale."""
         device = self.scale.device
@@ -236,7 +247,7 @@ class Decision:
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
         if gradients is None:
             gradients = weights.gradients()
-        amax, square_sum = grad_stats(gradients.lists, device, self._backend)
+        amax, square_sum = self._counted_once(weights, gradients)
         if not gradients.any_sparse:
             return amax, square_sum
         sparse = grad_stats(weights.sparse_gradients(), device, self._backend)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.distributed.ddp import unwrapped
-from tritonamp.distributed.fsdp import full_tensor
+from tritonamp.distributed.sharding import full_tensor
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.distributed.sharding import Sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._facts import grads as grads_of
 from tritonamp.kernels._facts import versions
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
@@ -50,7 +52,7 @@ class MasterWeights:
         fp32_values: Fp32Values,
         trains_fp32_values: bool,
         grad_dtype: torch.dtype | None = None,
-        gathered: bool = False,
+        sharding: Sharding | None = None,
         packs: bool = False,
     ) -> None:
         self.optimizer = optimizer
@@ -58,7 +60,9 @@ class MasterWeights:
         self.decision: Scale | None = None
         self._fp32_values = fp32_values
         self._trains_fp32_values = trains_fp32_values
-        self._gathered = gathered  # by FSDP2, from FP32 shards
+        self._sharding = sharding
+        self._copies: list[int] = []  # of each parameter, on how many ranks; empty: not sharded
+        self._statistics: dict[int, Memory] = {}  # by number of copies
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._packs = packs
         self._packed: list[Tensor] = []  # half parameters whose FP32 value is packed
@@ -85,6 +89,8 @@ class MasterWeights:
         # groups that are still to be adopted have no entry yet
         self._masters = [m for m in masters if m in self._sources]
         self._params = [self._sources[master] for master in self._masters]
+        if self._sharding is not None:
+            self._copies = [self._sharding.copies(param) for param in self._params]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         packed = self._packs and self._trains_fp32_values
         self._packed = [p for p in self._params if packed and p in self._fp32_values]
@@ -125,7 +131,7 @@ class MasterWeights:
             RuntimeError: says how to make their shards FP32.
         """
         half = [p for p in params if p.dtype in HALF_DTYPES and p.requires_grad]
-        if self._gathered and half:
+        if self._sharding is not None and self._sharding.gathered and half:
             raise RuntimeError(
                 f"{len(half)} half parameter(s) under FSDP2 require gradients since "
                 "tritonamp.enable: expected them to before it, which makes their shards FP32; call "
@@ -227,6 +233,7 @@ class MasterWeights:
     def _of_state(self) -> Sequence[Tensor]:
         """Return the tensors with the step's gradients: masters if TRUE, else parameters."""
         self._take_replaced()
+        self._add_up()
         return self._masters if self.has_true_gradients else self._params
 
     def has_gradients(self) -> bool:
@@ -245,6 +252,28 @@ class MasterWeights:
         """Return the present gradients as the value that a step works on."""
         grads = grads_of(self._of_state())
         return Gradients.of(self._memory, self._masters, grads, self._params)
+
+    def by_copies(self, gradients: Gradients) -> list[tuple[TensorLists, int]]:
+        """Return the gradients apart, by how many ranks hold the same ones."""
+        lists, kinds = gradients.lists, sorted(set(self._copies)) or [1]
+        if len(kinds) == 1:
+            return [(lists, kinds[0])]
+        found: dict[int, dict[int, Tensor]] = {copies: {} for copies in kinds}
+        for i, grad in zip(lists.numbers, lists["grads"], strict=True):
+            found[self._copies[i]][i] = grad
+        memories = {copies: self._statistics.setdefault(copies, Memory()) for copies in kinds}
+        return [
+            (
+                TensorLists(
+                    memory=memories[copies],
+                    numbers=list(grads),
+                    size=lists.size,
+                    grads=list(grads.values()),
+                ),
+                copies,
+            )
+            for copies, grads in found.items()
+        ]
 
     def sparse_gradients(self) -> TensorLists:
         """Return the values of sparse scaled gradients, coalesced, as "grads"."""
@@ -273,7 +302,20 @@ class MasterWeights:
         lower = self.remainders(self._packed)
         yield from (r for r, param in zip(lower, self._packed, strict=True) if r is not param)
         yield from self._shown.hidden()
-        yield from self._memory.forget_plans()
+        for memory in (self._memory, *self._statistics.values()):
+            yield from memory.forget_plans()
+
+    def _add_up(self) -> None:
+        """Add up gradients of which tensor parallelism has left each rank a summand.
+
+        Those of norms under sequence parallelism. All ranks take part.
+        """
+        if self._sharding is None or self._sharding.gathered:  # FSDP2 has done it
+            return
+        params: Any = self._params
+        for param in filter(is_sharded, params):
+            if is_sharded(param.grad) and param.grad.placements != param.placements:
+                param.grad = param.grad.redistribute(placements=param.placements)
 
     # from state to state
 
@@ -298,6 +340,7 @@ class MasterWeights:
         """
         packed = set(self._packed)
         with torch.no_grad():
+            self._add_up()
             for master, param in self._sources.items():
                 true = _unscaled(param, master, grad_scale, param in packed)
                 aside = self._set_aside.pop(master, None)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.distributed.sharding import full_tensor
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -55,6 +56,7 @@ class PendingDecisions:
         otherwise it opens its own.
         """
         weights = [self._weights[o] for o in feeds]
+        loss = full_tensor(loss)
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
         joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
@@ -94,7 +96,7 @@ class PendingDecisions:
         for decision in [d for d in self._decisions if d.blocks == 0]:
             for w in weights:
                 # FSDP2 hides gradients of micro-batches that it does not synchronise
-                gone = not (self._ranks.sharded or w.has_gradients())
+                gone = not (self._ranks.gathered or w.has_gradients())
                 if w in decision.waiting and (w in decision.zeroed or gone):
                     self.leave(w, [decision])
 

@@ -17,8 +17,8 @@ from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.scaled_gradients import before_step
-from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.distributed.sharding import by_mesh, total_norm
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.decision import Decision, Phase
@@ -168,7 +168,8 @@ class Stepper:
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-        nn.utils.clip_grads_with_norm_(params, max_norm, total)
+        for alike in by_mesh(params):
+            nn.utils.clip_grads_with_norm_(alike, max_norm, total)
         return total
 
     def _true_norm(self, optimizer: Optimizer) -> Tensor:
@@ -176,8 +177,7 @@ class Stepper:
         w = self._weights[optimizer]
         if not w.has_true_gradients:
             self.unscale_(optimizer)
-        grads = [g.float() for g in w.all_gradients()]
-        norm = full_tensor(nn.utils.get_total_norm(grads) if grads else torch.zeros(()))
+        norm = total_norm([g.float() for g in w.all_gradients()])
         for decision in self._pending.of(optimizer, moves_scale=True):
             if decision.is_decided:
                 skip = decision.found_inf.to(norm.device) != 0
