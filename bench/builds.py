@@ -18,10 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import tritonamp.kernels
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, compile_options
+from tritonamp.kernels.device import AMD_WAVES, WARP_SIZE
 
-ARCHITECTURES = 70, 75, 80, 86, 89, 90, 100, 120
+NVIDIA = 70, 75, 80, 86, 89, 90, 100, 120
 FIRST_BF16 = 80
+Arch = int | str
+"""One of NVIDIA's, or the name of one of AMD's."""
+ARCHITECTURES: tuple[Arch, ...] = (*NVIDIA, *AMD_WAVES)
 
 TYPES = {
     torch.float16: "fp16",
@@ -39,12 +43,13 @@ class Build(NamedTuple):
         call, kernel: names; the kernel's with a number where the call launches it again.
         function: where the kernel is found, module and name.
         signature, constants: by the names of the kernel's parameters.
+        warps: of 32 threads.
         n: length of a line, 0 where the kernel knows none.
         max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches
             of the call.
     """
 
-    arch: int
+    arch: Arch
     call: str
     kernel: str
     function: tuple[str, str]
@@ -57,6 +62,30 @@ class Build(NamedTuple):
     max_instructions: float | None
     exp2: int
     max_shared: int | None
+
+    @property
+    def amd(self) -> str | None:
+        """The architecture, if it is AMD's."""
+        return self.arch if isinstance(self.arch, str) else None
+
+    @property
+    def target(self) -> str:
+        """The architecture, for people."""
+        return self.amd or f"sm_{self.arch}"
+
+    @property
+    def wave(self) -> int:
+        """Threads that run as one."""
+        return AMD_WAVES[self.amd] if self.amd else WARP_SIZE
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compile options: those of a launch."""
+        return compile_options(self.warps, self.maxnreg, self.amd)
+
+    @property
+    def threads(self) -> int:
+        return self.wave * self.options["num_warps"]
 
     @property
     def name(self) -> str:
@@ -97,7 +126,7 @@ class Build(NamedTuple):
         return self.row_major and full and rows == 1 and block >= max(self.n, 1024)
 
 
-def all_builds(ops: list[str] | None, archs: list[int], only: str) -> Iterator[Build]:
+def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[Build]:
     small = set()  # kernels that handle a few numbers come with many calls
     for module in pkgutil.iter_modules(tritonamp.kernels.__path__):
         if not ops or module.name in ops:
@@ -119,12 +148,12 @@ class Call(NamedTuple):
     sizes: tuple[float, ...]
 
 
-def module_builds(module: Any, arch: int, only: str) -> Iterator[Build]:
+def module_builds(module: Any, arch: Arch, only: str) -> Iterator[Build]:
     for build, _ in module_launches(module, arch, only):
         yield build
 
 
-def module_launches(module: Any, arch: int, only: str) -> Iterator[tuple[Build, Call]]:
+def module_launches(module: Any, arch: Arch, only: str) -> Iterator[tuple[Build, Call]]:
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue
@@ -134,7 +163,7 @@ def module_launches(module: Any, arch: int, only: str) -> Iterator[tuple[Build, 
         for kernel, grid, tensors, sizes, constants, warps, *maxnreg in (
             call.args for call in launch.call_args_list
         ):
-            if arch < FIRST_BF16 and (
+            if (isinstance(arch, int) and arch < FIRST_BF16) and (
                 tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)
             ):
                 continue  # refused there
@@ -190,5 +219,5 @@ def compiled(build: Build) -> Any:
         constexprs=build.constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
-    options = {"num_warps": build.warps, "maxnreg": build.maxnreg, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", build.arch, 32), options=options)
+    target = GPUTarget("hip" if build.amd else "cuda", build.arch, build.wave)
+    return triton.compile(source, target=target, options=build.options)

@@ -1,6 +1,7 @@
 """What every shipped kernel executes for each element, counted, and the gates on it.
 
     python bench/counts.py --arch 90 --only "softmax.*n=1000"
+    python bench/counts.py --peers --only "softmax n=1000"  # others' kernels beside ours
 
 Needs no GPU: some programs of each launch run in the emulator of tests/gpuless/ptx. The calls are
 those of ``static.py``, which reads machine code, where the body of a loop counts once; here what
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import builds
 import gates
 import numpy as np
+import side_by_side
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the emulator is the tests'
@@ -95,7 +97,7 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         listed.append((regions[-1], [x]))  # alive
         arguments.append(x.data_ptr() + i * TAG)
     total = call.grid[0] * call.grid[1] * call.grid[2]
-    programs = np.unique(np.linspace(0, total - 1, PROGRAMS).astype(int))
+    options = Options(races=False, accesses=True, programs=spread)
     findings = Findings()
     space = GlobalMemory(regions, findings, races=False)
     ran = Program(compiled.asm["ptx"]).run(
@@ -103,11 +105,10 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         [*arguments, *call.sizes],
         space,
         compiled.metadata.shared,
-        Options(races=False, accesses=True),
-        programs,
+        options,
     )
     assert not findings, "\n".join(map(str, findings.values()))
-    elements = elements_of(build, call) * len(programs) / total
+    elements = elements_of(build, call) * len(options.chosen(total)) / total
     return Row(
         build.name,
         build.arch,
@@ -117,6 +118,11 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         round(32 * sum(ran.sectors.values()) / elements, 2),
         round(ran.waves / max(ran.ideal, 1), 2),
     )
+
+
+def spread(total: int) -> np.ndarray:
+    """Return numbers of programs that stand for all, the first and the last among them."""
+    return np.unique(np.linspace(0, total - 1, PROGRAMS).astype(int))
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,15 +174,26 @@ def line(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="+", choices=builds.ARCHITECTURES, metavar="N")
+    parser.add_argument("--arch", type=int, nargs="+", choices=builds.NVIDIA, metavar="N")
     parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
     parser.add_argument("--only", default="", help="calls whose name this regular expression finds")
     parser.add_argument("--snapshot", action="store_true", help=f"write {SNAPSHOT.name}")
+    parser.add_argument(
+        "--peers", action="store_true",
+        help="kernels of other packages beside ours, for sm_90; --snapshot writes bench/results/",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="of --peers: an object on each line")
     args = parser.parse_args(arguments)
     if args.snapshot and (args.arch or args.op or args.only):
         parser.error("--snapshot takes everything: leave out --arch, --op and --only")
+    if args.peers and (args.arch or args.op):
+        parser.error("--peers is for sm_90 and all operations: leave out --arch and --op")
+    if args.json and not args.peers:
+        parser.error("--json is of --peers: add that")
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
+    if args.peers:
+        return side_by_side.main(args.only, args.json, args.snapshot)
     found_modules = (m.name for m in pkgutil.iter_modules(tritonamp.kernels.__path__))
     modules = args.op or list(found_modules)
     tasks = [(module, arch, args.only) for arch in args.arch or ARCHS for module in modules]

@@ -14,8 +14,10 @@ FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
 MAX_GROWTH = 1.15
+AMD_REGISTERS = 168  # of a lane's 512: three waves for each SIMD unit of a CU
 STACK = {  # bytes: two numbers that a loop does not change may be put aside
     70: 8,  # which has no uniform registers
+    75: 8 if VERSION == "3.7" else 0,  # put aside before a loop, and read after it
     100: 8,  # where ptxas rather does so than take a register more
 }
 
@@ -35,8 +37,12 @@ def faults(row: Row) -> list[str]:
             "a layout is converted"
         )
     allowed = build.max_registers if build.aligned else 255
-    if build.arch == 70:
+    if build.amd:
+        allowed = AMD_REGISTERS
+    elif build.arch == 70:
         allowed = allowed * 3 // 2  # it has no uniform registers for what all threads share
+    if row.scalar_spills and build.moves_tensors:
+        wrong.append(f"{row.scalar_spills} spills of scalar registers, allowed are none")
     if row.registers > allowed:
         wrong.append(f"{row.registers} registers, allowed are {allowed}")
     if row.occupancy == 0:
@@ -49,7 +55,7 @@ def faults(row: Row) -> list[str]:
             "disagree. Put the product behind the mask, tl.where(mask, product, 0.0)"
         )
     wrong += code_faults(row)
-    return [f"sm_{build.arch} {build.name}: {what}" for what in wrong]
+    return [f"{build.target} {build.name}: {what}" for what in wrong]
 
 
 def code_faults(row: Row) -> Iterator[str]:
@@ -59,13 +65,20 @@ def code_faults(row: Row) -> Iterator[str]:
         if build.arch >= FIRST_DISASSEMBLED:
             yield "cuobjdump printed no instructions"
         return
-    floats = [opcode for opcode in row.atomics if re.search(r"\.(B?F\d|CAS)", opcode)]
+    # on gfx1100 the maximum of integers is a loop around cmpswap, too
+    pattern = r"_b?f\d|_f(add|min|max)" if build.amd else r"\.(B?F\d|CAS)"
+    floats = [opcode for opcode in row.atomics if re.search(pattern, opcode)]
     if floats:
         yield (
             f"{', '.join(floats)}: atomics on floating-point numbers (CAS stands in for them), "
             "allowed are none"
         )
-    if build.max_instructions and build.judged and row.instructions > build.max_instructions:
+    if (
+        build.max_instructions
+        and build.judged
+        and not build.amd
+        and row.instructions > build.max_instructions
+    ):
         yield (
             f"{row.instructions:.2f} instructions for each element, "
             f"allowed are {build.max_instructions:g}"
@@ -96,27 +109,27 @@ def exp2_faults(rows: Iterable[Row]) -> list[str]:
     Half a one stands for what comes once a tile, as rescaling sums. Column-major tiles have too few
     columns for that.
     """
-    calls: dict[tuple[int, str, int], float] = {}
+    calls: dict[tuple[str, str, int], float] = {}
     for row in rows:
         build = row.build
         if row.ex2 is not None and build.row_major:
-            call = build.arch, build.call, build.exp2
+            call = build.target, build.call, build.exp2
             calls[call] = calls.get(call, 0.0) + row.ex2
     return [
-        f"sm_{arch} {call}: {got:.2f} MUFU.EX2 for each element, allowed are {allowed}"
-        for (arch, call, allowed), got in calls.items()
+        f"{target} {call}: {got:.2f} MUFU.EX2 for each element, allowed are {allowed}"
+        for (target, call, allowed), got in calls.items()
         if not allowed - 0.5 < got < allowed + 0.5
     ]
 
 
 def growth_faults(row: Row, snapshot: dict[str, dict[str, list[float | None]]]) -> list[str]:
     """Against the committed numbers of the same Triton version."""
-    name, arch = row.build.name, row.build.arch
-    if str(arch) not in snapshot.get(name, {}):
-        return [f"sm_{arch} {name}: not in {SNAPSHOT.name}, write that with --snapshot"]
-    before, now = snapshot[name][str(arch)], (row.registers, row.instructions)
+    name, arch, target = row.build.name, str(row.build.arch), row.build.target
+    if arch not in snapshot.get(name, {}):
+        return [f"{target} {name}: not in {SNAPSHOT.name}, write that with --snapshot"]
+    before, now = snapshot[name][arch], (row.registers, row.instructions)
     return [
-        f"sm_{arch} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
+        f"{target} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
         f"allowed is {MAX_GROWTH} times as many"
         for what, new, old in zip(
             ("registers", "instructions for each element"), now, before, strict=True

@@ -1,4 +1,4 @@
-"""What the compiler makes of a build, as ``cuobjdump`` prints it.
+"""What the compiler makes of a build, as ``cuobjdump`` prints it, or AMD's assembly.
 
 Numbers are of the code as it stands: the body of a loop counts once.
 """
@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import amd_code
 import triton
 from builds import Build, compiled
 
@@ -39,6 +40,7 @@ class Row(NamedTuple):
         loads, stores: how many of each width in bytes.
         in_flight: bytes that a multiprocessor waits for, at most.
         spills: loads and stores of local memory.
+        scalar_spills: registers of all threads that are put into lanes of others; AMD's alone.
         atomics: opcodes.
         instructions, ex2: for each element; all of them, MUFU.EX2.
         absorbed: multiply-adds that add a product to what another lane sent.
@@ -60,6 +62,7 @@ class Row(NamedTuple):
     instructions: float | None = None
     ex2: float | None = None
     absorbed: int = 0
+    scalar_spills: int = 0
 
 
 def measured(todo: Iterable[Build]) -> Iterator[Row]:
@@ -72,6 +75,10 @@ def measured(todo: Iterable[Build]) -> Iterator[Row]:
 def measure(build: Build) -> Row:
     """Compiles it and reads the result."""
     built = compiled(build)
+    return of_amd(build, built) if build.amd else of_nvidia(build, built)
+
+
+def of_nvidia(build: Build, built: Any) -> Row:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -84,17 +91,13 @@ def measure(build: Build) -> Row:
     registers, stack, local = resources(usage)
     shared = built.metadata.shared
     resident = resident_warps(build.arch, build.warps, registers, shared)
-    moved = [
-        tile_bytes(built.asm["ttir"], what, build.tile, 32 * build.warps, build.widest)
-        for what in ("load", "store")
-    ]
     occupancy = resident / LIMITS[build.arch][0]
-    row = Row(build, registers, stack, local, shared, occupancy, *moved)
+    row = Row(build, registers, stack, local, shared, occupancy, *moved_by_threads(build, built))
     row = row._replace(absorbed=absorbed(built.asm["ptx"]))
     code = instructions(sass)
     if not code:
         return row
-    opcodes, for_each = [opcode for opcode, _ in code], 32 * build.warps / build.tile
+    opcodes, for_each = [opcode for opcode, _ in code], build.threads / build.tile
     return row._replace(
         loads=widths(opcodes, "LDG"),
         stores=widths(opcodes, "STG"),
@@ -104,6 +107,32 @@ def measure(build: Build) -> Row:
         instructions=round(len(code) * for_each, 2),
         ex2=round(opcodes.count("MUFU.EX2") * for_each, 2),
     )
+
+
+def of_amd(build: Build, built: Any) -> Row:
+    """Return the same of AMD's assembly; nothing of what is in flight, nor of exp2."""
+    text, shared = built.asm["amdgcn"], built.metadata.shared
+    registers, stack = amd_code.noted(text, "vgpr_count", "private_segment_fixed_size")
+    spills, scalar_spills = amd_code.noted(text, "vgpr_spill_count", "sgpr_spill_count")
+    occupancy = amd_code.occupancy(build.amd, build.options["num_warps"], registers, shared)
+    row = Row(build, registers, stack, 0, shared, occupancy, *moved_by_threads(build, built))
+    code = amd_code.instructions(text)
+    opcodes = [opcode for opcode, _ in code]
+    return row._replace(
+        loads=amd_code.widths(opcodes, "load"),
+        stores=amd_code.widths(opcodes, "store"),
+        spills=spills,
+        scalar_spills=scalar_spills,
+        atomics=[opcode for opcode in opcodes if "_atomic_" in opcode],
+        instructions=round(len(code) * build.threads / build.tile, 2),
+        absorbed=amd_code.absorbed(code),
+    )
+
+
+def moved_by_threads(build: Build, built: Any) -> Iterator[dict[int, int]]:
+    """Yield what ``tile_bytes`` finds of loads and of stores."""
+    for what in "load", "store":
+        yield tile_bytes(built.asm["ttir"], what, build.tile, build.threads, build.widest)
 
 
 def resources(usage: str) -> tuple[int, int, int]:

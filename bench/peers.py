@@ -38,6 +38,8 @@ PEERS = {
     "Transformer Engine": Peer("te", "transformer_engine", "transformer_engine[pytorch]"),
     "apex": Peer("apex", "apex.optimizers", "apex, from source with its CUDA extensions"),
     "optimi": Peer("optimi", "optimi", "torch-optimi"),
+    "bitsandbytes": Peer("bitsandbytes", "bitsandbytes", "bitsandbytes"),
+    "torchao": Peer("torchao", "torchao", "torchao"),
 }
 """In the order of tables. "eager": torch as it is; "autocast": torch under stock
 ``torch.autocast``, the result cast back to half where a half matmul would take it; "half pipeline":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import convergence
+import peer_tables
 import pictures
 from peers import PEERS
 
@@ -44,7 +45,9 @@ Row = dict[str, Any]
 def load(folder: Path) -> dict[str, Record]:
     """By name of the file, what ``run.py`` wrote; quick runs only where there is no full one."""
     paths = [
-        path for path in sorted(folder.glob("*.json")) if not path.stem.startswith("convergence-")
+        path
+        for path in sorted(folder.glob("*.json"))
+        if not path.stem.startswith(("convergence-", "counts-"))
     ]
     full = [path for path in paths if not path.stem.endswith("-quick")]
     return {path.stem: json.loads(path.read_text()) for path in full or paths}
@@ -92,9 +95,12 @@ def _one(stem: str, record: Record, link: str) -> str:
 
 
 def summary(records: dict[str, Record], link: str) -> str:
-    """Return the Markdown of the front page: of one GPU a row of each group, a picture."""
+    """Return the Markdown of the front page: of one GPU a row of each group, a picture.
+
+    Before there is one: what an emulator counted.
+    """
     if not records:
-        return NO_GPU
+        return peer_tables.short(peer_tables.load(), NO_GPU)
     stem, record = next(iter(records.items()))
     head = (
         f"On {record['device']}, beside torch {record['torch']} (2.00x: it takes twice as long; "
@@ -269,7 +275,11 @@ def main(arguments: list[str] | None = None) -> int:
     studies = {study: training_results(folder, study) for study in convergence.STUDIES}
     pages = {
         FRONT_PAGE: {"summary": summary(records, FRONT_LINK)},
-        README: {"speed": speed(records, LINK)} | studies,
+        README: {
+            "speed": speed(records, LINK),
+            "counts": peer_tables.page(peer_tables.load()),
+            **studies,
+        },
     }
     if not args.write:
         for sections in pages.values():

@@ -21,16 +21,17 @@ def line(row: Row) -> str:
     """Return a row of the table."""
     build = row.build
     size = f"{build.constants.get('ROWS', 1)}x{build.constants.get('BLOCK', 1)}"
-    start = f"{build.arch:<4}{build.name:64}{size:>8} {build.warps:2} warps "
+    start = f"{build.target:<8}{build.name:64}{size:>8} {build.warps:2} warps "
     start += f"{row.registers:3} registers {row.shared:5} B shared {row.occupancy:4.0%}"
     if row.instructions is None:
         return f"{start}, not disassembled"
     loads, stores = (
         " ".join(f"{count}x{size}" for size, count in w.items()) for w in (row.loads, row.stores)
     )
+    if row.in_flight is not None and row.ex2 is not None:
+        start += f" {row.in_flight / 1024:4.0f} KiB in flight {row.ex2:4.2f} ex2"
     return (
-        f"{start} {row.in_flight / 1024:4.0f} KiB in flight "
-        f"{row.instructions:5.2f} instructions {row.ex2:4.2f} ex2 "
+        f"{start} {row.instructions:5.2f} instructions "
         f"{row.spills} spills, loads {loads}, stores {stores}"
     )
 
@@ -41,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--arch",
-        type=int,
+        type=lambda text: int(text) if text.isdigit() else text,
         nargs="+",
         choices=ARCHITECTURES,
         metavar="N",
-        help="architectures, like 80 90",
+        help="architectures, like 80 90 gfx942",
     )
     parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
     parser.add_argument(

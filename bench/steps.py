@@ -130,6 +130,27 @@ def stepping(
     return Work([optimizer(parameters(build, device, dtype)).step])
 
 
+def our_adamw(state: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return functools.partial(tritonamp.optim.AdamW, lr=LR, state=state)
+
+
+FUSED_ADAMW = functools.partial(torch.optim.AdamW, lr=LR, fused=True)
+
+
+def bitsandbytes_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(params, lr=LR)
+    return optimizer
+
+
+def torchao_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(params, lr=LR)
+    return optimizer
+
+
 OUR_SGD = functools.partial(tritonamp.optim.SGD, lr=LR, momentum=0.9)
 TORCHS_SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
 
@@ -305,6 +326,26 @@ def cases(toy: bool) -> list[Case]:
                 },
                 {"tritonamp": 28, "fused AdamW": 28},
                 ("adamw",),
+            ),
+            "optimizer, state bf16": (
+                20,
+                {
+                    "tritonamp": functools.partial(stepping, our_adamw("bf16"), HALF),
+                    "fused AdamW": functools.partial(stepping, FUSED_ADAMW, torch.float32),
+                },
+                {"tritonamp": 20, "fused AdamW": 28},
+                ("adamw",),
+            ),
+            "optimizer, state 8bit": (  # bitsandbytes and torchao: FP32 parameters, 8-bit moments
+                14,
+                {
+                    "tritonamp": functools.partial(stepping, our_adamw("8bit"), HALF),
+                    "fused AdamW": functools.partial(stepping, FUSED_ADAMW, torch.float32),
+                    "bitsandbytes": functools.partial(stepping, bitsandbytes_adamw, torch.float32),
+                    "torchao": functools.partial(stepping, torchao_adamw, torch.float32),
+                },
+                {"tritonamp": 14, "fused AdamW": 28, "bitsandbytes": 16},
+                ("adamw_8bit",),
             ),
             "SGD with momentum": (
                 20,

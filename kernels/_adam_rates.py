@@ -99,7 +99,7 @@ def adam_update(p, grad, m, v, v_max, rates, AMSGRAD: tl.constexpr):
     return p, m, v, v_max, tl.div_rn(rate * m, denom)
 
 
-def adam_update_torch(
+def adam_update_twin(
     p: Tensor, grad: Tensor, m: Tensor, v: Tensor, v_max: Tensor, rule: Any, step: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what ``adam_update`` does; the gradient is unscaled and clipped already."""

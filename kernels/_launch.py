@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from tritonamp.kernels.device import INTERPRETED, require_triton
+from tritonamp.kernels.device import (
+    AMD_WAVES,
+    INTERPRETED,
+    WARP_SIZE,
+    amd_architecture,
+    require_triton,
+)
 
 
 class Operand(IntEnum):
@@ -63,7 +69,8 @@ def launch(
 
     ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled
     kernel is looked up by types, the pointers' alignment and the constants, in less time than
-    Triton's own launch takes. ``maxnreg`` is the most registers that a thread may take.
+    Triton's own launch takes. ``num_warps`` counts warps of 32 threads, ``maxnreg`` is
+    the most registers that a thread may take: see ``compile_options``.
 
     Returns:
         the compiled kernel; None where there is none: a tracer looks on, or Triton interprets.
@@ -73,7 +80,7 @@ def launch(
         UnsupportedDeviceError: the tensors are where kernels do not run.
     """
     if is_traced(tensors[0]):
-        options = _options(num_warps, maxnreg)
+        options = compile_options(num_warps, maxnreg, amd_architecture(tensors[0].device))
         torch.library.wrap_triton(kernel)[grid](*tensors, *sizes, *constants, **options)
         return None
     if INTERPRETED:
@@ -210,14 +217,24 @@ def _find(
         ]
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        options = _options(num_warps, maxnreg)
+        options = compile_options(num_warps, maxnreg, amd_architecture(tensors[0].device))
         args = *tensors, *sizes, *constants
         compiled = _compiled[tuple(key)] = _compile(kernel, grid, args, options)
     return compiled
 
 
-def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
-    """Return a kernel's compile options; torch 2.11's Inductor keeps ``num_warps`` alone."""
+def compile_options(
+    num_warps: int, maxnreg: int | None = None, amd: str | None = None
+) -> dict[str, Any]:
+    """Return a kernel's compile options; torch 2.11's Inductor keeps ``num_warps`` alone.
+
+    Args:
+        num_warps: warps of 32 threads; where waves have 64, half as many of these hold the threads.
+        maxnreg: the most registers that a thread may take. AMD's compiler knows no such option.
+        amd: one of ``AMD_WAVES``; None: an NVIDIA GPU.
+    """
+    if amd is not None:
+        num_warps, maxnreg = max(num_warps * WARP_SIZE // AMD_WAVES.get(amd, WARP_SIZE), 1), None
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     return options if maxnreg is None else {**options, "maxnreg": maxnreg}
 

@@ -11,6 +11,7 @@ from tritonamp.kernels._facts import count_write, facts
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._native import PLAIN_STEPS
 from tritonamp.kernels._plan import Facts, Plan
+from tritonamp.kernels._shards import is_sharded, to_local
 from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.device import INTERPRETED, is_capturing, runs_triton
 
@@ -47,6 +48,11 @@ class Memory:
         """Keep a plan for later steps."""
         if not PLAIN_STEPS:
             self._plans = [plan, *self._plans[: _PLANS - 1]]
+
+    def forget_plans(self) -> list[Tensor]:
+        """Forget the plans, which hold addresses, and return the tensors that last."""
+        self._plans.clear()
+        return list(self._kept.values())
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -121,9 +127,9 @@ class TensorLists:
         **lists: Sequence[Tensor],
     ) -> None:
         first = next(iter(lists.values()), ())
-        n, is_sharded = len(first), len(first) > 0 and hasattr(first[0], "_local_tensor")
+        n = len(first)
         self._given = lists
-        self._lists = _local(lists) if is_sharded else lists
+        self._lists = _local(lists) if n and is_sharded(first[0]) else lists
         self.memory = Memory() if memory is None else memory
         self.numbers = range(n) if numbers is None else numbers
         self.size = n if size is None else size
@@ -258,7 +264,4 @@ def shipped_lists(
 
 def _local(lists: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """Return the lists with sharded tensors (DTensor) replaced by this rank's parts."""
-    return {
-        name: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-        for name, tensors in lists.items()
-    }
+    return {name: list(map(to_local, tensors)) for name, tensors in lists.items()}

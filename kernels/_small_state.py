@@ -48,7 +48,7 @@ def other_random_bits(h):
     return (h * 0x9E3779B1) ^ (h >> 16)
 
 
-def random_bits_torch(like: Tensor, step: Tensor, number: int) -> Tensor:
+def random_bits_twin(like: Tensor, step: Tensor, number: int) -> Tensor:
     """Return the bits of ``random_bits`` as int64, for each element in the order of memory."""
     elements = torch.arange(like.numel(), device=like.device)
     seed = (step.to(like.device, torch.int64) * _STEP + number * _NUMBER) & 0xFFFFFFFF
@@ -58,7 +58,7 @@ def random_bits_torch(like: Tensor, step: Tensor, number: int) -> Tensor:
     return h ^ (h >> 16)
 
 
-def other_random_bits_torch(h: Tensor) -> Tensor:
+def other_random_bits_twin(h: Tensor) -> Tensor:
     """Return the bits of ``other_random_bits`` as int64."""
     return _times(h, _STEP) ^ (h >> 16)
 
@@ -118,7 +118,7 @@ def rounded(x, random, DROPPED: tl.constexpr):
     return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
 
 
-def rounded_torch(x: Tensor, random: Tensor, dropped: int) -> Tensor:
+def rounded_twin(x: Tensor, random: Tensor, dropped: int) -> Tensor:
     """Return what ``rounded`` does; ``random`` is int64."""
     up = (random & ((1 << dropped) - 1)).to(torch.int32)
     bits = ((x.view(torch.int32) + up) >> dropped) << dropped
@@ -195,7 +195,7 @@ def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]
         uint8 of shape (n,), and uint8 of shape (n / BLOCK,).
     """
     random = torch.zeros_like(x, dtype=torch.int64) if random is None else random
-    bits = rounded_torch(x, random, _DROPPED).view(torch.int32)
+    bits = rounded_twin(x, random, _DROPPED).view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).view(-1, BLOCK).amax(1).clamp_min(_LEAST_EXPONENT)
     e = exponent.repeat_interleave(BLOCK)
     code = ((bits & 0x7FFFFFFF) >> _DROPPED) - ((e - kind) << 3)

@@ -15,7 +15,7 @@ from tritonamp.kernels._adam_rates import (
     RATES,
     adam_rates_kernel,
     adam_update,
-    adam_update_torch,
+    adam_update_twin,
     load_rates,
 )
 from tritonamp.kernels._cpu_steps import adamw_on_cpu
@@ -28,11 +28,11 @@ from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._small_state import (
     in_memory_of,
     other_random_bits,
-    other_random_bits_torch,
+    other_random_bits_twin,
     random_bits,
-    random_bits_torch,
+    random_bits_twin,
     rounded,
-    rounded_torch,
+    rounded_twin,
 )
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
@@ -211,13 +211,13 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, dtype)
         before = max_exp_avg_sq.to(dtype)
-        p, m, v, v_max, update = adam_update_torch(p, grad, m, v, before, rule, step)
+        p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
         if lists.state == "bf16" and dtype is torch.float32:
-            random = in_memory_of(param, random_bits_torch(param, step, number))
-            other = other_random_bits_torch(random)
-            m = rounded_torch(m, random, 16)
-            v, v_max = rounded_torch(v, other, 16), rounded_torch(v_max, other, 16)
+            random = in_memory_of(param, random_bits_twin(param, step, number))
+            other = other_random_bits_twin(random)
+            m = rounded_twin(m, random, 16)
+            v, v_max = rounded_twin(v, other, 16), rounded_twin(v_max, other, 16)
 
         for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p), (steps, step)):
             results.put(target, value)
@@ -277,28 +277,36 @@ def shipped() -> Iterator[Shipped]:
         (half, half, None),
     ]
     flags = (False, True)
-    for (param, grad, copy), amsgrad, aligned, lost in itertools.product(
-        kinds, flags, flags, flags
+    for (param, grad, copy), amsgrad, aligned, lost, small in itertools.product(
+        kinds, flags, flags, flags, flags
     ):
         if lost and (grad is not half or amsgrad or not aligned):
             continue
+        if small and (copy is None or amsgrad or lost):
+            continue
+        moment = bf16 if small else wide
         tensors = shipped_lists(
             aligned,
             ("copies", *OPTIONAL),
             ("steps",),
             params=param,
             grads=grad,
-            exp_avgs=wide,
-            exp_avg_sqs=wide,
+            exp_avgs=moment,
+            exp_avg_sqs=moment,
             max_exp_avg_sqs=wide if amsgrad else "params",
             copies=copy or "params",
             steps=wide,
         )
         rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)
-        lists = UpdateLists(tensors, [rule], [0], lost)
-        words = (" amsgrad", amsgrad), (" unaligned", not aligned), (" lost", lost)
+        lists = UpdateLists(tensors, [rule], [0], lost, "bf16" if small else "fp32")
+        words = (
+            (" amsgrad", amsgrad),
+            (" unaligned", not aligned),
+            (" lost", lost),
+            (" bf16", small),
+        )
         name = f"adamw {param} {grad} {copy}" + "".join(word for word, holds in words if holds)
-        registers = 80 if lost else 72 if copy and grad is wide else 64
+        registers = 80 if lost or small else 72 if copy and grad is wide else 64
         shared = None if lost else 0
         yield Shipped(
             name.replace("torch.", ""),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_rates import RATES, adam_update, adam_update_torch, load_rates
+from tritonamp.kernels._adam_rates import RATES, adam_update, adam_update_twin, load_rates
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import TensorLists
@@ -32,10 +32,10 @@ from tritonamp.kernels._small_state import (
     moments_of,
     moments_size,
     other_random_bits,
-    other_random_bits_torch,
+    other_random_bits_twin,
     padded,
     random_bits,
-    random_bits_torch,
+    random_bits_twin,
     split,
     store_moment,
 )
@@ -44,6 +44,7 @@ from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.adamw import AdamRule, count_lost, rate_launches, rates_of
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
+MAX_REGISTERS = 128  # left to itself, ptxas takes fewer on sm_89, and spills
 _VEC = 4  # elements that a thread holds: a warp holds a block
 
 
@@ -150,7 +151,8 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
         operands = rates_of(lists, t.device), *flags
         constants = t.type("params"), t.type("grads"), name, lists.track_lost and name is not None
         tile = WARP_SIZE * NUM_WARPS * _VEC
-        yield t.launch_of(adamw_8bit_kernel, _LISTS, operands, (*constants, RATES), _VEC, tile=tile)
+        sizes = {"maxnreg": MAX_REGISTERS if t.aligned else None, "tile": tile}
+        yield t.launch_of(adamw_8bit_kernel, _LISTS, operands, (*constants, RATES), _VEC, **sizes)
 
 
 def adamw_8bit_torch(
@@ -169,13 +171,13 @@ def adamw_8bit_torch(
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)
         grad = in_order_of_memory(grad, like=param)
-        decayed, m, v, _, update = adam_update_torch(before, grad, m, v, v, rule, step)
+        decayed, m, v, _, update = adam_update_twin(before, grad, m, v, v, rule, step)
         p = decayed + update
 
-        random = random_bits_torch(param, step, number)
+        random = random_bits_twin(param, step, number)
         for x, bits, kind, codes, exponents in (
             (m, random, SIGNED, m_codes, m_exponents),
-            (v, other_random_bits_torch(random), UNSIGNED, v_codes, v_exponents),
+            (v, other_random_bits_twin(random), UNSIGNED, v_codes, v_exponents),
         ):
             values, bits = (torch.nn.functional.pad(t, (0, size - n)) for t in (x, bits))
             for target, value in zip((codes, exponents), encode(values, bits, kind), strict=True):
@@ -241,8 +243,12 @@ def _sample(masters: bool) -> ListSample:
         return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
 
     def results(args: tuple[UpdateLists, Tensor, Tensor], _: None) -> list[Tensor]:
-        names = "params", "steps", "moments", *(("remainders",) if masters else ())
-        return [t for name in names for t in args[0].tensors[name]]
+        lists = args[0].tensors
+        found = [t for name in ("params", "steps", "moments") for t in lists[name]]
+        if not masters:
+            return found
+        rows = zip(lists["params"], lists["remainders"], strict=True)
+        return found + [join(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
     return ListSample(args, results, 14 if masters else 0, variant="" if masters else "of FP32")
 
@@ -278,6 +284,6 @@ def shipped() -> Iterator[Shipped]:
         name = f"adamw_8bit {param} {grad}" + "".join(word for word, holds in words if holds)
         args = lists, None, None
         # the exponents of a tile change layouts: a byte for each block
-        registers, shared = (128, 8) if aligned else (208, None)
+        registers, shared = (128, 32 if lost else 8) if aligned else (208, None)
         name = name.replace("torch.", "")
         yield Shipped(name, adamw_8bit_triton, args, registers, None, 0, shared)

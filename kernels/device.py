@@ -32,7 +32,9 @@ logger = logging.getLogger("tritonamp")
 
 BACKENDS = ("auto", "triton", "eager")
 WARP_SIZE = 32
-"""Threads that run as one on every NVIDIA GPU; tiles are made of it (64 on most of AMD's)."""
+"""Threads that run as one on every NVIDIA GPU; tiles and numbers of warps are counted in it."""
+AMD_WAVES = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32, "gfx1201": 32}
+"""AMD's architectures that kernels are built for, and how many threads run as one there."""
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
 _TURING = (7, 5)
@@ -83,6 +85,18 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
+def amd_architecture(device: torch.device) -> str | None:
+    """Return the architecture of an AMD device, like "gfx942"; None for everything else.
+
+    torch built for ROCm calls such a device "cuda", too. Initialises it.
+    """
+    if device.type != "cuda" or torch.version.hip is None or not torch.cuda.is_available():
+        return None
+    # with features behind it: gfx90a:sramecc+:xnack-
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    return name.partition(":")[0]
+
+
 def known_fault(device: torch.device) -> str | None:
     """Return what is known to go wrong in half on ``device``, and what to do; None: nothing is."""
     if capability(device) != _TURING:
@@ -111,10 +125,13 @@ def _warn_once(message: str) -> None:
 
 def why_not_triton(device: torch.device) -> str | None:
     """Return None where Triton kernels can run on ``device``, else the reason why they cannot."""
-    found = capability(device)
-    if found is None:
+    found, amd = capability(device), amd_architecture(device)
+    if amd is not None:
+        if amd not in AMD_WAVES:
+            return f"{device} is an AMD GPU of {amd}, kernels are built for {', '.join(AMD_WAVES)}"
+    elif found is None:
         return f"{device} is not an NVIDIA GPU"
-    if found < MIN_CAPABILITY:
+    elif found < MIN_CAPABILITY:
         return f"{device} has compute capability {found[0]}.{found[1]}, Tensor Cores start at 7.0"
     if triton_version() is None:
         return "Triton cannot be imported"
@@ -188,8 +205,8 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         )
     if device.type == "mps":
         raise UnsupportedDeviceError(
-            f"expected a model on the CPU or an NVIDIA GPU, got one on {device}: the op table is "
-            "not made for Apple's GPUs, and steps are noted in float64, which they do not have. "
+            f"expected a model on the CPU, an NVIDIA or AMD GPU, got one on {device}: the op table "
+            "is not made for Apple's GPUs, and steps are noted in float64, which they do not have. "
             "Use torch.amp there, torch.autocast('mps') and torch.amp.GradScaler('mps'); or "
             "model.cpu(), to see what half precision does to the model"
         )
@@ -203,11 +220,19 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         require_triton(device)
     obstacle = why_not_triton(device)
     if obstacle is None:
-        found = "is an NVIDIA GPU" if known_fault(device) else "has Tensor Cores"
+        found = _found(device)
         return Backend(
             "triton", f"{device} {found} and Triton {triton_version()} imports", requested
         )
     return Backend("eager", obstacle, requested)
+
+
+def _found(device: torch.device) -> str:
+    """Return what a GPU on which kernels run is or has, for people."""
+    amd = amd_architecture(device)
+    if amd is not None:
+        return f"is an AMD GPU of {amd} (kernels: built ahead of time, never run)"
+    return "is an NVIDIA GPU" if known_fault(device) else "has Tensor Cores"
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

@@ -189,11 +189,13 @@ def shipped() -> Iterator[Shipped]:
         (wide, wide, None),
         (half, half, None),
     ]
-    for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
+    rows = [(*kind, wide) for kind in kinds] + [(wide, half, half, bf16)]
+    for (param, grad, copy, moment), aligned in itertools.product(rows, (True, False)):
         tensors = shipped_lists(
-            aligned, params=param, grads=grad, exp_avgs=wide, copies=copy or "params"
+            aligned, params=param, grads=grad, exp_avgs=moment, copies=copy or "params"
         )
         rule = LionRule(0.1, 0.9, 0.99, 0.0, False)
         lists = UpdateLists(tensors, [rule], [0])
         name = f"lion {param} {grad} {copy}{'' if aligned else ' unaligned'}"
+        name += " bf16" if moment is bf16 else ""
         yield Shipped(name.replace("torch.", ""), lion_triton, (lists, None, None), 64, None, 0, 0)

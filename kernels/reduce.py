@@ -42,6 +42,16 @@ def _neighbours(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return a + b
 
 
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up columns that are half a tile apart.
+
+    Those of a thread that holds no more neighbours: Triton 3.7 would move these between threads.
+    """
+    a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, BLOCK // 2)), (0, 2, 1)))
+    return a + b
+
+
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "programs", "count"))
 def sum_kernel(
     x_ptr, y_ptr, rows, n, blocks, programs, count,
@@ -61,7 +71,7 @@ def sum_kernel(
     if ROW_MAJOR and BLOCK >= 8:
         x = _neighbours(x, ROWS, BLOCK)
         x = _neighbours(x, ROWS, BLOCK // 2)
-        x = _neighbours(x, ROWS, BLOCK // 4)
+        x = _halves(x, ROWS, BLOCK // 4) if VEC == 4 else _neighbours(x, ROWS, BLOCK // 4)
     y = tl.sum(x, 1, keep_dims=True)
     if ALIGN < VEC:
         edges, mask = edge_offsets(begin, end, first, last, VEC)

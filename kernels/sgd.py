@@ -205,19 +205,22 @@ def shipped() -> Iterator[Shipped]:
         (wide, wide, None),
         (half, half, None),
     ]
-    for (param, grad, copy), momentum, aligned in itertools.product(
-        kinds, (True, False), (True, False)
-    ):
+    moments = wide, None, bf16
+    for (param, grad, copy), moment, aligned in itertools.product(kinds, moments, (True, False)):
+        if moment is bf16 and (grad is not half or copy is None):
+            continue
+        momentum = moment is not None
         tensors = shipped_lists(
             aligned,
             ("copies", *OPTIONAL),
             params=param,
             grads=grad,
-            momentum_buffers=wide if momentum else "params",
+            momentum_buffers=moment or "params",
             copies=copy or "params",
         )
         rule = SGDRule(0.1, 0.9 * momentum, 0.0, 0.0, False, False)
         lists = UpdateLists(tensors, [rule], [0])
         name = f"sgd {param} {grad} {copy}{' momentum' if momentum else ''}"
         name = f"{name}{'' if aligned else ' unaligned'}".replace("torch.", "")
+        name += " bf16" if moment is bf16 else ""
         yield Shipped(name, sgd_triton, (lists, None, None), 64, None, 0, 0)

@@ -84,12 +84,14 @@ def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(state[name], value), name
 
 
-def storage_bytes() -> int:
-    """Return how many bytes the tensors hold that Python sees."""
+def storage_bytes(*device_types: str) -> int:
+    """Return how many bytes the tensors hold that Python sees, on any device or on these."""
     gc.collect()
     found = {}
     for x in gc.get_objects():
-        if issubclass(type(x), Tensor) and x.layout is torch.strided:
+        if not issubclass(type(x), Tensor) or x.layout is not torch.strided:
+            continue
+        if not device_types or x.device.type in device_types:
             storage = x.untyped_storage()
             with contextlib.suppress(RuntimeError, UserWarning):  # fake ones have no memory
                 found[storage.data_ptr()] = storage.nbytes()

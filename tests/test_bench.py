@@ -361,11 +361,14 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     text = bench.report.README.read_text()
     assert bench.report.README.parent / bench.report.LINK == bench.report.RESULTS
     speed = bench.report.speed(bench.report.load(bench.report.RESULTS), bench.report.LINK)
-    expected = bench.report.filled(text, "speed", speed)
-    for study in bench.convergence.STUDIES:
-        trained = bench.report.training_results(bench.report.RESULTS, study)
-        expected = bench.report.filled(expected, study, trained)
-    assert text == expected
+    found = {
+        study: bench.report.training_results(bench.report.RESULTS, study)
+        for study in bench.convergence.STUDIES
+    }
+    found["speed"] = speed
+    found["counts"] = bench.report.peer_tables.page(bench.report.peer_tables.load())
+    for name, body in found.items():
+        assert text == bench.report.filled(text, name, body)
     front = bench.report.FRONT_PAGE.read_text()
     records = bench.report.load(bench.report.RESULTS)
     summary = bench.report.summary(records, bench.report.FRONT_LINK)

@@ -34,6 +34,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
+    "state": ("fp32", "fp32", "fp32", "fp32"),
     "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),
@@ -408,3 +409,29 @@ def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
 def test_texts_that_are_no_policy(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Policy.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("level", "fields", "expected"),
+    [
+        ("O0", {}, 16),
+        ("O1", {"state": "bf16"}, 12),
+        ("O1", {"state": "8bit"}, 4 + 4 + 2 + 2 / 128),
+        ("O2", {}, 2 + 2 + 4 + 8),
+        ("O2", {"state": "bf16"}, 2 + 2 + 4 + 4),
+        ("O2", {"state": "8bit"}, 2 + 2 + 2 + 2 + 2 / 128),
+        ("O2", {"grad_dtype": FP32}, 18),
+        ("O3", {}, 2 + 2 + 8),
+    ],
+)
+def test_bytes_per_parameter(level: str, fields: dict[str, Any], expected: float) -> None:
+    policy = resolve(level, **fields)
+    assert policy.bytes_per_parameter() == expected
+    assert resolve(level).bytes_per_parameter("fp32") == resolve(level).bytes_per_parameter()
+
+
+def test_formats_of_state() -> None:
+    with pytest.raises(ValueError, match="state: expected one of 'fp32', 'bf16', '8bit', got '4"):
+        resolve("O2", state="4bit")
+    with pytest.raises(ValueError, match="state='8bit' needs FP32 values, master_weights=True"):
+        resolve("O3", state="8bit")

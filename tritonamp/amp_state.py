@@ -5,11 +5,12 @@ import re
 from typing import Any, NamedTuple
 
 from tritonamp.diagnosis.log import COUNTS
+from tritonamp.policy import STATES
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
 # a state that is written by hand may lack these
-_EXTRA = {"healed", "faults", "schedulers", "outliers"}
+_EXTRA = {"healed", "faults", "schedulers", "outliers", "state"}
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -28,6 +29,7 @@ class ResumeState(NamedTuple):
             are found.
         schedulers: what is outstanding of their steps, by number of the optimizer.
         outliers: the windows by which they are told, by loss_id.
+        state: the format of optimizer state in the run that saved, for people: any loads.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -37,6 +39,7 @@ class ResumeState(NamedTuple):
     faults: dict[str, Any]
     schedulers: list[dict[str, Any]]
     outliers: dict[str, list[float]]
+    state: str = STATES[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which ``parse_state`` takes."""
@@ -49,6 +52,7 @@ class ResumeState(NamedTuple):
             "faults": self.faults,
             "schedulers": self.schedulers,
             "outliers": self.outliers,
+            "state": self.state,
         }
 
 
@@ -93,6 +97,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
             dict(state_dict.get("faults") or {}),
             list(state_dict.get("schedulers") or []),
             dict(state_dict.get("outliers") or {}),
+            state_dict.get("state", STATES[0]),
         )
     if _is_scaler(state_dict):
         scalers = {0: state_dict}

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import fp32_modules
 from tritonamp.distributed.ddp import check_buckets, unwrapped
-from tritonamp.distributed.fsdp import fsdp2_modules, is_sharded
+from tritonamp.distributed.fsdp import assumed_policies, fsdp2_modules, mp_policy
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.rules import zero_eps
@@ -254,9 +255,12 @@ def check_sharding(
         )
     params: list[Any] = [p for model in models for p in model.parameters()]
     if any(map(is_sharded, params)):
-        _check_sharded_params(models)
+        _check_sharded_params(models, policy)
         kept = [m for model in models for m in fp32_modules(model, policy)]
-        _check_sharded_policy([m for model in models for m in fsdp2_modules(model)], kept, policy)
+        assumed = assumed_policies(models, kept, policy)
+        sharded = [m for model in models for m in fsdp2_modules(model)]
+        dtypes = {m: assumed.get(m, mp_policy(m)).param_dtype for m in sharded}
+        _check_sharded_policy(dtypes, kept, policy)
 
 
 def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
@@ -276,8 +280,7 @@ def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
         if isinstance(module, DistributedDataParallel) and has_half:
             check_buckets(module)
     for module in (m for model in models for m in fsdp2_modules(model)):
-        # private (torch 2.11 to 2.15): nothing public returns the policy
-        half = module._get_fsdp_state()._mp_policy
+        half = mp_policy(module)
         if half.param_dtype in HALF_DTYPES and half.reduce_dtype is not torch.float32:
             raise ValueError(
                 "grad_dtype=torch.float32: expected fully_shard with mp_policy="
@@ -296,7 +299,7 @@ def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _check_sharded_params(models: Sequence[nn.Module]) -> None:
+def _check_sharded_params(models: Sequence[nn.Module], policy: Policy) -> None:
     named: list[tuple[str, Any]] = [named for model in models for named in model.named_parameters()]
     offloaded = next(
         (p for _, p in named if is_sharded(p) and p.device.type != p.device_mesh.device_type), None
@@ -314,11 +317,11 @@ def _check_sharded_params(models: Sequence[nn.Module]) -> None:
             "are: call fully_shard on the whole model, too, so that all gradients are reduced"
         )
     half = [name for name, p in named if p.dtype in HALF_DTYPES and p.requires_grad]
-    if half:
+    if half and policy.half_parameters:
         raise ValueError(
-            f"model: expected FP32 parameters to train under FSDP2, which are their own masters, "
-            f"got {half[0]!r} and {len(half) - 1} more in half: call model.float() before "
-            "fully_shard; its MixedPrecisionPolicy makes the half copies"
+            "half_parameters=True: expected FP32 parameters to train under FSDP2, which are their "
+            f"own masters, got {half[0]!r} and {len(half) - 1} more in half: call model.float() "
+            "before fully_shard, or drop half_parameters"
         )
     ways = {(p.device_mesh, tuple(at.is_replicate() for at in p.placements)) for _, p in named}
     if len(ways) > 1:
@@ -330,10 +333,8 @@ def _check_sharded_params(models: Sequence[nn.Module]) -> None:
 
 
 def _check_sharded_policy(
-    sharded: Sequence[Any], kept: Sequence[nn.Module], policy: Policy
+    dtypes: Mapping[Any, torch.dtype | None], kept: Sequence[nn.Module], policy: Policy
 ) -> None:
-    # private: no public name gives the policy back (torch 2.11 to 2.15)
-    dtypes = {m: m._get_fsdp_state()._mp_policy.param_dtype for m in sharded}
     wrong = sorted({str(d) for d in dtypes.values() if d in HALF_DTYPES and d is not policy.dtype})
     needed = f"fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype={policy.dtype}))"
     if policy.cast_model and not policy.master_weights:

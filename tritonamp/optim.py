@@ -19,7 +19,7 @@ from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
-from tritonamp.step.small_state import check_state, fp32_state_dict
+from tritonamp.step.small_state import REMAINDER, check_state, fp32_state_dict
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
@@ -91,16 +91,18 @@ class _Fused:
             with torch.enable_grad():
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[misc]
             return loss
+        value = self._packed if self._state_format == "8bit" else self._master
         stepped_on = [
-            self._master(p) if p.grad is not None and p.dtype in HALF_DTYPES else p
-            for p in all_params
+            value(p) if p.grad is not None and p.dtype in HALF_DTYPES else p for p in all_params
         ]
+        self._fp32_values.settle_packed()
         grads = [None if p.grad is None else self._dense(p.grad) for p in all_params]
         fused, memory = self._fused
         gradients = Gradients.of(memory, stepped_on, grads, all_params, known_as=all_params)
         fused.step(gradients, *self._told_by_scaler())
         halves = [p for p, master in zip(all_params, stepped_on, strict=True) if p is not master]
         self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
+        self._fp32_values.release_packed()
         self._narrow_gradients()
         return loss
 
@@ -156,7 +158,8 @@ class _Fused:
         made = self.__dict__.get("_own_fused")
         if made is None:
             state = self._state_format
-            fused = FusedStep(self, self.fused_rule, "auto", state=state)  # type: ignore[arg-type]
+            remainders = self._fp32_values.remainders
+            fused = FusedStep(self, self.fused_rule, "auto", False, state, remainders)  # type: ignore[arg-type]
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 
@@ -167,9 +170,24 @@ class _Fused:
         state["master_param"] = state.get("master_param", param.detach()).float()
         return self._fp32_values.adopt(param, state["master_param"])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does, with moments in FP32 whatever their format is."""
+    def _packed(self, param: Tensor) -> Tensor:
+        """Keep the lower bits of a half parameter's FP32 value in the state; return ``param``."""
+        state = self.state[param]
+        self._fp32_values.pack(param, state.get(REMAINDER))
+        if "master_param" in state:
+            self._fp32_values.load(param, state.pop("master_param"))
+        (state[REMAINDER],) = self._fp32_values.remainders([param])
+        return param
+
+    def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
+        """Return the state as torch does, with moments and masters in FP32.
+
+        Args:
+            packed: in the format that the optimizer keeps, which loads everywhere, too.
+        """
         state_dict: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        if packed:
+            return state_dict
         return fp32_state_dict(state_dict, self, self.fused_rule)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -161,6 +161,22 @@ class Policy:
         """Whether what trains has FP32 values: masters, or FP32 parameters."""
         return self.master_weights or not (self.cast_model or self.half_parameters)
 
+    def bytes_per_parameter(self, state: str | None = None) -> float:
+        """Return the bytes that a parameter takes in training with Adam or AdamW.
+
+        Counted are the parameter itself (half where this policy casts it), its gradient, the FP32
+        master, and both moments.
+
+        Args:
+            state: another format of state than this policy's.
+        """
+        state, is_half = state or self.state, self.cast_model or self.half_parameters
+        parameter = 2 if is_half else 4
+        grad = 4 if self.grad_dtype is not None else parameter
+        lower_bits = 2 if state == "8bit" else 4
+        moments = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 128}[state]
+        return parameter + grad + lower_bits * (is_half and self.master_weights) + moments
+
 
 def _cast_inputs(given: Any, dtype: torch.dtype) -> Any:
     """Return arguments as a tuple, and what one writes for cast_outputs as True or False."""

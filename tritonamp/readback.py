@@ -32,13 +32,25 @@ class Readback:
     def __init__(self, numbers: Tensor, most: int = 4) -> None:
         self._free = [_HostBuffer(numbers) for _ in range(most)]
         self._started: deque[tuple[_HostBuffer, Any]] = deque()
+        self._last: _HostBuffer | None = None  # of the last start; None: there was no room
 
     def start(self, numbers: Tensor, attached: Any) -> None:
         """Start copying the numbers, as they are when the device comes to it."""
+        self._last = None
         if self._free:
-            buffer = self._free.pop()
+            self._last = buffer = self._free.pop()
             buffer.fill(numbers)
             self._started.append((buffer, attached))
+
+    def restart(self, numbers: Tensor, attached: Any) -> None:
+        """Copy the numbers in the place of the copy that was started last, if it was not read.
+
+        That keeps what was attached to it; ``attached`` goes with a copy of its own.
+        """
+        if self._last is not None and self._started and self._started[-1][0] is self._last:
+            self._last.fill(numbers)
+        else:
+            self.start(numbers, attached)
 
     def cancel_last(self) -> None:
         """Drop the copy that was started last, if it has not been read."""

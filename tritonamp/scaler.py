@@ -203,6 +203,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._loss_nonfinite if self._scaled else None
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a CUDA graph has captured ``scale``, and not ``update``."""
+        return self._replayed
+
     def take_loss_nonfinite(self) -> Tensor:
         """Return the flag of the losses scaled since the last update, and reset it.
 

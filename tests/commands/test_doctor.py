@@ -44,6 +44,10 @@ def test_every_operation_has_a_backend_and_a_reason(report, operation):
         assert row.split(maxsplit=2) == list(doctor._operation(operation, device))
 
 
+def test_bytes_of_each_format_of_state(report):
+    assert [row.split() for row in _rows(report, "O2")][-1] == ["O2", "16", "12", "8.02"]
+
+
 def test_cpp_for_steps(monkeypatch):
     assert doctor._cpp_for_steps() == "not needed: no kernels run here"
     monkeypatch.setattr(hardware, "runs_triton", lambda device: True)

@@ -416,12 +416,9 @@ def refused(what: str) -> str:
     if what == "FSDP1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     elif what == "no half":
-        model = sharded("O1")
+        model = sharded("O2", dtype=torch.float32)
     elif what == "other half":
         model, options = sharded("O2", dtype=torch.bfloat16), {"level": "O1"}
-    elif what == "half parameters":
-        model.half()
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     elif what == "in part":
         fully_shard(model[0])
         options = {"level": "O1"}
@@ -460,9 +457,6 @@ REFUSED = {
     "FSDP1": "ValueError: model: FullyShardedDataParallel (FSDP1) flattens the parameters",
     "no half": f"ValueError: {_NEEDED} no half param_dtype in its MixedPrecisionPolicy",
     "other half": f"ValueError: {_NEEDED} torch.bfloat16 in its MixedPrecisionPolicy",
-    "half parameters": "ValueError: model: expected FP32 parameters to train under FSDP2, which "
-    "are their own masters, got '0.weight' and 5 more in half: call model.float() before "
-    "fully_shard",
     "in part": "ValueError: model: 4 parameter(s) are not sharded (1.weight, 1.bias, 3.weight), "
     "others are",
     "offloaded": "ValueError: model: expected parameters on cuda, where its forwards run, got some "

@@ -1144,7 +1144,7 @@ def test_asking_for_fp32_says_so():
     model = around(Apply(lambda x: (x - 100).log()))
     text = str(check(model, torch.randn(4, 16), level="O0"))
     assert text.startswith("Sequential in FP32: 1 problem, 0 of advice")
-    assert text.endswith("policy: FP32: no mixed precision, as asked for")
+    assert "policy: FP32: no mixed precision, as asked for\nmemory: 16 bytes a parameter" in text
 
 
 # The tensors it is built on

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from gpuless import torch_cuda
 from gpuless.gpu import Gpu, Record
@@ -55,7 +56,8 @@ class InterpretedKernel:
             self._gpu.launches.append(self._kernel.__name__)
 
             def work() -> None:
-                with _disable_current_modes():
+                # a GPU says nothing of infinities and NaN
+                with _disable_current_modes(), np.errstate(all="ignore"):
                     _launch._interpret(self._kernel, grid, inner, rest)
 
             self._gpu.do(work)

@@ -11,6 +11,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tritonamp.kernels._implementations import operations
+
 CUDA = torch.device("cuda", 0)
 SIZE_IS_READ = {
     "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2",
@@ -154,6 +156,9 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         with FakeCudaMode():  # here autograd is over, which takes such operations to pieces
             return func.decompose(*args, **kwargs)
+    if func.namespace == "tritonamp":  # a dispatch mode made an op of it: it launches by itself
+        with FakeCudaMode():
+            return operations()[name.removeprefix("tritonamp::")].triton_function(*args, **kwargs)
     if name == "_to_copy" and (to_cpu if ours else to_gpu):
         return _moved(gpu, func, args[0], kwargs)
     if name == "copy_" and len({type(x) is CudaTensor for x in args[:2]}) == 2:
@@ -179,7 +184,10 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         written = _written(func, args, kwargs)
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
     if any(r.alias_info is not None for r in returns):  # a view
-        return wrap(compute(*inner))
+        result = compute(*inner)
+        # an inference tensor only where it is a view of one
+        with torch.inference_mode(any(x.is_inference() for x in tensors)):
+            return wrap(result)
     result = gpu.compute(compute, inner)
     if name == "_pack_padded_sequence":
         return wrap(result[0]), result[1]  # sizes of batches are the host's

@@ -9,6 +9,8 @@ import torch
 from gpuless.fake_cuda import FakeCuda
 from torch import nn
 
+from tritonamp.kernels import softmax
+
 
 def test_tensors_say_cuda(fake_cuda: FakeCuda) -> None:
     x = torch.arange(6, device="cuda").reshape(2, 3)
@@ -27,6 +29,19 @@ def test_autograd_and_autocast_are_those_of_cuda(fake_cuda: FakeCuda) -> None:
     y.sum().backward()
     assert linear.weight.grad.is_cuda
     assert torch.equal(linear.weight.grad.cpu(), torch.full((4, 3), 2.0))
+
+
+def test_views_of_parameters_in_inference_mode(fake_cuda: FakeCuda) -> None:
+    weight = nn.Linear(3, 4).cuda().weight
+    with torch.inference_mode():
+        assert not weight.view(-1).is_inference()
+        assert (weight * 2).view(-1).is_inference()
+
+
+def test_kernels_say_nothing_of_infinities(fake_cuda: FakeCuda) -> None:
+    x = torch.tensor([[float("inf"), 1.0]], device="cuda")
+    y = softmax.softmax(x, 1, torch.float16, backend="triton")
+    assert y.isnan().tolist() == [[True, True]]
 
 
 def test_devices_do_not_mix(fake_cuda: FakeCuda) -> None:

@@ -1,6 +1,5 @@
 """Losses on a GPU: which kernels run, and that nothing waits for them."""
 
-import pytest
 import torch
 from gpuless.fake_cuda import FakeCuda
 
@@ -9,7 +8,6 @@ from tritonamp import functional
 ROWS, CLASSES, FEATURES = 70, 1024, 8  # more logits than torch's kernels are left with
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # NumPy's
 def test_cross_entropy_waits_for_nobody(fake_cuda: FakeCuda) -> None:
     x = torch.randn(ROWS, CLASSES, device="cuda").half().requires_grad_()
     target = torch.randint(CLASSES, (ROWS,), device="cuda")
@@ -19,7 +17,6 @@ def test_cross_entropy_waits_for_nobody(fake_cuda: FakeCuda) -> None:
     assert fake_cuda.launches == ["cross_entropy_kernel", "cross_entropy_backward_kernel"]
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # NumPy's
 def test_linear_cross_entropy_waits_for_nobody(fake_cuda: FakeCuda) -> None:
     x = torch.randn(2 * ROWS, FEATURES, device="cuda").half().requires_grad_()
     weight = torch.randn(CLASSES, FEATURES, device="cuda").requires_grad_()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from gpuless.ptx import arithmetic
 from gpuless.ptx.arithmetic import TYPES, Array
 from gpuless.ptx.counters import Counters
+from gpuless.ptx.emulated import Emulator
 from gpuless.ptx.findings import Findings
 from gpuless.ptx.machine import Options, Program
 from gpuless.ptx.memory import GlobalMemory, Region
@@ -111,6 +113,8 @@ def single(x: float) -> np.float32:
         ("add.s32", (0x7FFFFFFF, 1), 0x80000000),
         ("sub.s32", (0, 1), 0xFFFFFFFF),
         ("mul.lo.s32", (0xFFFFFFFF, 7), 0xFFFFFFF9),
+        ("mul.hi.u32", (0xFFFFFFFF, 7), 6),
+        ("mul.hi.s32", (0xFFFFFFFF, 7), 0xFFFFFFFF),
         ("div.s32", (0xFFFFFFF9, 2), 0xFFFFFFFD),  # towards zero
         ("rem.s32", (0xFFFFFFF9, 2), 0xFFFFFFFF),
         ("div.u32", (7, 0), 0xFFFFFFFF),
@@ -143,6 +147,14 @@ def single(x: float) -> np.float32:
         ("cvt.rn.bf16x2.f32", (0x3F808000, 0x3F818000), 0x3F803F82),  # ties to even
         ("cvt.rzi.s32.f32", (0xC02CCCCD,), 0xFFFFFFFE),  # -2.7
         ("cvt.rzi.u32.f32", (0xBF800000,), 0),  # saturates
+        ("cvt.sat.f32.f32", (0x7FC00000,), 0),  # NaN
+        ("cvt.sat.f32.f32", (0x7F800000,), 0x3F800000),
+        ("cvt.sat.f32.f32", (0x00000001,), 0x00000001),
+        ("cvt.ftz.sat.f32.f32", (0x00000001,), 0),
+        ("cvt.ftz.sat.f32.f32", (0x3F000000,), 0x3F000000),
+        ("cvt.rmi.f32.f32", (0xC02CCCCD,), 0xC0400000),  # -2.7 becomes -3
+        ("cvt.rmi.f32.f32", (0x80000001,), 0xBF800000),
+        ("cvt.rmi.ftz.f32.f32", (0x80000001,), 0x80000000),
         ("ex2.approx.f32", (0xC2FC0000,), 0x00800000),  # 2**-126
         ("ex2.approx.ftz.f32", (0xC2FE0000,), 0),  # 2**-127 is flushed
         ("rcp.approx.ftz.f32", (0x40000000,), 0x3F000000),
@@ -178,6 +190,35 @@ def test_fused_multiply_add_rounds_once() -> None:
     ]
     assert np.array_equal(arithmetic.fma32(a, b, c), np.array(expected))
     assert expected[0] != expected[1]
+
+
+def test_multiply_add_towards_minus_infinity() -> None:
+    random = np.random.default_rng(0)
+    a, b, c = (random.normal(size=2000).astype(np.float32) for _ in range(3))
+    c *= np.float32(2) ** random.integers(-60, 30, 2000).astype(np.float32)
+    found = arithmetic.fma32_down(a, b, c)
+    above = np.nextafter(found, single(math.inf))
+    for x, y, z, low, high in zip(a, b, c, found, above, strict=True):
+        exactly = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert Fraction(float(low)) <= exactly < Fraction(float(high))
+    assert computed("fma.rm.f32", single(1), single(1), single(-1), to="u32") == 0x80000000
+
+
+def test_the_grid_is_known_to_its_programs() -> None:
+    assert set(Run("mov.u32 %r2, %nctaid.x;\nst.global.b32 [%rd2], %r2;", programs=3).out) == {3}
+
+
+def test_atomics_of_halves_are_refused() -> None:
+    """Their bits would be added as integers."""
+    with pytest.raises(Unsupported, match="f16x2"):
+        Run("red.global.gpu.relaxed.add.noftz.f16x2 [%rd2], %r1;")
+
+
+def test_atomics_of_floats() -> None:
+    first = "ld.param.b64 %rd4, [kernel_param_1];\nld.global.b32 %r2, [%rd1];\n"
+    body = first + "red.global.gpu.relaxed.add.f32 [%rd4], %r2;"
+    run = Run(body, np.full(THREADS, 0.5, np.float32), programs=2)
+    assert run.out.view(np.float32)[0] == THREADS and not run.findings
 
 
 @pytest.mark.parametrize(
@@ -439,3 +480,97 @@ def test_bank_conflicts(stride: int, passes: int) -> None:
 """
     counters = Run(body, threads=32, options=Options(accesses=True)).counters
     assert (counters.waves, counters.ideal) == (passes, 1)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 32), (0.5, 64), (0.01, 8 * 32)])
+def test_distinct_bytes_count_a_sector_once_and_no_region_for_more_than_its_size(
+    share: float, expected: int
+) -> None:
+    """Both warps read the first eight numbers twice; 64 numbers are 8 sectors."""
+    body = """
+	and.b64 	%rd4, %rd1, -32;
+	ld.param.b64 	%rd5, [kernel_param_0];
+	add.s64 	%rd5, %rd5, 31;
+	and.b64 	%rd5, %rd5, -32;
+	ld.global.b32 	%r2, [%rd5];
+	ld.global.b32 	%r3, [%rd5 + 4];
+"""
+    counters = Run(body, options=Options(accesses=True)).counters
+    assert counters.sectors["ld"] == 4
+    region = Region(0, 1 << 62, 0, "everything")
+    assert counters.distinct_bytes([region]) == {"ld": 32}
+    [sector] = np.unique(np.concatenate(counters._touched["ld"]))
+    eight = Region(int(sector) * 32, 8 * 32, 0, "eight sectors")
+    assert counters.distinct_bytes([eight], share) == {"ld": expected}
+
+
+def test_some_programs_of_a_grid() -> None:
+    body = "mov.u32 %r2, %ctaid.x;\nred.global.gpu.relaxed.add.u32 [%rd2], 1;"
+    some = Options(programs=lambda total: np.array([0, total - 1]))
+    assert set(Run(body, programs=7, options=some).out) == {2}
+    assert set(Run(body, programs=7).out) == {7}
+
+
+@pytest.mark.parametrize("opcode", ["fma.rn.f16", "fma.rn.f16x2"])
+def test_half_multiply_add_rounds_once(opcode: str) -> None:
+    random = np.random.default_rng(0)
+    a, b, c = (random.normal(size=500).astype(np.float16) for _ in range(3))
+    got = arithmetic.fma16(*(x.view(np.uint16) for x in (a, b, c))).view(np.float16)
+    for x, y, z, found in zip(a, b, c, got, strict=True):
+        exactly = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        around = [np.nextafter(found, np.float16(end)) for end in (-np.inf, np.inf)]
+        distance = abs(Fraction(float(found)) - exactly)
+        assert all(distance <= abs(Fraction(float(other)) - exactly) for other in around)
+    one = 0x3C013C01  # 1 + 2**-10, twice
+    low = 0xFFFFFFFF if "x2" in opcode else 0xFFFF
+    bits = computed(opcode, *(np.uint32(x) for x in (one, one, 0x90009000)), to="u32")
+    assert bits & low == 0x3C023C02 & low  # 1 + 2**-9 + 2**-20 - 2**-11: above half-way
+
+
+def test_bfloat16_multiply_add_rounds_once() -> None:
+    random = np.random.default_rng(0)
+    given = [random.normal(size=1000).astype(np.float32).view(np.uint32) >> 16 for _ in range(3)]
+    a, b, c = (x.astype(np.uint16) for x in given)
+    c[:200] = arithmetic.bf16_bits(2.0 ** random.integers(-40, 40, 200).astype(np.float32))
+    got = arithmetic.fma_bf16(a, b, c)
+    wide = [arithmetic.widened(x, "bf16") for x in (a, b, c)]
+    for x, y, z, found in zip(*wide, got, strict=True):
+        exactly = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        near = [np.array([int(found) + k], np.uint16) for k in (-1, 0, 1)]
+        below, mine, above = (float(arithmetic.widened(v, "bf16")[0]) for v in near)
+        distance = abs(Fraction(mine) - exactly)
+        assert all(distance <= abs(Fraction(other) - exactly) for other in (below, above))
+    # 1 and half a step: to even, but up where anything is added, be it 2**-70
+    half, tiny = np.uint32(0x3B80), np.uint32(0x1C80)
+    even = computed("fma.rn.bf16", half, np.uint32(0x3F80), np.uint32(0x3F80), to="u32")
+    up = computed("fma.rn.bf16", np.uint32(0x3F81), np.uint32(0x3F81), tiny, to="u32")
+    assert even & 0xFFFF == 0x3F80 and up & 0xFFFF == 0x3F82
+
+
+@pytest.mark.parametrize("opcode", ["mul.bf16x2", "add.f16x2", "fma.rn.f16x2", "fma.rn.bf16x2"])
+def test_pairs_of_halves_beside_what_all_lanes_share(opcode: str) -> None:
+    """Such an operand is an array of one element, and two numbers."""
+    alone = {"mul.bf16x2": "0x3f803f80", "add.f16x2": "0", "fma.rn.f16x2": "0x3c003c00"}
+    one, more = alone.get(opcode, "0x3f803f80"), ", 0" if opcode.startswith("fma") else ""
+    body = (
+        f"ld.global.b32 %r2, [%rd1];\n{opcode} %r3, %r2, {one}{more};\nst.global.b32 [%rd2], %r3;"
+    )
+    given = np.arange(THREADS, dtype=np.int32) * 0x00010001 + 0x10001000
+    assert Run(body, given).out.tolist() == given.tolist()
+
+
+def test_constants_at_the_end_of_a_launch_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's launcher has it; anything else that is missing is told."""
+    names = {"x_ptr": "*fp16", "n": "i32", "BLOCK": "constexpr"}
+    source = SimpleNamespace(fn=SimpleNamespace(arg_names=list(names)), signature=names)
+    launched: list[Any] = []
+    known = SimpleNamespace(launch=lambda *given: launched.append(given[2]))
+    monkeypatch.setattr("gpuless.ptx.emulated._current", [known])
+    launch = Emulator.launcher_cls(source, SimpleNamespace(shared=0))
+    before = 1, 1, 1, 0, None, None, None, None, None  # grid, stream, program, metadata, hooks
+    launch(*before, "x", 5)
+    launch(*before, "x", 5, 64)
+    assert [list(given.values()) for given in launched] == [["x", 5, None], ["x", 5, 64]]
+    for few_or_many in (("x",), ("x", 5, 64, 1)):
+        with pytest.raises(TypeError, match="arguments for a kernel that takes"):
+            launch(*before, *few_or_many)

@@ -90,6 +90,15 @@ def torch_amp(t: Training) -> None:
     t.amp.scaler.update()
 
 
+def vetoed(t: Training) -> None:
+    """Early decisions are made again."""
+    t.amp.backward(t.loss())
+    t.amp.unscale_()
+    for limit in (0, -1):
+        t.amp.veto(t.y.sum() < limit)
+    t.optimizer.step()
+
+
 def accumulated(t: Training) -> None:
     for _ in range(2):
         t.amp.backward(t.loss() / 2)
@@ -115,7 +124,8 @@ def logged(t: Training) -> None:
     t.amp.metrics()
 
 
-LOOPS = [clipped, unscaled, torch_amp, two_losses, *more([plain, accumulated, apex, logged])]
+LOOPS = [clipped, unscaled, torch_amp, two_losses, vetoed]
+LOOPS += more([plain, accumulated, apex, logged])
 
 
 pytestmark = pytest.mark.usefixtures("plans")

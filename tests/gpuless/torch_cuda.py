@@ -96,6 +96,7 @@ def stream_classes(gpu: Gpu) -> dict[str, type]:
 
     return {
         "device": device,
+        "device_of": device,
         "stream": device,
         "Stream": Stream,
         "Event": Event,

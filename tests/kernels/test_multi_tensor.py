@@ -585,7 +585,7 @@ def test_several_tables_are_sent_together(
 
 
 def test_each_device_costs_one_upload(counts: SimpleNamespace) -> None:
-    if not INTERPRETED:
+    if not hardware.INTERPRETED:
         pytest.skip("the meta device stands for another GPU")
     step = Again(x=[torch.zeros(3), torch.zeros(3, device="meta")])
     lists = step.lists(x=[torch.zeros(3) + 1, torch.zeros(3, device="meta")])

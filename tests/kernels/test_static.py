@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import amd_code
 import builds
 import gates
 import machine_code
@@ -65,6 +66,33 @@ TTIR = """
     %n = tt.load %n_ptr : !tt.ptr<i32> loc(#loc18)
     tt.store %2, %3, %mask_5 : tensor<16x256x!tt.ptr<bf16>> loc(#loc37)
     tt.store %4, %5 : tensor<16x256x!tt.ptr<f32>> loc(#loc38)
+"""
+
+AMDGCN = """
+	s_load_b64 s[2:3], s[0:1], 0x8
+	global_load_b128 v[2:5], v[0:1], off
+	buffer_load_dwordx2 v[6:7], v8, s[4:7], 0 offen
+	global_load_ushort v9, v[0:1], off               ; a comment
+	v_dual_mov_b32 v10, 0 :: v_dual_fmac_f32 v11, v2, v3
+	v_mov_b32_dpp v12, v11 quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf
+	v_fma_mix_f32 v13, v9, 1.0, v12 op_sel_hi:[1,1,0]
+	v_fma_f32 v13, v2, v3, v12
+	v_mov_b32_e32 v14, v12
+	v_fmac_f32_e32 v14, v2, v3
+	v_fmac_f32_e32 v14, v2, v3
+	ds_bpermute_b32 v17, v0, v14
+	v_pk_fma_f32 v[18:19], v[2:3], v[4:5], v[16:17]
+	v_pk_fma_f32 v[18:19], v[2:3], v[4:5], v[16:17] op_sel_hi:[1,1,0]
+	v_fma_f32 v17, v2, v17, v3
+	v_fma_f32 v17, v2, v3, v17
+	global_atomic_smax v[0:1], v17, off
+	global_store_b128 v[0:1], v[2:5], off
+	global_store_short v[0:1], v9, off
+	s_endpgm
+    .private_segment_fixed_size: 8
+    .sgpr_spill_count: 3
+    .vgpr_count:     80
+    .vgpr_spill_count: 2
 """
 
 
@@ -162,6 +190,38 @@ def test_each_gate_fails(good: Any, values: dict[str, Any], message: str) -> Non
     assert failed.startswith(
         f"sm_{values.get('arch', 90)} softmax float16 n=1024: softmax_kernel: {message}"
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stack": 8}, "8 B of stack, 0 B of local memory, 0 spills: allowed are 0"),
+        ({"spills": 1}, "0 B of stack, 0 B of local memory, 1 spills: allowed are 0"),
+        ({"scalar_spills": 1}, "1 spills of scalar registers, allowed are none"),
+        ({"registers": 169}, "169 registers, allowed are 168"),
+        ({"occupancy": 0.24}, "occupancy 0.24, allowed is 0.25 and more"),
+        ({"shared": 8, "max_shared": 0}, "8 B of shared memory, allowed are 0"),
+        ({"loads": {8: 8}}, "0 of a tile's 64 B in loads of 16 B, allowed is all of it"),
+        ({"atomics": ["global_atomic_add_f32"]}, "global_atomic_add_f32: atomics on"),
+        ({"atomics": ["global_atomic_pk_add_bf16"]}, "global_atomic_pk_add_bf16: atomics on"),
+        ({"atomics": ["buffer_atomic_fmax_x2"]}, "buffer_atomic_fmax_x2: atomics on"),
+        ({"absorbed": 1}, "1 products absorbed by sums across lanes"),
+    ],
+)
+def test_each_gate_on_amd_fails(good: Any, values: dict[str, Any], message: str) -> None:
+    [failed] = gates.faults(changed(good, arch="gfx942", **values))
+    assert failed.startswith(f"gfx942 softmax float16 n=1024: softmax_kernel: {message}")
+
+
+def test_gates_on_amd_that_do_not_apply(good: Any) -> None:
+    """exp2 and what is in flight are not read; of integers gfx1100 takes the maximum by cmpswap."""
+    integers = ["global_atomic_smax", "global_atomic_cmpswap_b32", "global_atomic_add_u64"]
+    row = changed(good, arch="gfx1100", registers=168, atomics=integers, instructions=99)
+    row = row._replace(ex2=None, in_flight=None)
+    assert gates.faults(row) == gates.exp2_faults([row]) == []
+    few = changed(row, scalar_spills=20)._replace(build=row.build._replace(constants={}, n=0))
+    assert gates.faults(few) == []
+    assert static.line(row).startswith("gfx1100 softmax float16 n=1024: softmax_kernel")
 
 
 @pytest.mark.parametrize(
@@ -274,6 +334,45 @@ def test_instructions() -> None:
 def test_bytes_outstanding() -> None:
     # 16 and 2; then R11 is read: 2 and three of the four registers before; then 8 more
     assert machine_code.outstanding(machine_code.instructions(SASS)) == 12 + 2 + 8
+
+
+def test_amds_assembly() -> None:
+    code = amd_code.instructions(AMDGCN)
+    opcodes = [opcode for opcode, _ in code]
+    assert len(code) == 21  # two of them in one
+    assert opcodes[:5] == (
+        "s_load_b64 global_load_b128 buffer_load_dwordx2 global_load_ushort v_dual_mov_b32".split()
+    )
+    assert amd_code.widths(opcodes, "load") == {2: 1, 8: 1, 16: 1}
+    assert amd_code.widths(opcodes, "store") == {2: 1, 16: 1}
+    names = "vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"
+    assert amd_code.noted(AMDGCN, *names) == [80, 2, 3, 8]
+
+
+def test_products_that_sums_across_lanes_absorb_on_amd() -> None:
+    """v12 to v_fma and, moved, to v_fmac; v17 to v_pk_fma, unless it takes v16 twice. Not a product
+    with one, not what was written over.
+    """
+    assert amd_code.absorbed(amd_code.instructions(AMDGCN)) == 3
+    assert amd_code.absorbed(amd_code.instructions(AMDGCN.replace("_dpp", "_e32"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "waves", "registers", "shared", "expected"),
+    [
+        ("gfx942", 4, 64, 0, 1.0),
+        ("gfx942", 4, 65, 0, 7 / 8),  # 72 of 512
+        ("gfx942", 1, 256, 0, 2 / 8),
+        ("gfx942", 16, 129, 0, 0.0),
+        ("gfx90a", 4, 64, 33 << 10, 1 / 8),
+        ("gfx1100", 8, 96, 0, 1.0),
+        ("gfx1201", 8, 97, 0, 12 / 16),  # 120 of 1536
+    ],
+)
+def test_occupancy_on_amd(
+    arch: str, waves: int, registers: int, shared: int, expected: float
+) -> None:
+    assert amd_code.occupancy(arch, waves, registers, shared) == expected
 
 
 def test_only_whole_tiles_count() -> None:

@@ -111,7 +111,6 @@ def test_it_moves_where_an_average_of_half_values_would_not(device: torch.device
     assert (after - before).abs().max() < 2.0**-14  # half a step of float16 at 1/4
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("by_scaler", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_it_skips_with_the_step(device: torch.device, level: str, by_scaler: bool) -> None:

@@ -102,7 +102,6 @@ class Run:
         return [p.detach().cpu().clone() for p in self.amp.master_params()]
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("by_scaler", [False, True])
 @pytest.mark.parametrize("skips", SKIPS.values(), ids=SKIPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

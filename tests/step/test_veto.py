@@ -13,11 +13,16 @@ import tritonamp
 
 
 class Run:
-    def __init__(self, device: torch.device, level: str = "O2", **fields: Any) -> None:
+    def __init__(
+        self, device: torch.device, level: str = "O2", two: bool = False, **fields: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model = Net().to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **fields)
+        params = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(params[:-1] if two else params, lr=1e-2)
+        self.other = torch.optim.AdamW(params[-1:], lr=1e-2)
+        optimizers = [self.optimizer, self.other] if two else self.optimizer
+        self.amp = tritonamp.enable(self.model, optimizers, level=level, **fields)
         self.x = torch.ones(2, 6, device=device)
 
     def loss(self) -> Tensor:
@@ -118,30 +123,71 @@ def test_micro_batches_are_one_decision(start: Callable[..., Run]) -> None:
     assert (run.amp.stats()["skipped"], run.amp.history[-1].cause) == (1, "veto")
 
 
-@pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("early", ["clip_grad_norm_", "unscale_"])
-def test_a_veto_after_clipping(
-    device: torch.device, start: Callable[..., Run], early: str, flag: bool
+EARLY: dict[str, Callable[[Run], object]] = {
+    "clip": lambda run: run.amp.clip_grad_norm_(0.1),
+    "unscale": lambda run: run.amp.unscale_(),
+    "both": lambda run: (run.amp.clip_grad_norm_(0.1), run.amp.unscale_()),
+    "unscale and clip": lambda run: (run.amp.unscale_(), run.amp.clip_grad_norm_(0.1)),
+    "by hand": lambda run: run.amp.scaler.unscale_(run.optimizer),
+}
+
+
+@pytest.mark.parametrize("largest", [1.0, float("inf")], ids=["clean", "overflow"])
+@pytest.mark.parametrize("flags", [[True], [False], [False, True]], ids=str)
+@pytest.mark.parametrize("early", EARLY)
+def test_a_veto_after_an_early_decision(
+    start: Callable[..., Run], early: str, flags: list[bool], largest: float
 ) -> None:
-    """Where the decision can be undone, it is made again, with the same limit."""
-    run, undisturbed = start(), start()
-    if device.type != "cpu":
-        pytest.skip("kernels keep no copies")
-    for one in (run, undisturbed):
-        one.backward()
-        one.amp.clip_grad_norm_(0.1) if early == "clip_grad_norm_" else one.amp.unscale_()
-    before = run.state()
-    run.amp.veto(torch.tensor(flag))
-    for one in (run, undisturbed):
-        one.step()
-    if flag:
-        assert run.amp.stats()["growth_tracker"] == 0
-        assert run.amp.history[-1].cause == "veto"
-        assert same(snapshot(run.model), snapshot(start().model)), before
-    else:
-        assert same(run.state()[0], undisturbed.state()[0])
-        assert run.amp.stats() == undisturbed.amp.stats()
-        assert run.amp.history == undisturbed.amp.history
+    """The same bits as before it: weights, moments, scale, window, counts and history."""
+    fields = {"skip_outliers": 6.0, "on_nonfinite": "explain"}
+    before, after = start(**fields), start(**fields)
+    by_hand = early == "by hand"
+    for run in (before, after):
+        run.backward(by_hand)
+        run.step(by_hand)
+        run.backward(by_hand)
+        run.model.first.weight.grad[0, 0] *= largest
+        for when in (before, after):
+            if when is run:
+                for flag in flags:
+                    run.amp.veto(torch.tensor(flag, device=run.x.device))
+            if when is before:
+                EARLY[early](run)
+        run.step(by_hand)
+    assert same(before.state()[0], after.state()[0])
+    assert str(before.amp.state_dict()) == str(after.amp.state_dict()), "the window included"
+    assert before.amp.stats() == after.amp.stats()
+    assert before.amp.history == after.amp.history
+    assert before.amp.explain() == after.amp.explain()
+    outcome = "veto" if True in flags else "scale overflow" if largest > 1.0 else None
+    assert after.amp.history[-1].cause == outcome
+
+
+@pytest.mark.parametrize("largest", [1.0, float("inf")], ids=["clean", "overflow"])
+def test_a_veto_of_a_decision_that_was_read(start: Callable[..., Run], largest: float) -> None:
+    """It takes the place of the record that somebody has read."""
+    run = start()
+    run.backward()
+    run.model.first.weight.grad[0, 0] *= largest
+    run.amp.clip_grad_norm_(0.1)
+    assert len(run.amp.history) == 1
+    run.amp.veto(True)
+    run.step()
+    assert [(record.step, record.cause) for record in run.amp.history] == [(1, "veto")]
+    skipped = {k: n for k, n in run.amp.metrics().items() if k.startswith("amp/skipped_") and n}
+    assert skipped == {"amp/skipped_veto": 1.0}
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_no_veto_once_one_of_several_has_stepped(start: Callable[..., Run], backend: str) -> None:
+    run = start(two=True, backend=backend)
+    run.backward()
+    run.amp.clip_grad_norm_(0.1)
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match="before the first of the optimizers that a loss feeds"):
+        run.amp.veto(True)
+    run.other.step()
+    assert run.amp.stats()["vetoes"] == 0
 
 
 def test_on_nonfinite_raise_does_not_raise(start: Callable[..., Run]) -> None:

@@ -23,7 +23,7 @@ class EnabledModels:
         models: not enabled yet.
         context: what their modules will know.
         stepped: the parameters that optimizers step on.
-        keeps_dtypes: leave their tensors alone; FSDP2 makes the half copies itself.
+        gathered: FSDP2 makes the half copies of FP32 parameters itself, as it gathers them.
 
     Attributes:
         dtypes: of their tensors.
@@ -36,15 +36,14 @@ class EnabledModels:
         context: EnabledContext,
         stepped: set[Tensor],
         *,
-        keeps_dtypes: bool,
+        gathered: bool,
     ) -> None:
         self._models = models
-        self.dtypes = ModelDtypes(context.policy, context.fp32_values)
+        self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
         for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
-            if not keeps_dtypes:
-                self.dtypes.cast(model, stepped if context.policy.master_weights else ())
+            self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
                 install(inner, Fp32Module, context)
             self._install_norms(model, context, front)

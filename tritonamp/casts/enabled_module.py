@@ -25,9 +25,15 @@ class _WithForward(Swapped):
 
     _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp",)
     _set_aside = ("forward", "_tritonamp_forward")
-    _tritonamp: EnabledContext
     _tritonamp_forward: Any = None
     _run: Callable[..., Any]
+
+    @property
+    def _tritonamp(self) -> EnabledContext:
+        """What the module knows; raises RuntimeError while its weights are asleep."""
+        context: EnabledContext = self.__dict__["_tritonamp"]
+        context.fp32_values.asleep.check_weights()
+        return context
 
     @classmethod
     def _members(cls, base: type) -> dict[str, Any]:
@@ -248,11 +254,17 @@ class EnabledModule(_WithForward):
     # all end here, from torch 2.11 to 2.15
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow ``to``, ``cuda``, ``cpu`` of the module, or of modules around it."""
+        context = self._tritonamp
+        context.fp32_values.asleep.check_training()  # gradients would come along
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for param in self.parameters():  # type: ignore[attr-defined]
-            self._tritonamp.move(param.device.type)
+            context.move(param.device.type)
             break
         return result
+
+    def _copied(self, memo: dict[int, Any] | None) -> Any:
+        self._tritonamp.fp32_values.asleep.check_weights()
+        return super()._copied(memo)
 
     def _plain_state(self, state: Any) -> Any:
         context = self._tritonamp

@@ -15,7 +15,7 @@ from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import MIN_NUMEL, TraceableOp
 from tritonamp.kernels._launch import KernelError
 from tritonamp.policy import HALF_DTYPES
 
@@ -86,6 +86,11 @@ def _find(
         return None, None
 
 
+def _least(active: ActivePolicy) -> int:
+    """Return from which size on torch's kernels of a GPU are not preferred to those here."""
+    return 0 if active.backend == "triton" else MIN_NUMEL
+
+
 def _kind(weight: Tensor | None) -> Hashable:
     if weight is None:
         return None
@@ -129,7 +134,7 @@ def _softmax_rule(
     if plan is not None:
         return plan(input)
     dtype = dtype or policy.softmax_dtype or input.dtype
-    if not is_ours(input, dtype):
+    if not is_ours(input, dtype, _least(active)):
         return stock(input, dim, None if dtype is input.dtype else dtype)
     return _apply(key, Softmax, _softmax.SOFTMAX, stock, active, (input,), dim, dtype)
 
@@ -144,7 +149,7 @@ def _log_softmax_rule(
     if plan is not None:
         return plan(input)
     dtype = dtype or torch.float32
-    if not is_ours(input, dtype):
+    if not is_ours(input, dtype, _least(active)):
         return stock(input, dim, dtype)
     return _apply(key, LogSoftmax, _softmax.LOG_SOFTMAX, stock, active, (input,), dim, dtype)
 
@@ -167,7 +172,7 @@ def _sum_rule(
     if plan is not None:
         return plan(input)
     dtype = dtype or torch.float32
-    if not is_ours(input, dtype):
+    if not is_ours(input, dtype, _least(active)):
         return stock(input, *args, dtype=dtype)
     if not dense:
         active = active._replace(backend="eager")
@@ -189,7 +194,10 @@ def _layer_norm_rule(
     key, plan = _find(stock, active, input, kinds, *normalized_shape, eps)
     if plan is not None:
         return plan(*tensors)
-    if not active.policy.op_policy or not norms.is_ours(input, normalized_shape, weight, bias):
+    least = _least(active)
+    if not active.policy.op_policy or not norms.is_ours(
+        input, normalized_shape, weight, bias, least=least
+    ):
         args = input, normalized_shape, weight, bias, eps, cudnn_enable
         return storage_rule(stock, active, *args)
     n = norms.numel(normalized_shape)
@@ -209,7 +217,10 @@ def _rms_norm_rule(
     key, plan = _find(stock, active, input, kinds, *normalized_shape, eps)
     if plan is not None:
         return plan(*tensors)
-    if not active.policy.op_policy or not norms.is_ours(input, normalized_shape, weight):
+    least = _least(active)
+    if not active.policy.op_policy or not norms.is_ours(
+        input, normalized_shape, weight, least=least
+    ):
         return storage_rule(stock, active, input, normalized_shape, weight, eps)
     n, eps = norms.numel(normalized_shape), norms.RMS_EPS if eps is None else eps
     return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, False, input.dtype)
@@ -230,7 +241,10 @@ def _group_norm_rule(
     key, plan = _find(stock, active, input, kinds, input.stride(), num_groups, eps)
     if plan is not None:
         return plan(*tensors)
-    if not active.policy.op_policy or not group_norms.is_ours(input, num_groups, weight, bias):
+    least = _least(active)
+    if not active.policy.op_policy or not group_norms.is_ours(
+        input, num_groups, weight, bias, least=least
+    ):
         return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
     function, operation = group_norms.GroupNorm, _group_norm.GROUP_NORM
     return _apply(key, function, operation, stock, active, tensors, num_groups, eps)

@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import Castable, castable_tensors, is_quantised
 from tritonamp.casts.norm_layers import is_norm
+from tritonamp.kernels._shards import is_sharded, to_local
 from tritonamp.kernels.device import takes_bfloat16
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -93,9 +94,9 @@ def check_own_memory(half: HalfParameters, policy: Policy) -> None:
     found: dict[int, Castable] = {}
     for stored in itertools.chain(*half.values()):
         tensor = stored.tensor
-        if not (policy.master_weights and tensor.requires_grad and tensor.numel()):
+        if not (policy.master_weights and tensor.requires_grad and to_local(tensor).numel()):
             continue
-        other = found.setdefault(tensor.data_ptr(), stored)
+        other = found.setdefault(to_local(tensor).data_ptr(), stored)
         if other.tensor is not tensor:
             raise ValueError(
                 f"model: expected parameters with memory of their own, got {other.name!r} and "
@@ -129,7 +130,9 @@ def bfloat16_in_float16(half: HalfParameters, policy: Policy) -> list[InFloat16]
     if not used:
         return []
     device = used[0].tensor.device
-    rows = torch.stack([_extremes_in_float16(s.tensor.detach()).to(device) for s in used]).tolist()
+    wholes: Iterable[Any] = (s.tensor.detach() for s in used)
+    wholes = (w.full_tensor() if is_sharded(w) else w for w in wholes)  # all ranks take part
+    rows = torch.stack([_extremes_in_float16(w).to(device) for w in wholes]).tolist()
     return [
         InFloat16(s.name, largest, int(subnormal), int(zero))
         for s, (largest, subnormal, zero) in zip(used, rows, strict=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
+from tritonamp.kernels._shards import is_sharded, set_local
 from tritonamp.policy import Policy
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -72,6 +73,8 @@ def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None
         return
     grad, tensor.grad = tensor.grad, None
     tensor.data = data
+    if is_sharded(tensor):
+        set_local(tensor, data)
     tensor.grad_dtype = grad_dtype = grad_dtype or data.dtype
     if grad is not None:
         tensor.grad = grad.to(grad_dtype)

@@ -8,6 +8,8 @@
     half, frozen               O0: FP32, O1: as is    as is                  half
     half, buffer               FP32, unless its module holds frozen half     half
     anything else, quantised   as is                  as is                  as is
+
+Under FSDP2, which gathers FP32 parameters in half, O2 is as O1.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from tritonamp.casts.model import flatten_rnns, fp32_modules, set_data
 from tritonamp.casts.norm_layers import is_norm, kept_tensors
 from tritonamp.casts.tree import TO
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._shards import to_local
 from tritonamp.policy import HALF_DTYPES, Policy
 
 _CASTABLE = frozenset((torch.float32, *HALF_DTYPES))
@@ -47,7 +50,7 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
     """Yield the parameters and buffers that ``enable`` may cast: FP32 and half ones, each once.
 
     Tensors of quantised modules are left out. So are tensor subclasses that hold other tensors, as
-    torchao's do: their kernels take the half tensors inside.
+    torchao's do: their kernels take the half tensors inside. DTensors count as their parts.
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -59,7 +62,7 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                plain = not hasattr(tensor, "__tensor_flatten__")
+                plain = not hasattr(to_local(tensor), "__tensor_flatten__")
                 if plain and tensor.dtype in _CASTABLE:
                     yield Castable(tensor, front + name, module, tensors is module._parameters)
 
@@ -81,8 +84,15 @@ def is_frozen_half(stored: Castable) -> bool:
     return any(p is not None and p.dtype in HALF_DTYPES and not p.requires_grad for p in own)
 
 
-def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
+def wanted_dtypes(
+    model: nn.Module, policy: Policy, gathered: bool = False
+) -> dict[Tensor, torch.dtype]:
     """Return the tensors of ``model`` whose dtype ``policy`` changes, each with its new dtype.
+
+    Args:
+        model: any.
+        policy: of it.
+        gathered: FSDP2 makes the half copies of FP32 parameters, as it gathers them.
 
     Raises:
         ValueError: ``policy.fp32_modules`` names a module that the models lack.
@@ -91,19 +101,23 @@ def wanted_dtypes(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]
     kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
     kept |= {id(t) for t in kept_tensors(model, policy)}
     wanted = {
-        stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept)
+        stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept, gathered)
         for stored in castable_tensors(model)
     }
     return {tensor: dtype for tensor, dtype in wanted.items() if tensor.dtype is not dtype}
 
 
-def _wanted_dtype(stored: Castable, policy: Policy, in_fp32_module: bool) -> torch.dtype:
+def _wanted_dtype(
+    stored: Castable, policy: Policy, in_fp32_module: bool, gathered: bool
+) -> torch.dtype:
     came = stored.tensor.dtype
     in_norm = policy.keep_norms_fp32 and is_norm(stored.module)
     if came in HALF_DTYPES and policy.half_parameters:
         return came
     if in_fp32_module or not (policy.cast_model or policy.op_policy):
         return torch.float32
+    if gathered:
+        return came if is_frozen_half(stored) else torch.float32
     if not policy.op_policy:  # nothing would reconcile dtypes
         return torch.float32 if in_norm else policy.dtype
     if is_frozen_half(stored):
@@ -119,11 +133,13 @@ class ModelDtypes:
     Args:
         policy: says in which dtype each tensor is stored.
         fp32_values: gets the FP32 value of each tensor that becomes half.
+        gathered: FSDP2 makes the half copies of FP32 parameters, as it gathers them.
     """
 
-    def __init__(self, policy: Policy, fp32_values: Fp32Values) -> None:
+    def __init__(self, policy: Policy, fp32_values: Fp32Values, gathered: bool = False) -> None:
         self._policy = policy
         self._fp32_values = fp32_values
+        self._gathered = gathered
         self._came: dict[Tensor, torch.dtype] = {}  # the dtypes before ``enable``
         self._widened: dict[Tensor, torch.dtype] = {}  # the dtypes under the policy
         # of half parameters with FP32 gradients: the ``grad_dtype`` before ``enable``
@@ -142,7 +158,7 @@ class ModelDtypes:
             stepped: parameters that get masters. Their FP32 values stay on their device; the FP32
                 values of all other tensors go to main memory.
         """
-        for tensor, dtype in wanted_dtypes(model, self._policy).items():
+        for tensor, dtype in wanted_dtypes(model, self._policy, self._gathered).items():
             original = tensor.detach()
             self._came[tensor] = original.dtype
             set_data(tensor, TO[dtype](original))
@@ -150,7 +166,7 @@ class ModelDtypes:
                 at = original.device if tensor in stepped else "cpu"
                 # ``.data`` has a version counter of its own, not the half tensor's
                 self._fp32_values.add(tensor, original.to(at, torch.float32).data)
-        if self._policy.grad_dtype is not None:
+        if self._policy.grad_dtype is not None and not self._gathered:
             halves = [p for p in model.parameters() if p.dtype in HALF_DTYPES]
             for half in halves:  # frozen ones, too: they may train one day
                 self._wide_gradients[half] = self._came.get(half, half.grad_dtype)

@@ -17,6 +17,7 @@ from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
+LEVELS, STATES = ("O0", "O1", "O2"), ("fp32", "bf16", "8bit")
 TRIALS = [("O0", torch.float16)] + [
     (level, dtype) for dtype in (torch.float16, torch.bfloat16) for level in ("O1", "O2", "O3")
 ]
@@ -74,7 +75,14 @@ def report() -> str:
                 [_trial(*trial, device) for trial in TRIALS],
             )
         )
+    parts.append(table(("level", *(f"state={s!r}" for s in STATES)), [*map(_bytes, LEVELS)]))
+    parts.append("bytes a parameter with Adam: parameter, gradient, master and moments")
     return "\n\n".join(parts)
+
+
+def _bytes(level: str) -> tuple[str, ...]:
+    policy = getattr(tritonamp, level)
+    return level, *(f"{policy.bytes_per_parameter(state):.3g}" for state in STATES)
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -134,14 +142,17 @@ def _describe(device: torch.device) -> str:
         )
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
-    capability = hardware.capability(device)
-    shown = (
-        "no compute capability"
-        if capability is None
-        else "compute capability {}.{}".format(*capability)
-    )
     fault = hardware.known_fault(device)
-    return f"{properties.name}, {shown}, {memory}" + (f"\n{fault}" if fault else "")
+    return f"{properties.name}, {_kind(device)}, {memory}" + (f"\n{fault}" if fault else "")
+
+
+def _kind(device: torch.device) -> str:
+    capability, amd = hardware.capability(device), hardware.amd_architecture(device)
+    if capability is not None:
+        return "compute capability {}.{}".format(*capability)
+    if amd not in hardware.AMD_WAVES:
+        return amd or "no compute capability"
+    return f"{amd}, waves of {hardware.AMD_WAVES[amd]}, kernels built ahead of time, never run"
 
 
 def _operation(name: str, device: torch.device) -> tuple[str, str, str]:

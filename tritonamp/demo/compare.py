@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import tritonamp
 from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data, memory
 from tritonamp.demo.device import chosen_device, describe
@@ -15,6 +16,7 @@ from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import criterion
 
+SMALL = "bf16", "8bit"
 WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs
 HEADER = (
     "model",
@@ -22,6 +24,7 @@ HEADER = (
     "result",
     "seconds",
     "peak MiB",
+    "B/param",
     "steps",
     "skipped",
     "final scale",
@@ -37,6 +40,8 @@ def compare(args: argparse.Namespace) -> None:
 
     print(table(HEADER, [_row(run) for run in runs]))
     print(f"seconds: the training loop alone; peak MiB: {memory.MEANING[device.type]}.")
+    small = ", ".join(f"{_bytes('O2', state):.3g} with state={state!r}" for state in SMALL)
+    print(f"B/param: bytes of a parameter, its gradient, master and moments; O2 takes {small}.")
     if device.type == "cpu":
         print(
             "On a CPU half is computed in FP32 and rounded: read the results; seconds and MiB say "
@@ -92,11 +97,17 @@ def _row(run: Run) -> list[str]:
         run.shown_score,
         f"{run.seconds:.1f}",
         f"{run.peak_bytes / 2**20:.1f}",
+        f"{_bytes(run.level):.3g}",
         str(run.stats["steps"]),
         str(run.stats["skipped"]),
         f"{run.stats['scale']:g}",
         run.stats["backend"],
     ]
+
+
+def _bytes(level: str, state: str = "fp32") -> float:
+    policy: tritonamp.Policy = getattr(tritonamp, level)
+    return policy.bytes_per_parameter(state)
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -127,6 +127,11 @@ class DeviceRecord:
         assert self._readback is not None and self._copied is not None
         self._readback.start(self._copied, attached)
 
+    def restart_reading(self, attached: Attached) -> None:
+        """Copy the record again, in the place of the last copy; ``attached`` if that was read."""
+        assert self._readback is not None and self._copied is not None
+        self._readback.restart(self._copied, attached)
+
     def cancel_last_reading(self) -> None:
         """Drop the copy that was started last."""
         if self._readback is not None:

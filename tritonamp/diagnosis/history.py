@@ -71,11 +71,20 @@ class History:
     def count(self, counts: Sequence[float]) -> News:
         """Take the counts of a reading, and return what is new in them."""
         clean, *skips = (int(now - then) for now, then in zip(counts, self.counts, strict=True))
+        if min(clean, *skips) < 0:  # a decision was read, vetoed, and made again
+            self._forget_last()
+            clean, *skips = (max(n, 0) for n in (clean, *skips))
         self.counts = list(counts)
         if clean or sum(skips) != 1:  # decisions between were not read
             self.in_a_row = 0
         self.in_a_row += sum(skips) > 0
         return News(int(sum(counts)), clean, sum(skips))
+
+    def _forget_last(self) -> None:
+        if self.records and self.records[-1].step == int(sum(self.counts)):
+            cause = self.records.pop().cause
+            if cause is not None:
+                self.causes[cause] -= 1
 
     def add_step(self, record: StepRecord) -> None:
         """Note a step that was taken."""

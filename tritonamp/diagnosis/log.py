@@ -152,6 +152,11 @@ class StepLog:
         """Forget the last decision, which was undone."""
         self._device_record.cancel_last_reading()
 
+    def decided_again(self, rule: ScaleRule) -> None:
+        """Copy the results of the last decision anew: it was undone, and made again."""
+        if not self._device_record.is_captured:
+            self._device_record.restart_reading(Attached(rule, ()))
+
     def collect(self, wait: bool = False) -> None:
         """Process the results that have arrived; with ``wait``, wait for all requested ones."""
         for reading in self._device_record.readings(wait):

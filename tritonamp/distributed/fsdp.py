@@ -1,14 +1,24 @@
-"""Models under FSDP2 (``fully_shard``): how their parameters are spread.
+"""Models under FSDP2 (``fully_shard``): how their parameters are spread, gathered and reduced.
 
 The sharded parameters are FP32 and the masters; FSDP2's MixedPrecisionPolicy makes the half copies
 as it gathers them.
 """
 
+import contextlib
+import dataclasses
+import logging
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from tritonamp.kernels._shards import is_sharded
+from tritonamp.policy import HALF_DTYPES, Policy
+
+logger = logging.getLogger("tritonamp")
 
 
 class Sharding(NamedTuple):
@@ -21,19 +31,6 @@ class Sharding(NamedTuple):
 
     group: Any
     copies: int
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which each rank has a part."""
-    # private, where DTensor of torch 2.11 to 2.15 keeps its part: asked without importing DTensor,
-    # which only FSDP2 needs
-    return hasattr(tensor, "_local_tensor")
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; the tensor itself where it is not sharded."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def full_tensor(tensor: Any) -> Tensor:
@@ -62,3 +59,126 @@ def fsdp2_modules(model: nn.Module) -> list[Any]:
     """Return the modules inside ``model`` that ``fully_shard`` was called on."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nobody has used it if it is not there
     return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+# private from here on (torch 2.11 to 2.15): nothing public returns a MixedPrecisionPolicy, or gives
+# another one to a module, or has FSDP2 look again at dtypes after the first forward
+
+
+def mp_policy(module: Any) -> Any:
+    """Return the MixedPrecisionPolicy of a module that ``fully_shard`` was called on."""
+    return module._get_fsdp_state()._mp_policy
+
+
+def _groups(module: Any) -> Sequence[Any]:
+    """Return the groups of parameters that FSDP2 gathers together for a module."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12
+        found: Sequence[Any] = state._fsdp_param_groups
+        return found
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def assumed_policies(
+    models: Iterable[nn.Module], kept: Collection[nn.Module], policy: Policy
+) -> dict[Any, Any]:
+    """Return the MixedPrecisionPolicy of each module that was sharded without one and needs one.
+
+    Parameters that train and came in half are gathered in half, as they were before ``enable``. So
+    are all others, where ``policy`` casts the model and no module was given a half ``param_dtype``.
+
+    Args:
+        models: any.
+        kept: the modules that stay FP32.
+        policy: of the models.
+    """
+    if not (policy.cast_model or policy.op_policy):
+        return {}
+    sharded = [m for model in models for m in fsdp2_modules(model)]
+    all_half = policy.cast_model and not any(
+        mp_policy(m).param_dtype in HALF_DTYPES for m in sharded
+    )
+    # as gradients of FP32 parameters are under DDP, where the model is not cast
+    reduce_dtype = policy.grad_dtype if policy.cast_model else torch.float32
+    return {
+        module: dataclasses.replace(
+            mp_policy(module),
+            param_dtype=policy.dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=False,  # the enabled forward casts what has to be
+        )
+        for module in sharded
+        if mp_policy(module).param_dtype is None and module not in kept
+        if any(all_half or p.dtype in HALF_DTYPES for p in _trained(module))
+    }
+
+
+def _trained(module: Any) -> Iterator[Tensor]:
+    params = (p.sharded_param for group in _groups(module) for p in group.fsdp_params)
+    return (p for p in params if p.requires_grad)
+
+
+class ShardedModules:
+    """The modules that ``fully_shard`` was called on: policies, and dtypes of their shards.
+
+    Args:
+        models: that they are in.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._modules = weakref.WeakSet(m for model in models for m in fsdp2_modules(model))
+        self._given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def assume(self, policies: Mapping[Any, Any]) -> None:
+        """Gather and reduce as ``assumed_policies`` has said, until ``give_back``."""
+        for module, policy in policies.items():
+            self._given[module] = mp_policy(module)
+            _set_mp_policy(module, policy)
+        if policies:
+            logger.warning(
+                "fully_shard was given no param_dtype for %d module(s) (%s): as if called with "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=%s, reduce_dtype=%s)",
+                len(policies),
+                ", ".join(dict.fromkeys(type(m).__name__ for m in policies)),
+                policy.param_dtype,
+                policy.reduce_dtype,
+            )
+
+    def give_back(self) -> None:
+        """Give modules the policies again that they were sharded with."""
+        for module, policy in self._given.items():
+            _set_mp_policy(module, policy)
+        self._given.clear()
+
+    def refresh(self) -> None:
+        """Have FSDP2 take over shards that have another dtype now."""
+        for module in self._modules:
+            module.reshard()
+            _refresh(module)
+
+
+def _set_mp_policy(module: Any, policy: Any) -> None:
+    module.reshard()
+    module._get_fsdp_state()._mp_policy = policy
+    for group in _groups(module):
+        group.mp_policy = policy
+    _refresh(module)
+
+
+def _refresh(module: Any) -> None:
+    """Do anew what FSDP2 does once, at the first forward, with the dtypes of its shards."""
+    for group in _groups(module):
+        for param in group.fsdp_params:
+            param.reset_sharded_param()
+        if module._get_fsdp_state()._is_root is None:  # there was no forward yet
+            continue
+        # of half and FP32 parameters that train together it wants to know at the next forward
+        with contextlib.suppress(AssertionError):
+            group._init_mp_dtypes()
+        for param in group.fsdp_params:
+            gathered = getattr(param, "_unsharded_param", None)
+            if gathered is not None and gathered.dtype is not (
+                param.param_dtype or param.orig_dtype
+            ):
+                param.all_gather_outputs.clear()
+                del param._unsharded_param

@@ -4,7 +4,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
-from tritonamp.distributed.fsdp import find_sharding, fsdp2_modules
+from tritonamp.distributed.fsdp import ShardedModules, find_sharding, fsdp2_modules
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.decide import Evidence
 from tritonamp.readback import Readback
@@ -84,6 +84,7 @@ class Ranks:
         self._group: Any = None
         self.members: Sequence[int] = ()
         self._sharding = find_sharding(models)
+        self._sharded_modules = ShardedModules(models)
         if self._sharding is not None:
             self._join(self._sharding.group)
         self._before_forward = [weakref.ref(model) for model in models]
@@ -137,8 +138,13 @@ class Ranks:
         if not is_installed(wrapper):
             install(wrapper, EnabledDDP, self)
 
+    def assume(self, policies: Mapping[Any, Any]) -> None:
+        """Have FSDP2 gather and reduce modules as said, until ``detach``."""
+        self._sharded_modules.assume(policies)
+
     def detach(self) -> None:
-        """Put the DDPs' own classes back, when the models are disabled."""
+        """Put the DDPs' own classes and FSDP2's own policies back: the models are disabled."""
+        self._sharded_modules.give_back()
         for wrapper in self._wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
                 uninstall(wrapper)
@@ -173,7 +179,11 @@ class Ranks:
         return any(map(self._in_join, self._wrappers))
 
     def rebuild(self) -> None:
-        """Have all DDPs make buckets and hooks anew, for parameters that have another dtype now."""
+        """Have DDPs make buckets and hooks anew, and FSDP2 take over its shards.
+
+        For parameters that have another dtype now.
+        """
+        self._sharded_modules.refresh()
         for wrapper in self._wrappers:
             if dist.is_initialized():  # else no rank is left to reduce gradients with
                 rebuild_buckets(wrapper)

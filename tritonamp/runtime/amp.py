@@ -47,7 +47,7 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels.device import check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.names import parameter_names
 from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
-from tritonamp.runtime.parts import Request, build_parts
+from tritonamp.runtime.parts import Parts, Request, build_parts
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
 from tritonamp.step.state_loading import settle_state
@@ -168,7 +168,7 @@ class Amp:
     def __init__(self, request: Request) -> None:
         self.scaler = request.scaler
         self._scalers = {0: request.scaler}
-        self._parts = build_parts(request, _MovedBySteps(self))
+        self._built = build_parts(request, _MovedBySteps(self))
         dispatch.acquire()
         user_functions.acquire()
         scaled_gradients.acquire(self._parts.scaled_gradients)
@@ -178,12 +178,20 @@ class Amp:
         self._enabled = True
         self._ranges: LiveRanges | None = None
 
+    @property
+    def _parts(self) -> Parts:
+        """What all works on; raises RuntimeError while training is asleep."""
+        self._built.sleep.asleep.check_training()
+        return self._built
+
     def __enter__(self) -> "Amp":
         self._check_enabled("with")
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._enabled:  # unless it was disabled inside
+            if self._built.sleep.asleep.training:
+                self.wake()
             self.disable()
 
     @between_graphs
@@ -331,7 +339,8 @@ class Amp:
 
         For a skip that somebody else wants: parameters, optimizer state and loss scale stay as they
         are, and the cause is "veto". Several calls combine by or. A tensor is not waited for. Where
-        ranks train together, a veto of one is a veto of all.
+        ranks train together, a veto of one is a veto of all; after ``clip_grad_norm_`` or
+        ``unscale_`` all of them must call it then, since they decide again together.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
@@ -339,8 +348,8 @@ class Amp:
         Raises:
             ValueError: another type, shape or dtype.
             RuntimeError: no loss was scaled since the last step (by ``amp.backward``,
-                ``amp.scale_loss`` or ``amp.scaler.scale``); or after ``clip_grad_norm_`` or
-                ``unscale_`` on a GPU or with several ranks; or inside of DDP's ``join``.
+                ``amp.scale_loss`` or ``amp.scaler.scale``); or one of several optimizers that a
+                loss feeds has stepped; or inside of DDP's ``join``.
         """
         self._check_enabled("veto")
         check_flag(flag)
@@ -389,7 +398,7 @@ class Amp:
             decay: in [0, 1); the average is ``decay * average + (1 - decay) * value``.
         """
         self._check_enabled("ema")
-        return EMA(
+        average = EMA(
             decay,
             self._parts.models,
             self._parts.weights,
@@ -398,6 +407,7 @@ class Amp:
             self._parts.backend.requested,
             self._check_trains,
         )
+        return self._parts.sleep.add(average)
 
     def _check_trains(self) -> None:
         self._check_enabled("ema(...).update")
@@ -407,7 +417,8 @@ class Amp:
     def autocast(self) -> Iterator[None]:
         """Put the op policy around code of your own: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
-        with self._parts.context.entered():
+        self._built.sleep.asleep.check_weights()
+        with self._built.context.entered():
             yield
 
     def master_params(self) -> Iterator[Tensor]:
@@ -660,6 +671,7 @@ class Amp:
             faults,
             self._parts.schedulers.state(),
             self._parts.stepper.outlier_windows.state(self._scalers),
+            self.policy.state,
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -684,6 +696,46 @@ class Amp:
         self._parts.response.counts = FaultCounts.of(state.faults)
         self._parts.stepper.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
+
+    @between_graphs
+    def sleep(self, *, weights: bool = False) -> int:
+        """Move what only training needs from the device to host memory, until ``wake``.
+
+        FP32 masters, ``optimizer.state``, gradients and averages of ``ema`` leave. The model stays,
+        and runs forwards: another program, or a sampler, has the memory meanwhile. Tensors stay the
+        same objects, without memory: leave them alone until ``wake``. All methods but ``wake`` and
+        ``autocast``, and those of the optimizers, raise RuntimeError until then.
+
+        Losses that no step has answered stay pending. Waits for the device. On the CPU nothing
+        moves. Where ranks train together, call it on each.
+
+        Args:
+            weights: also move the model's parameters and buffers; its forward raises then.
+
+        Returns:
+            how many bytes have left the device.
+
+        Raises:
+            RuntimeError: asleep already; inside of ``with amp.scale_loss``; a CUDA graph has
+                captured a step, and would use memory that is gone; or not enough host memory.
+                Nothing was changed then.
+        """
+        self._check_enabled("sleep")
+        if not isinstance(weights, bool):
+            raise ValueError(f"weights: expected a bool, got {weights!r}")
+        return self._parts.sleep.begin(weights)
+
+    @between_graphs
+    def wake(self) -> None:
+        """Move back what ``sleep`` has moved, with the same bits. Waits for the device.
+
+        Raises:
+            RuntimeError: nothing is asleep.
+            torch.OutOfMemoryError: the device has no room: all is still asleep then, to be woken
+                when there is.
+        """
+        self._check_enabled("wake")
+        self._built.sleep.end()
 
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.

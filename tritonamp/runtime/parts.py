@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_models import EnabledModels
 from tritonamp.casts.healing import Healing
+from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.trials import Trials
@@ -25,9 +26,10 @@ from tritonamp.diagnosis.replays import Fp32Runs, Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
-from tritonamp.distributed.fsdp import to_local
+from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -37,6 +39,7 @@ from tritonamp.step.masters import MasterWeights
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
 from tritonamp.step.schedulers import SchedulerSteps
+from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
 from tritonamp.step.state_loading import widen_state
 from tritonamp.step.stepper import Stepper
@@ -97,6 +100,7 @@ class Parts:
         pending: the decisions that optimizers wait for.
         stepper: carries them out.
         schedulers: of learning rates, stepped for steps that were taken.
+        sleep: moves what training needs to host memory.
         first_loss: was it computed by a forward?
         scaled_gradients: which torch's own clipping is not to be given.
     """
@@ -117,6 +121,7 @@ class Parts:
     pending: PendingDecisions
     stepper: Stepper
     schedulers: SchedulerSteps
+    sleep: Sleep
     first_loss: FirstLoss
     scaled_gradients: ScaledGradients
 
@@ -157,6 +162,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         forwards,
         ranks,
         _SharedResponse(response, healing, ranks),
+        fp32_values.asleep,
         request.around_step,
     )
     schedulers = SchedulerSteps(stepper.outcomes, log, ranks)
@@ -179,6 +185,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         pending=pending,
         stepper=stepper,
         schedulers=schedulers,
+        sleep=Sleep(models, weights, pending, stepper, fp32_values.asleep),
         first_loss=FirstLoss(models, watches=context.autocast),
         scaled_gradients=ScaledGradients(
             partial(_scaled_params, policy, pending, weights),
@@ -213,17 +220,25 @@ def _enable(
         check_state(state_format(optimizer, policy.state), optimizer, rule_of(optimizer))
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
-    enabled_models = EnabledModels(
-        request.models, context, set(stepped), keeps_dtypes=ranks.sharded
-    )
+    kept = [m for model in request.models for m in fp32_modules(model, policy)]
+    assumed = assumed_policies(request.models, kept, policy)
+    enabled_models = EnabledModels(request.models, context, set(stepped), gathered=ranks.sharded)
+    ranks.assume(assumed)
     if enabled_models.dtypes.has_changed:
         ranks.rebuild()
-    weights = {o: _master_weights(o, policy, context.fp32_values, came_half) for o in optimizers}
+    weights = {
+        o: _master_weights(o, policy, context.fp32_values, came_half, ranks.sharded)
+        for o in optimizers
+    }
     return enabled_models, weights
 
 
 def _master_weights(
-    optimizer: Optimizer, policy: Policy, fp32_values: Fp32Values, came_half: Sequence[Tensor]
+    optimizer: Optimizer,
+    policy: Policy,
+    fp32_values: Fp32Values,
+    came_half: Sequence[Tensor],
+    gathered: bool,
 ) -> MasterWeights:
     """Give an optimizer FP32 values to step on, and FP32 state for what came half."""
     if policy.trains_fp32_values:
@@ -231,8 +246,9 @@ def _master_weights(
         if widen_state(optimizer, wide):
             logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
     packs = state_format(optimizer, policy.state) == "8bit"
+    trains, grad_dtype = policy.trains_fp32_values, policy.grad_dtype
     weights = MasterWeights(
-        optimizer, fp32_values, policy.trains_fp32_values, policy.grad_dtype, packs
+        optimizer, fp32_values, trains, grad_dtype, gathered=gathered, packs=packs
     )
     weights.take_masters()
     return weights

@@ -25,12 +25,12 @@ class Phase(Enum):
     ::
 
         OPEN     --decide--> DECIDED --answer--> ANSWERED
-        DECIDED  --the step raised: undo--> REOPENED --decide--> DECIDED
+        DECIDED  --the step raised, or a veto: undo--> REOPENED --decide--> DECIDED
         any      --the last optimizer that waited has stepped, or was cleared--> over
     """
 
     OPEN = "further micro-batches may join it"
-    REOPENED = "a step failed after it: to be decided again, on the same gradients"
+    REOPENED = "undone: to be decided again, on the same gradients"
     DECIDED = "found_inf, norm and grad_scale are there"
     ANSWERED = "decided, and the policy has said what is to be done about a skip"
 
@@ -100,6 +100,11 @@ class Decision:
         self._backend = backend
 
     @property
+    def can_be_undone(self) -> bool:
+        """Whether it is decided, with copies of what it has moved, and nobody has acted on it."""
+        return self.is_decided and bool(self._undo)
+
+    @property
     def is_decided(self) -> bool:
         """Whether found_inf, norm and grad_scale are there."""
         return self.phase in (Phase.DECIDED, Phase.ANSWERED)
@@ -145,14 +150,20 @@ class Decision:
             record: receives the outcome.
             ranks: the processes that decide together.
             max_norm: clip the gradients of all optimizers together to this 2-norm.
-            undoable: keep copies so that ``undo`` may follow. Eager torch always keeps them,
-                kernels only on request.
+            undoable: keep copies so that ``undo`` may follow. Eager torch in one process always
+                keeps them.
             outlying: the window of the scaler, and what an outlier is; None: nothing is.
             known: gradients by optimizer, where they were asked for already.
         """
         self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         amax, square_sum = self._joined(stats)
+        eager = not DECIDE.uses_triton(self._backend, self.scale)
+        if undoable or (eager and not ranks.several):
+            moved = self.scaler.scale_state if self.moves_scale else ()
+            window = [] if outlying is None else [outlying.window]
+            self._undo = Undo([*moved, record.numbers, *window])
+            self._keep(self.waiting, stats)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
         if ranks.several:
@@ -161,10 +172,6 @@ class Decision:
             evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
             amax, square_sum, agreed, earlier = evidence
             flag.copy_(agreed)
-        elif undoable or not DECIDE.uses_triton(self._backend, self.scale):
-            window = [] if outlying is None else [outlying.window]
-            self._undo = Undo([*self.scaler.scale_state, record.numbers, *window])
-            self._keep(self.waiting, stats)
         if outlying is not None:
             if not ranks.several:
                 loss, squares = self._loss(), square_sum
@@ -198,11 +205,15 @@ class Decision:
         Returns:
             whether a decision was taken back.
         """
-        moved = self.is_decided and bool(self._undo)
+        moved = self.can_be_undone
         self._undo()  # also after a ``decide`` that failed half-way
         if moved:
             self.phase = Phase.REOPENED
         return moved
+
+    def settle(self) -> None:
+        """Drop the copies: an optimizer has stepped or skipped."""
+        self._undo = Undo()
 
     def _keep(self, waiting: Iterable[MasterWeights], stats: Iterable[Stats]) -> None:
         """Keep copies of statistics: the kernels write the next ones to the same memory."""

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.distributed.ddp import unwrapped
-from tritonamp.distributed.fsdp import full_tensor, is_sharded
+from tritonamp.distributed.fsdp import full_tensor
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._transfer import transfer
-from tritonamp.kernels.device import refuse_capture
+from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.kernels.ema import ema
 from tritonamp.names import prefixes
 from tritonamp.policy import HALF_DTYPES
@@ -42,6 +43,9 @@ class EMA:
         fp32_values: FP32 values of the models' half tensors.
         backend: "auto", "triton" or "eager".
         check: a function that raises where the models are not in training.
+
+    Attributes:
+        captured: whether a CUDA graph has captured ``update``.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class EMA:
         check: Callable[[], None],
     ) -> None:
         self.decay = decay
+        self.captured = False
         self._models = models
         self._weights = weights
         self._outcomes = outcomes
@@ -94,19 +99,20 @@ class EMA:
             for optimizer, w in self._weights.items():
                 w.refresh()
                 averaged = self._averaged(w)
+                averages = self._averages_of(averaged)
+                self.captured |= any(is_capturing(a.device) for a in averages[:1])
                 lists = TensorLists(
                     memory=self._memories[optimizer],
-                    averages=self._averages_of(averaged),
+                    averages=averages,
                     params=list(averaged.values()),
                 )
                 ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
             self._buffers.update(self._found_inf())
 
     def _averaged(self, w: MasterWeights) -> dict[Tensor, Tensor]:
-        """Return parameter to stepped-on tensor, for parameters that train or have trained."""
-        stepped_on = (p for group in w.optimizer.param_groups for p in group["params"])
-        pairs = zip(w.parameters(), stepped_on, strict=True)
-        return {p: master for p, master in pairs if p.requires_grad or p in self._averages}
+        """Return parameter to FP32 value, for parameters that train or have trained."""
+        values = dict(w.fp32_values())
+        return {p: values[p] for p in w.parameters() if p.requires_grad or p in self._averages}
 
     def _averages_of(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the averages of ``params`` in this order; a new one begins at the value."""
@@ -132,12 +138,20 @@ class EMA:
             return flags[0] if flags else None
         return torch.stack([transfer(flag, flags[0].device) for flag in flags]).amax()
 
+    def memory(self) -> Iterator[Tensor]:
+        """Yield averages, buffers, and what kernels keep between updates; forget the plans."""
+        yield from self._averages.values()
+        yield from self._buffers.tensors.values()
+        for memory in self._memories.values():
+            yield from memory.forget_plans()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages in FP32, and the buffers, by the model's names for them.
 
         Where every parameter is trained, this is a state of the plain model. The names of several
         models begin with the model's number.
         """
+        self._fp32_values.asleep.check_training()
         averages = {
             name: self._averages[param] for name, param in self._named() if param in self._averages
         }
@@ -169,8 +183,8 @@ class EMA:
         given: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
         if len(given) != len(self._models):
             raise ValueError(f"model: expected {len(self._models)} model(s), got {len(given)}")
-        untrained = {n: self._value(p) for n, p in self._named() if p not in self._averages}
-        values = self.state_dict() | untrained
+        values = self.state_dict()
+        values |= {n: self._value(p) for n, p in self._named() if p not in self._averages}
         targets = []
         for prefix, target in zip(prefixes(self._models), map(unwrapped, given), strict=True):
             state = {

@@ -40,14 +40,15 @@ class EnabledOptimizer(Swapped):
                 "optimizer.step(closure): a skipped step cannot run the closure again. Compute the "
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
+        stepper = _awake(self)
         if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
-            self._stepper.check_scaler(None)
+            stepper.check_scaler(None)
         # private (torch 2.11 to 2.15): without this mark an LR scheduler warns that it was called
         # before the optimizer
         self._opt_called = True
         optimizer: Any = self
-        with Uninterrupted(), self._stepper.around_step(optimizer):
-            self._stepper.step(optimizer)
+        with Uninterrupted(), stepper.around_step(optimizer):
+            stepper.step(optimizer)
 
     # both private (torch 2.11 to 2.15): Optimizer wraps no hooks around this ``step``, since the
     # base class's step fires them; a scheduler wraps no counter around it, see ``_opt_called``
@@ -57,41 +58,60 @@ class EnabledOptimizer(Swapped):
     @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and half parameters."""
+        stepper = _awake(self)
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._stepper.zeroed(_unwrapped(self), set_to_none)
+        stepper.zeroed(_unwrapped(self), set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the group then holds their masters."""
-        self._stepper.check_group(_unwrapped(self), param_group)
+        stepper = _awake(self)
+        stepper.check_group(_unwrapped(self), param_group)
         super().add_param_group(param_group)  # type: ignore[misc]
         group = self.param_groups[-1]  # type: ignore[attr-defined]
-        self._stepper.adopt(_unwrapped(self), group)
+        stepper.adopt(_unwrapped(self), group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with moments in FP32 whatever their format is."""
-        return self._stepper.fp32_state(_unwrapped(self), super().state_dict())  # type: ignore[misc]
+    def _plain_state(self, state: Any) -> Any:
+        return _awake(self).plain_state(_unwrapped(self), super()._plain_state(state))
+
+    def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
+        """Return the state, with moments in FP32.
+
+        Args:
+            packed: in the format that ``state`` of the policy names, which loads everywhere, too.
+        """
+        stepper, own = _awake(self), super().state_dict()  # type: ignore[misc]
+        return own if packed else stepper.fp32_state_dict(_unwrapped(self), own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
-        self._stepper.load_state(self, super().load_state_dict, state_dict)  # type: ignore
+        _awake(self).load_state(self, super().load_state_dict, state_dict)  # type: ignore
 
     def _amp_unscale_(self, scaler: Any) -> None:
         """Unscale; ``GradScaler.unscale_`` calls it."""
-        self._stepper.check_scaler(scaler)
-        self._stepper.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
+        stepper = _awake(self)
+        stepper.check_scaler(scaler)
+        stepper.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
 
     def _amp_step(self, scaler: Any) -> None:
         """Step or skip; ``GradScaler.step`` calls it, and ``update`` follows."""
-        self._stepper.check_scaler(scaler)
+        stepper = _awake(self)
+        stepper.check_scaler(scaler)
         self._opt_called = True
         with Uninterrupted():
-            found_inf = self._stepper.step(self, by_scaler=True)  # type: ignore[arg-type]
+            found_inf = stepper.step(self, by_scaler=True)  # type: ignore[arg-type]
         if is_watched(self) and (found_inf is None or not bool(found_inf)):
             self._stepped = True
             try:
                 self.step()  # for whoever watches
             finally:
                 self._stepped = False
+
+
+def _awake(optimizer: Any) -> Stepper:
+    """Return the stepper of an enabled optimizer; raise RuntimeError while it is asleep."""
+    stepper: Stepper = optimizer._stepper
+    stepper.asleep.check_training()
+    return stepper
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._small_state import memory_strides
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.policy import STATES
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.small_state import PACKED, in_fp32, packed_moments
+from tritonamp.step.small_state import ORDER, PACKED, REMAINDER, in_fp32, packed_moments
 
 
 class FusedRule(ABC):
@@ -211,9 +212,8 @@ class FusedStep:
             return False
         state: dict[str, Any] = self._optimizer.state[param]
         if PACKED in state and self._state != "8bit":
-            state |= in_fp32(state, self.rule, param)
-            del state[PACKED]
-        shaped: dict[str, Tensor] = {}
+            self._unpack(param, state, PACKED, ORDER, REMAINDER)
+        shaped: dict[str, Any] = {}
         if self.rule.counts_steps:
             step = state.get("step", 0.0)
             if not isinstance(step, Tensor):
@@ -240,13 +240,22 @@ class FusedStep:
             state.update(shaped)
         return bool(missing)
 
+    def _unpack(self, param: Tensor, state: dict[str, Any], *keys: str) -> None:
+        """Turn codes in the state, under these keys, into FP32."""
+        refuse_capture(param.device, "the optimizer's state")
+        state |= in_fp32({k: state.pop(k) for k in keys if k in state}, self.rule, param)
+
     def _pack(
-        self, param: Tensor, state: dict[str, Any], keys: Sequence[str], shaped: dict[str, Tensor]
+        self, param: Tensor, state: dict[str, Any], keys: Sequence[str], shaped: dict[str, Any]
     ) -> bool:
         """Bring one parameter's state into the format "8bit"; return whether it was made."""
         is_new = PACKED not in state and any(state.get(key) is None for key in keys)
+        strides = memory_strides(param)
+        if PACKED in state and state.setdefault(ORDER, strides) != strides:  # channels_last, since
+            self._unpack(param, state, PACKED, ORDER)
         if PACKED not in state:
             shaped[PACKED] = packed_moments([state.pop(key, None) for key in keys], param)
+            shaped[ORDER] = strides
         if shaped:
             refuse_capture(param.device, "the optimizer's state")
             state.update(shaped)

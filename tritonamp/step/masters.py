@@ -50,6 +50,7 @@ class MasterWeights:
         fp32_values: Fp32Values,
         trains_fp32_values: bool,
         grad_dtype: torch.dtype | None = None,
+        gathered: bool = False,
         packs: bool = False,
     ) -> None:
         self.optimizer = optimizer
@@ -57,6 +58,7 @@ class MasterWeights:
         self.decision: Scale | None = None
         self._fp32_values = fp32_values
         self._trains_fp32_values = trains_fp32_values
+        self._gathered = gathered  # by FSDP2, from FP32 shards
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._packs = packs
         self._packed: list[Tensor] = []  # half parameters whose FP32 value is packed
@@ -108,12 +110,27 @@ class MasterWeights:
     def _adopt_unfrozen(self) -> None:
         """Replace half parameters by masters once they train: they were frozen when adopted."""
         unfrozen = list(filter(_requires_grad, self._frozen))
+        self.check_gathered(unfrozen)
         if self._trains_fp32_values and unfrozen:
             widen_state(self.optimizer, unfrozen)
             for param in unfrozen:
                 self._sources.pop(param, None)
             self.adopt(*self.optimizer.param_groups)
             self.take_masters()
+
+    def check_gathered(self, params: Sequence[Any]) -> None:
+        """Refuse half parameters that train since ``enable``, under FSDP2.
+
+        Raises:
+            RuntimeError: says how to make their shards FP32.
+        """
+        half = [p for p in params if p.dtype in HALF_DTYPES and p.requires_grad]
+        if self._gathered and half:
+            raise RuntimeError(
+                f"{len(half)} half parameter(s) under FSDP2 require gradients since "
+                "tritonamp.enable: expected them to before it, which makes their shards FP32; call "
+                "amp.disable(), requires_grad_(), and tritonamp.enable again"
+            )
 
     def give_back(self) -> None:
         """Put the model's parameters, and their state, back into all groups."""
@@ -164,7 +181,7 @@ class MasterWeights:
         A write to a value counts, until the next step.
         """
         packed = set(self._packed)
-        for master, param in self._sources.items():
+        for param, master, _ in self.with_groups():
             yield param, self._view(param) if param in packed else master
 
     def _view(self, param: Tensor) -> Tensor:
@@ -242,6 +259,21 @@ class MasterWeights:
     def all_gradients(self) -> list[Tensor]:
         """Return the present gradients, sparse ones included."""
         return [g for g in map(_grad, self._of_state()) if g is not None]
+
+    def memory(self) -> Iterator[Tensor]:
+        """Yield masters, gradients, hidden ones included, and what kernels keep between steps.
+
+        Plans are forgotten: the tensors are about to move.
+        """
+        for master, param in self._sources.items():
+            if master is not param:
+                yield master
+            grads = master.grad, param.grad, self._set_aside.get(master)
+            yield from (grad for grad in grads if grad is not None)
+        lower = self.remainders(self._packed)
+        yield from (r for r, param in zip(lower, self._packed, strict=True) if r is not param)
+        yield from self._shown.hidden()
+        yield from self._memory.forget_plans()
 
     # from state to state
 

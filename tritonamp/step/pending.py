@@ -112,6 +112,11 @@ class PendingDecisions:
             else:
                 self.leave(w, [decision])
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a ``with`` block of ``open`` has not ended."""
+        return any(decision.blocks for decision in self._decisions)
+
     def fed_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that a loss since their last step feeds."""
         by_hand = self._scaler.loss_nonfinite is not None
@@ -122,22 +127,20 @@ class PendingDecisions:
             if w in waiting or (by_hand and w.with_gradient() > 0)
         ]
 
-    def veto(self, flag: bool | Tensor) -> list[Decision]:
+    def decided(self) -> list[Decision]:
+        """Return the decisions that were made already."""
+        return [decision for decision in self._decisions if decision.is_decided]
+
+    def veto(self, flag: bool | Tensor) -> None:
         """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
 
-        Returns:
-            the decisions that were made already, for the caller to make again.
+        Decisions that were made already have been undone.
         """
-        decisions, decided = list(self._decisions), []
-        for decision in decisions:
-            if decision.is_decided:
-                decided.append(decision)
-            else:
-                decision.veto(flag)
-        waiting = {w for decision in decisions for w in decision.waiting}
+        for decision in self._decisions:
+            decision.veto(flag)
+        waiting = {w for decision in self._decisions for w in decision.waiting}
         for w in {self._weights[o] for o in self.fed_optimizers()} - waiting:
             self._vetoes[w] = self._vetoes[w] | flag if w in self._vetoes else flag
-        return decided
 
     def of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.

@@ -57,6 +57,10 @@ class ShownGradients:
         # None: should somebody clear the gradient, the next backward makes a half one
         _set_gradient(param, grad, None)
 
+    def hidden(self) -> list[Tensor]:
+        """Return the parameters' own gradients that are to be put back."""
+        return [own.grad for own in self._own.values() if own.grad is not None]
+
     def is_replaced(self, param: Tensor, grad: Tensor | None) -> bool:
         """Tell whether ``grad`` was shown, and somebody has put another gradient in its place."""
         own = self._own.get(param)

@@ -1,6 +1,6 @@
 """Optimizer state in fewer bytes: from FP32 to each of ``policy.STATES``, and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from tritonamp.kernels._small_state import (
     encode,
     in_memory_of,
     in_order_of_memory,
+    join,
+    memory_strides,
     moments_of,
     moments_size,
     padded,
@@ -23,6 +25,10 @@ from tritonamp.policy import STATES
 
 PACKED = "moments"
 """The key of the moments of state "8bit", all in one uint8 tensor."""
+ORDER = "strides"
+"""The key of the strides in whose order of memory the codes and remainders lie, a tuple."""
+REMAINDER = "remainder"
+"""The key, in optimizers of ``tritonamp.optim``, of what half parameters lack of FP32."""
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
@@ -93,22 +99,44 @@ def packed_moments(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
     return memory
 
 
-def unpacked(memory: Tensor, param: Tensor) -> dict[str, Tensor]:
-    """Return the moments of ``packed_moments`` by key, FP32, laid out as the parameter."""
+def unpacked(memory: Tensor, param: Tensor, strides: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the moments of ``packed_moments`` by key, FP32 with the parameter's shape.
+
+    Args:
+        memory: the codes.
+        param: the parameter.
+        strides: its ``memory_strides`` when the codes were made.
+    """
     n, size = param.numel(), padded(param.numel())
     count = memory.numel() // max(size + size // BLOCK, 1)
     parts = moments_of(memory, size, count)
     return {
-        key: in_memory_of(param, decode(*part, kind)[:n])
+        key: decode(*part, kind)[:n].as_strided(param.shape, strides)
         for (key, kind), part in zip(_FORMATS.items(), parts, strict=False)
     }
+
+
+def packing_problems(memory: Tensor, moments: int, param: Tensor) -> Iterator[str]:
+    """Yield why ``memory`` cannot be the moments of ``packed_moments`` of ``param``."""
+    expected = moments_size(param.numel(), moments)
+    if memory.numel() != expected:
+        yield (
+            f"{PACKED} of {memory.numel()} bytes, where {moments} moments of {param.numel()} "
+            f"elements take {expected}, in blocks of {BLOCK}"
+        )
 
 
 def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, Any]:
     """Return one parameter's state with moments in FP32, by the keys of torch's optimizers."""
     wide = dict(state)
+    strides = wide.pop(ORDER, None) or memory_strides(param)
     if PACKED in wide:
-        wide |= unpacked(wide.pop(PACKED), param)
+        wide |= unpacked(wide.pop(PACKED), param, strides)
+    if REMAINDER in wide:
+        lower = wide.pop(REMAINDER)[: param.numel()].as_strided(param.shape, strides)
+        with torch.no_grad():
+            value = join(in_order_of_memory(param), in_order_of_memory(lower, like=param))
+        wide["master_param"] = in_memory_of(param, value)
     for key in rule.state_keys.values():
         value = wide.get(key)
         if isinstance(value, Tensor) and value.dtype is torch.bfloat16:

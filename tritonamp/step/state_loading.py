@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
-from tritonamp.step.small_state import in_fp32
+from tritonamp.step.small_state import PACKED, REMAINDER, in_fp32, packing_problems
 
 _SHOWN = 5  # problems that an error lists
 
@@ -96,6 +96,9 @@ def _problems(
     rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor
 ) -> Iterator[str]:
     needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
+    if PACKED in state:
+        yield from packing_problems(state[PACKED], len(needed), param)
+        needed = set()
     if rule.counts_steps and not counted:
         needed.add("step")
     if state and not needed <= state.keys():
@@ -121,13 +124,17 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Restore FP32 state that ``Optimizer.load_state_dict`` has just cast to half."""
+    """Restore state that ``Optimizer.load_state_dict`` has just cast to the parameter's dtype.
+
+    Half parameters keep FP32 and bfloat16 state, and all keep codes.
+    """
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
-            wide = isinstance(value, Tensor) and value.dtype is torch.float32
-            if wide and param.dtype in HALF_DTYPES:
+            is_codes = name in (PACKED, REMAINDER)
+            kept = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
+            if is_codes or (kept and param.dtype in HALF_DTYPES):
                 optimizer.state[param][name] = value.to(param.device, copy=True)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
@@ -27,7 +29,7 @@ from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
-from tritonamp.step.small_state import fp32_state_dict, state_format
+from tritonamp.step.small_state import fp32_state_dict, in_fp32, state_format
 from tritonamp.step.state_loading import load_state
 
 
@@ -59,6 +61,7 @@ class Stepper:
         ranks: the processes that decide together.
         respond: called after every decision with whether it was a skip, where the policy wants more
             than skipping.
+        asleep: says what is away from the device.
         around_step: makes a context manager for each step of an optimizer.
 
     Attributes:
@@ -77,8 +80,10 @@ class Stepper:
         forwards: Forwards,
         ranks: Ranks,
         respond: Callable[[bool], None],
+        asleep: Asleep,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
+        self.asleep = asleep
         self.around_step = around_step
         self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
@@ -112,7 +117,7 @@ class Stepper:
                 "unscale_() has already been called on this optimizer since its last step()"
             )
         for decision in self._pending.of(optimizer, moves_scale=not by_scaler):
-            self._decide(decision)
+            self._decide(decision, undoable=True)
             if w.decision is decision:
                 w.unscale_(decision.grad_scale)
                 w.show_true_gradients()
@@ -122,26 +127,31 @@ class Stepper:
     def veto(self, flag: bool | Tensor) -> None:
         """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
 
+        A decision that was made early is made again, on the numbers that it was made on. Where
+        several ranks decide that is a collective, which the host does not wait for.
+
         Raises:
-            RuntimeError: the gradients were clipped or unscaled, and the decision cannot be undone;
-                or ranks may be missing, which would not hear of it. Nothing was changed then.
+            RuntimeError: one of several optimizers that a loss feeds has stepped; or ranks that
+                step may be missing here.
         """
-        if self._ranks.may_be_missing:
+        if self._ranks.several and self._ranks.may_be_missing:
             raise RuntimeError(
                 "amp.veto() inside of model.join(): expected all ranks, got some that may have run "
                 "out of batches and would step all the same: skip the batch on all ranks instead"
             )
-        for decision in self._pending.veto(flag):
-            # the numbers are kept, so that nobody reads the gradients again
-            if self._ranks.several or not decision.undo():
-                raise RuntimeError(
-                    "amp.veto() after amp.clip_grad_norm_() or amp.unscale_(): expected a call "
-                    "before these, which decide about the step, on a GPU and where several ranks "
-                    "decide together: call amp.veto(flag) directly after amp.backward(loss)"
-                )
-            self._log.undo()
-            decision.veto(flag)
-            self._decide(decision, decision.max_norm)
+        decided = self._pending.decided()
+        if not all(decision.can_be_undone for decision in decided):
+            raise RuntimeError(
+                "amp.veto() after an optimizer.step(): expected a call before the first of the "
+                "optimizers that a loss feeds has stepped, since all of them step, or none: call "
+                "amp.veto(flag) directly after amp.backward(loss)"
+            )
+        for decision in decided:
+            decision.undo()
+        self._pending.veto(flag)
+        for decision in decided:
+            self._make(decision, decision.max_norm, undoable=True)
+            self._log.decided_again(decision.scaler.rule)
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
@@ -151,10 +161,10 @@ class Stepper:
         all_scaled = all(self._weights[o].decision in decisions for o in optimizers)
         if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
             # the step multiplies by the clip coefficient, at no extra pass
-            self._decide(decisions[0], max_norm)
+            self._decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm
         for decision in decisions:
-            self._decide(decision)
+            self._decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
@@ -173,6 +183,11 @@ class Stepper:
                 skip = decision.found_inf.to(norm.device) != 0
                 norm = torch.where(skip, torch.zeros_like(norm), norm)
         return norm
+
+    @property
+    def has_captured_scale(self) -> bool:
+        """Whether a CUDA graph has captured the scaling of a loss, and not the scaler's update."""
+        return self._scaler.is_replayed
 
     def check_scaler(self, scaler: Any) -> None:
         """Refuse a GradScaler that the backward of an enabled model did not use."""
@@ -250,7 +265,8 @@ class Stepper:
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Run the own step of an optimizer that cannot skip on the device: one host read."""
-        judged = self._judge(w, decisions, undoable=True)
+        # ranks would have to decide again together, and the others may not have failed
+        judged = self._judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
             self._leave(w, decisions)
             return
@@ -275,6 +291,8 @@ class Stepper:
     def _leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Note the step or skip of ``w``, and remove it from its decisions."""
         w.note_step()
+        for decision in decisions:
+            decision.settle()
         self._pending.leave(w, decisions)
         self.outcomes[w.optimizer].note(_found_inf(decisions))
 
@@ -296,18 +314,22 @@ class Stepper:
         """Make the decision and log it, unless it was made before."""
         if decision.is_decided:
             return
-        params = [w.parameters() for w in decision.waiting]
-        record = self._log.record(params, decision.scale.device, self._ranks.members)
-        outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
-        decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
+        self._make(decision, max_norm, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
             others = [w for w in self._weights.values() if w not in decision.waiting]
             batches = self._forwards.pop_all([w.parameters() for w in others])
             self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
         except BaseException:  # the log noted nothing: only the decision is undone
-            decision.undo()
+            if not self._ranks.several:
+                decision.undo()
             raise
+
+    def _make(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
+        params = [w.parameters() for w in decision.waiting]
+        record = self._log.record(params, decision.scale.device, self._ranks.members)
+        outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
+        decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
 
     def _undo(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         for decision in reversed(decisions):
@@ -330,13 +352,14 @@ class Stepper:
     # what else the user does to the optimizer
 
     def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Refuse parameters that the optimizer has already (torch sees only their masters)."""
+        """Refuse parameters that the optimizer has (torch sees only masters), or cannot step on."""
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         group["params"] = params  # it may have been a generator
         known = set(self._weights[optimizer].parameters())
         if any(isinstance(p, Tensor) and p in known for p in params):
             raise ValueError("some parameters appear in more than one parameter group")
+        self._weights[optimizer].check_gathered([p for p in params if isinstance(p, Tensor)])
 
     def adopt(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Put masters into a parameter group that was added."""
@@ -346,9 +369,23 @@ class Stepper:
         """Clear the half parameters' gradients when the user clears the optimizer's."""
         self._pending.zeroed(optimizer, set_to_none)
 
-    def fp32_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def fp32_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's own ``state_dict()`` with all moments in FP32."""
         return fp32_state_dict(state_dict, optimizer, rule_of(optimizer))
+
+    def plain_state(self, optimizer: Optimizer, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return what a copy of the optimizer is made from: state and masters in FP32."""
+        rule = rule_of(optimizer)
+        if rule is None or "state" not in plain:
+            return plain
+        values = dict(self._weights[optimizer].fp32_values())
+        masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
+        groups = [
+            {**group, "params": [masters.get(p, p) for p in group["params"]]}
+            for group in plain["param_groups"]
+        ]
+        state = {masters.get(p, p): in_fp32(s, rule, p) for p, s in plain["state"].items()}
+        return {**plain, "state": defaultdict(dict, state), "param_groups": groups}
 
     def load_state(
         self,

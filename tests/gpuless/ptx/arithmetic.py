@@ -58,6 +58,59 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     return total.astype(np.float32)
 
 
+def fma32_down(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c in FP32, rounded once, towards minus infinity (``.rm``)."""
+    product, c = np.multiply(a, b, dtype=np.float64), c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    near = total.astype(np.float32)
+    cancel = (total == 0) & (np.signbit(product) != np.signbit(c))
+    near = np.where(cancel, np.float32(-0.0), near)
+    above = (near > total) | ((near == total) & (error < 0))
+    lower = np.nextafter(near, np.float32(-np.inf))
+    return np.where(above & np.isfinite(total), lower, near)
+
+
+def fma16(a: Array, b: Array, c: Array) -> Array:
+    """Return the bits of a * b + c in FP16, one or two in a register, rounded once.
+
+    In FP64 the sum is exact, or so close to ``c`` that it rounds to the same.
+    """
+    wide = [halves_of(x).view(np.float16).astype(np.float64) for x in (a, b, c)]
+    total = (wide[0] * wide[1] + wide[2]).astype(np.float16)
+    return in_registers(np.where(np.isnan(total), NAN16, total.view(np.uint16)))
+
+
+def fma_bf16(a: Array, b: Array, c: Array) -> Array:
+    """Return the bits of a * b + c in bfloat16, one or two in a register, rounded once.
+
+    FP32 in between is cut off, and its last bit says whether something was.
+    """
+    x, y, z = (widened(halves_of(v), "bf16") for v in (a, b, c))
+    product, third = np.multiply(x, y, dtype=np.float64), z.astype(np.float64)
+    total = product + third
+    part = total - product
+    error = (product - (total - part)) + (third - part)
+    near = total.astype(np.float32)
+    finite = np.isfinite(total)
+    less = (np.abs(near) > np.abs(total)) | ((near == total) & (error * np.sign(total) < 0))
+    inexact = finite & ((near != total) | (error != 0))
+    bits = near.view(np.uint32) - (finite & less).astype(np.uint32)
+    odd = (bits | inexact.astype(np.uint32)).view(np.float32)
+    return in_registers(bf16_bits(odd))
+
+
+def halves_of(x: Array) -> Array:
+    """Return the one or two 16-bit numbers in each register, a row for each."""
+    return np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1)
+
+
+def in_registers(halves: Array) -> Array:
+    """Return registers of one or two 16-bit numbers, given a row for each."""
+    return np.ascontiguousarray(halves).view(f"u{2 * halves.shape[1]}").reshape(-1)
+
+
 def fma64(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c in FP64, rounded once; few lanes differ where kernels use it."""
     known: dict[tuple[float, float, float], float] = {}
@@ -107,6 +160,11 @@ def converted(x: Array, to: str, of: str) -> Array:
         return np.clip(whole, limits.min, limits.max).astype(TYPES[to])
     wide = x.astype(TYPES[to])
     return one_nan(wide) if to in ("f32", "f64") else wide
+
+
+def saturated(x: Array) -> Array:
+    """Return FP32 moved to between 0 and 1; NaN is 0 (``.sat``)."""
+    return np.clip(np.nan_to_num(x, nan=0.0, posinf=1.0, neginf=0.0), np.float32(0), np.float32(1))
 
 
 def extreme(a: Array, b: Array, kind: str, larger: bool, nan: bool) -> Array:

@@ -93,6 +93,13 @@ def _convert(opcode: Opcode) -> Value:
         if modes != ["rn"]:
             raise Unsupported(".".join(opcode))
         return Value(pair, (of, of))
+    if (to, of) == ("f32", "f32") and set(modes) in ({"sat"}, {"ftz", "sat"}):
+        if "ftz" in modes:
+            return Value(lambda x: a.flushed(a.saturated(x)), (of,))
+        return Value(a.saturated, (of,))
+    if (to, of) == ("f32", "f32") and modes in (["rmi"], ["rmi", "ftz"]):
+        zeros = a.flushed if "ftz" in modes else np.copy
+        return Value(lambda x: a.one_nan(np.floor(zeros(x))), (of,))
     to_integer = of not in INTEGERS and to in INTEGERS
     if modes not in ([["rzi"]] if to_integer else [[], ["rn"]]):
         raise Unsupported(".".join(opcode))

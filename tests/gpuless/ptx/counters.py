@@ -1,10 +1,11 @@
 """What a launch executed: instructions, sectors of memory, passes over the banks."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 from gpuless.ptx.arithmetic import WARP, Array
-from gpuless.ptx.memory import Access
+from gpuless.ptx.memory import Access, Region
 from gpuless.ptx.parsing import Kernel
 
 SECTOR = 32  # bytes that global memory moves at once
@@ -31,6 +32,7 @@ class Counters:
         self.blocks = [0] * len(kernel.blocks)
         self.requests, self.sectors = Counter[str](), Counter[str]()
         self.waves = self.ideal = 0
+        self._touched: defaultdict[str, list[Array]] = defaultdict(list)
 
     @property
     def instructions(self) -> Counter[str]:
@@ -48,9 +50,31 @@ class Counters:
         if space == "global":
             self.requests[kind] += len(np.unique(warps))
             self.sectors[kind] += _sectors(warps, access)
+            self._touched[kind].append(np.unique(access.addresses // np.uint64(SECTOR)))
         else:
             waves, ideal = _bank_passes(access)
             self.waves, self.ideal = self.waves + waves, self.ideal + ideal
+
+    def distinct_bytes(self, regions: Iterable[Region], share: float = 1.0) -> dict[str, float]:
+        """Return bytes of sectors that are touched, each once a launch, by kind of request.
+
+        This is what memory moves where the cache keeps all that is touched again.
+
+        Args:
+            regions: of memory, with the addresses that the kernel saw.
+            share: of the programs that ran. Others touch as much, but no region is touched for
+                more than its size: what all programs read counts once.
+        """
+        found = {}
+        for kind, touched in self._touched.items():
+            sectors, total = np.unique(np.concatenate(touched)), 0.0
+            for region in regions:
+                first, last = region.begin // SECTOR, (region.begin + region.size - 1) // SECTOR
+                bounds = np.array([first, last + 1], np.uint64)
+                begin, end = np.searchsorted(sectors, bounds)
+                total += min(float(end - begin) / share, last + 1 - first)
+            found[kind] = SECTOR * total
+        return found
 
 
 def _sectors(warps: Array, access: Access) -> int:

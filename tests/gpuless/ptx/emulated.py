@@ -50,6 +50,10 @@ class Launch(NamedTuple):
         arguments: by name.
         program: that ran.
         counters: what it executed.
+        shared: bytes of shared memory of a program.
+        share: of the grid's programs that ran.
+        bytes: of the whole grid, by kind of request, see ``Counters.distinct_bytes``; only where
+            accesses are counted.
     """
 
     kernel: str
@@ -57,6 +61,9 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     program: Program
     counters: Counters
+    shared: int
+    share: float
+    bytes: dict[str, float]
 
 
 class Emulator:
@@ -94,6 +101,10 @@ class Emulator:
     def get_current_stream(self, device: int) -> int:
         return 0
 
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        """Return what times nothing: autotuners take the first of their configurations."""
+        return lambda call, quantiles=(), **_: [0.0] * max(len(quantiles), 1)
+
     def _load(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         registers, spills, max_threads = 0, 0, 1024
         return None, Program(self.rewrite(kernel.decode())), registers, spills, max_threads
@@ -104,7 +115,11 @@ class Emulator:
 
         def launch(x: int, y: int, z: int, stream: int, program: Program, *rest: Any) -> None:
             names = source.fn.arg_names
-            given = dict(zip(names, rest[4:], strict=True))  # after metadata and hooks
+            args = rest[4:]  # after metadata and hooks
+            left = names[len(args) :]  # Triton's own launcher looks at no constant, either
+            if len(args) > len(names) or any(source.signature[n] != "constexpr" for n in left):
+                raise TypeError(f"{len(args)} arguments for a kernel that takes {names}")
+            given = dict(zip(names, [*args, *[None] * len(left)], strict=True))
             kinds = [source.signature[name] for name in names]
             _current[-1].launch(program, (x, y, z), given, kinds, metadata.shared)
 
@@ -130,6 +145,8 @@ class Emulator:
         values: list[Any] = []
         tensors: list[tuple[str, int, Tensor]] = []
         for (name, given), kind in zip(arguments.items(), kinds, strict=True):
+            if not isinstance(given, Tensor) and hasattr(given, "data_ptr"):
+                given = given._base  # FlagGems' views of tensors; here always of the whole
             if isinstance(given, Tensor):
                 inner, tag = in_main_memory(given), (len(values) + 1) * TAG
                 tensors.append((name, tag, inner))
@@ -144,7 +161,10 @@ class Emulator:
                 regions += self.memory.of_argument(tensor, name, tag)
             memory = GlobalMemory(regions, self.findings, self.options.races)
             counters = program.run(grid, values, memory, shared, self.options)
-            self.launches.append(Launch(program.kernel.name, grid, arguments, program, counters))
+            total = grid[0] * grid[1] * grid[2]
+            share = len(self.options.chosen(total)) / max(total, 1)
+            ran = program, counters, shared, share, counters.distinct_bytes(regions, share)
+            self.launches.append(Launch(program.kernel.name, grid, arguments, *ran))
 
         self._submit(program.kernel.name, work)
 

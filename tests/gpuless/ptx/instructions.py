@@ -164,7 +164,8 @@ def _atomic(found: Instruction) -> Step:
     returns = found.opcode[0] == "atom"
     place, given = found.operands[1:3] if returns else found.operands[:2]
     space, operation, width = found.opcode[1], found.opcode[-2], _width(found)
-    if operation not in ATOMICS or given.startswith("{"):
+    of_halves = found.opcode[-1].removesuffix("x2") in ("f16", "bf16")  # held as integers here
+    if operation not in ATOMICS or given.startswith("{") or of_halves:
         raise Unsupported(found.text)
     where, read = addresses(place, space), reader(given, found.opcode[-1])
 

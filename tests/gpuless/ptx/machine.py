@@ -1,6 +1,6 @@
 """A grid of programs, run on arrays: one lane for each thread of several programs at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class Options:
         jitter: ulps by which approximate instructions are off, at random.
         races: whether they are looked for in global memory; in shared memory they always are.
         accesses: whether sectors and bank conflicts are counted.
+        programs: given how many a grid has, the numbers of those that run, ascending; None: all
+            run. Where some do not, results are not to be looked at.
         seed: of what is random.
     """
 
@@ -35,11 +37,16 @@ class Options:
     jitter: int = 0
     races: bool = True
     accesses: bool = False
+    programs: Callable[[int], Array] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"expected one of {SCHEDULES}, got {self.schedule!r}")
+
+    def chosen(self, total: int) -> Array:
+        """Return the numbers of the programs that run, ascending, of so many."""
+        return np.arange(total) if self.programs is None else self.programs(total)
 
 
 class Program:
@@ -59,7 +66,6 @@ class Program:
         regions: GlobalMemory,
         shared: int = 0,
         options: Options | None = None,
-        programs: Sequence[int] | None = None,
     ) -> Counters:
         """Run a grid, or some of its programs.
 
@@ -69,11 +75,10 @@ class Program:
             regions: what it may touch; receives the findings.
             shared: bytes of shared memory that a program has.
             options: how it runs.
-            programs: numbers of those to run, ascending, x fastest; None: all.
         """
         options = options or Options()
         kernel = self.kernel
-        chosen = np.arange(grid[0] * grid[1] * grid[2]) if programs is None else np.array(programs)
+        chosen = options.chosen(grid[0] * grid[1] * grid[2])  # x is fastest
         together = max(1, options.lanes // kernel.threads)
         counters = Counters(kernel, options.accesses)
         missing = len(kernel.parameters) - len(arguments)
@@ -169,6 +174,8 @@ class Wave:
             "ctaid.y": self.numbers // x % y,
             "ctaid.z": self.numbers // (x * y),
         }
+        if name.startswith("nctaid."):
+            return np.array([self.grid["xyz".index(name[-1])]], np.uint32)
         if name in places:
             place = places[name].astype(np.uint32)
             return place if len(place) == 1 else np.repeat(place, self.threads)

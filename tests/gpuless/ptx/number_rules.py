@@ -33,9 +33,11 @@ def _of_integers(opcode: Opcode) -> Value:
         if of == "u64":
             raise Unsupported(".".join(opcode))
         return Value(a.divided if kind == "div" else lambda x, y: x - a.divided(x, y) * y, (of, of))
-    allow(opcode, "lo", "wide")
+    allow(opcode, "lo", "wide", "hi")
     if kind not in ("mul", "mad"):
         raise Unsupported(".".join(opcode))
+    if "hi" in opcode:
+        return _upper_half(opcode)
     to = f"{of[0]}{2 * int(of[1:])}" if "wide" in opcode else of
     dtype = TYPES[to]
 
@@ -45,6 +47,19 @@ def _of_integers(opcode: Opcode) -> Value:
     if kind == "mul":
         return Value(product, (of, of))
     return Value(lambda x, y, z: product(x, y) + z, (of, of, to))
+
+
+def _upper_half(opcode: Opcode) -> Value:
+    """Return the rule of a product's upper bits."""
+    kind, of = opcode[0], opcode[-1]
+    if kind != "mul" or of[1:] not in ("16", "32"):
+        raise Unsupported(".".join(opcode))
+    bits, wide, narrow = int(of[1:]), TYPES[f"{of[0]}{2 * int(of[1:])}"], TYPES[of]
+
+    def upper(x: Array, y: Array) -> Array:
+        return (np.multiply(x.astype(wide), y.astype(wide)) >> wide(bits)).astype(narrow)
+
+    return Value(upper, (of, of))
 
 
 PLAIN: dict[str, Function] = {
@@ -73,13 +88,15 @@ def _of_halves(opcode: Opcode) -> Value:
     """One or two in a register; by way of FP32, which is as good except for fma."""
     kind, of = opcode[0], opcode[-1]
     allow(opcode, "rn")
+    if kind == "fma":
+        return Value(a.fma_bf16 if of.startswith("bf16") else a.fma16, (of,) * 3)
     if kind not in ("add", "sub", "mul"):
         raise Unsupported(".".join(opcode))
     one, bits = of.removesuffix("x2"), a.bf16_bits if of.startswith("bf16") else a.f16_bits
 
     def halves(*given: Array) -> Array:
-        wide = (a.widened(np.ascontiguousarray(x).view(np.uint16), one) for x in given)
-        return bits(PLAIN[kind](*wide)).view(np.uint32 if of.endswith("x2") else np.uint16)
+        wide = (a.widened(a.halves_of(x), one) for x in given)
+        return a.in_registers(bits(PLAIN[kind](*wide)))
 
     return Value(halves, (of, of))
 
@@ -100,6 +117,9 @@ def _of_floats(opcode: Opcode) -> Value:
     kind, of = opcode[0], opcode[-1]
     if kind == "div" and "rn" not in opcode:
         return _approximate(opcode)
+    if kind == "fma" and of == "f32" and "rm" in opcode:  # libdevice's exp
+        allow(opcode, "rm", "ftz")
+        return Value(_as_on_a_gpu(a.fma32_down, opcode), (of,) * 3)
     allow(opcode, "rn", "ftz")
     if of not in FLOATS:
         raise Unsupported(".".join(opcode))

@@ -27,7 +27,10 @@ REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64}
 @functools.cache
 def register_type(name: str) -> Any:
     """Return what the register of this name holds, as a NumPy dtype."""
-    return np.dtype(REGISTERS[name.rstrip("0123456789")])
+    kind = name.rstrip("0123456789")
+    if kind not in REGISTERS:
+        raise Unsupported(f"%{name}")  # two at once, "%p1|%p2", among others
+    return np.dtype(REGISTERS[kind])
 
 
 def as_register(name: str, x: Array) -> Array:

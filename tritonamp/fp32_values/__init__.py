@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tritonamp.asleep import Asleep
+from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels.cast import fp32_value
-from tritonamp.packed_value import PackedValue
 
 
 class Fp32Values:
@@ -20,9 +21,13 @@ class Fp32Values:
     tensor's address: those through ``.data`` escape unless they give the tensor other memory.
     Masters are where their half tensors are, and follow in each step. Originals are in main memory,
     and follow when somebody asks for them: from a GPU that takes a copy that the host waits for.
+
+    Attributes:
+        asleep: says what is away from the device.
     """
 
     def __init__(self) -> None:
+        self.asleep = Asleep()
         self._index: dict[Tensor, int] = {}  # of a half tensor in the lists below
         self._halves: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -30,6 +35,7 @@ class Fp32Values:
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
         self._packed: dict[Tensor, PackedValue] = {}  # by half tensor, instead of a value
+        self._lent: dict[Tensor, PackedValue] = {}  # those whose FP32 tensors others may hold
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -37,11 +43,16 @@ class Fp32Values:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._halves)
 
-    def pack(self, half: Tensor) -> None:
-        """Keep the FP32 value of ``half`` as the half tensor and 16 bits, from now on."""
+    def pack(self, half: Tensor, remainder: Tensor | None = None) -> None:
+        """Keep the FP32 value of ``half`` as the half tensor and 16 bits, from now on.
+
+        Args:
+            half: a half tensor.
+            remainder: these 16 bits, if they are known, see ``PackedValue``.
+        """
         if half not in self._packed:
             value = self.get(half) if half in self._index else None
-            self._packed[half] = PackedValue(half, value)
+            self._packed[half] = PackedValue(half, value, remainder)
             self.add(half, torch.empty(0))  # where others have theirs
 
     def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -49,14 +60,23 @@ class Fp32Values:
         packed = self._packed
         return [packed[param].remainder() if param in packed else param for param in params]
 
+    def settle_packed(self) -> None:
+        """Take over what somebody has written into FP32 tensors of packed values."""
+        for half, packed in [*self._lent.items()]:
+            packed.settle()
+            if not packed.is_known_to_others:
+                del self._lent[half]
+
     def release_packed(self) -> None:
         """Give up FP32 tensors of packed values, since a step has written to the half tensors."""
-        for packed in self._packed.values():
+        for packed in self._lent.values():
             packed.release()
 
     def get(self, half: Tensor) -> Tensor:
         """Return the FP32 value, brought up to date in place."""
+        self.asleep.check_training()
         if half in self._packed:
+            self._lent[half] = self._packed[half]
             return self._packed[half].get()
         i = self._index[half]
         known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
@@ -70,8 +90,7 @@ class Fp32Values:
         Returns:
             whether somebody has written to a half tensor, or given it other memory.
         """
-        for packed in self._packed.values():
-            packed.settle()
+        self.settle_packed()
         halves, at, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
@@ -96,8 +115,7 @@ class Fp32Values:
     @between_graphs
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
-        for packed in self._packed.values():
-            packed.settle()
+        self.settle_packed()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:
@@ -142,8 +160,10 @@ class Fp32Values:
 
     def load(self, half: Tensor, value: Tensor) -> None:
         """Take a value from a checkpoint, before it is rounded into ``half``."""
+        self.asleep.check_training()
         if half in self._packed:
             if half.shape == value.shape:
+                self._lent[half] = self._packed[half]
                 self._packed[half].load(value)
             return
         target = self._values[self._index[half]]

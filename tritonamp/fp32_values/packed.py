@@ -27,16 +27,23 @@ class PackedValue:
 
     Args:
         half: float16 or bfloat16; its rounding of ties may change by one unit (bfloat16).
-        value: its FP32 value; None: that of ``half`` itself.
+        value: its FP32 value; None: that of ``half`` and ``remainder``.
+        remainder: the 16 bits, int16 of shape (padded(n),), taken over; None: zeros.
 
     Attributes:
         half: the half tensor; FP32 while its module is healed, and then its own value.
     """
 
-    def __init__(self, half: Tensor, value: Tensor | None = None) -> None:
+    def __init__(
+        self, half: Tensor, value: Tensor | None = None, remainder: Tensor | None = None
+    ) -> None:
         self.half = half
-        self._remainder = torch.zeros(padded(half.numel()), dtype=torch.int16, device=half.device)
+        if remainder is None:
+            size = padded(half.numel())
+            remainder = torch.zeros(size, dtype=torch.int16, device=half.device)
+        self._remainder = remainder
         self._strides = memory_strides(half)
+        self._layout = half.dtype, half.device, half.stride()  # for which the 16 bits are known
         self._view: Tensor | None = None
         self._versions = 0, 0  # of half tensor and view when they agreed
         self._stale: tuple[weakref.ref[Tensor], int] | None = None
@@ -49,19 +56,23 @@ class PackedValue:
         Returns:
             the tensor itself while it is FP32.
         """
-        if self.half.dtype not in HALF_DTYPES:
-            return self.half
-        if self.half.device != self._remainder.device:
+        half = self.half
+        if (half.dtype, half.device, half.stride()) == self._layout:
+            return self._remainder
+        if half.dtype not in HALF_DTYPES:
+            return half
+        if half.device != self._remainder.device:
             raise RuntimeError(
-                f"a parameter of the model is on {self.half.device}, the lower bits of its FP32 "
+                f"a parameter of the model is on {half.device}, the lower bits of its FP32 "
                 f"value on {self._remainder.device}: move the model to its device before "
                 "tritonamp.enable"
             )
-        if memory_strides(self.half) != self._strides:  # channels_last, since
-            n = self.half.numel()
-            before = self._remainder[:n].as_strided(self.half.shape, self._strides)
-            self._remainder[:n] = in_order_of_memory(before, like=self.half)
-            self._strides = memory_strides(self.half)
+        n, strides = half.numel(), memory_strides(half)
+        if strides != self._strides:  # channels_last, since
+            before = self._remainder[:n].as_strided(half.shape, self._strides)
+            self._remainder[:n] = in_order_of_memory(before, like=half).clone()
+            self._strides = strides
+        self._layout = half.dtype, half.device, half.stride()
         return self._remainder
 
     @torch.no_grad()
@@ -71,12 +82,18 @@ class PackedValue:
         half = self.half.detach()
         if half.dtype not in HALF_DTYPES:
             return half
+        value = join(in_order_of_memory(half), self.remainder()[: half.numel()])
         if self._view is None:
-            remainder = self.remainder()[: half.numel()]
-            value = join(in_order_of_memory(half), remainder)
             self._view = in_memory_of(half, value)
-            self._agree()
+        else:  # a CUDA graph that ran again is no write that torch counts
+            self._view.copy_(in_memory_of(half, value))
+        self._agree()
         return self._view
+
+    @property
+    def is_known_to_others(self) -> bool:
+        """Whether somebody may hold an FP32 tensor of it."""
+        return self._view is not None or self._stale is not None
 
     def load(self, value: Tensor) -> None:
         """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.

@@ -1,0 +1,180 @@
+"""What kernels of peers move and execute beside ours, counted by one machine, and their errors.
+
+    python bench/counts.py --peers --only "softmax n=1024"
+
+A process of this file for each peer: some patch torch for everybody. Kernels run in the emulator of
+tests/gpuless/ptx, compiled for sm_90. Torch's own kernels, which it cannot run, count as a launch
+that reads and writes each operand once.
+"""
+
+import argparse
+import functools
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peer_machine  # before torch
+import roofline
+import steps
+import torch
+from case import Case
+from gpuless.ptx.emulated import Launch
+from matrix import all_cases
+from peer_cases import Question, questions
+from peer_errors import SCALES, checked, given, gradients, leaves, results_of, wanted
+from peer_machine import ARCH, COUNTING, COUNTING_ALL, CUDA, Machine, of_peer
+
+Row = dict[str, Any]
+WITH_ADAM = "tritonamp", "optimi"
+
+
+def counted(question: Question, peer: str, machine: Machine) -> Iterator[Row]:
+    """Count forward and backward, by some programs of each launch."""
+    make, half = question.peers[peer]
+    host, machine.emulator.options = given(question, question.counted, half), COUNTING
+    elements, inputs = _elements(question, host), leaves(host, lambda x: x.to(CUDA))
+    forward = make(CUDA)
+    machine.clear()
+    started = time.time()
+    results = results_of(forward, inputs, question.loss)
+    if not question.both:
+        yield _row(f"{question.name} forward", peer, elements, machine, started)
+        machine.clear()
+        started = time.time()
+    if question.op != "sum":
+        above = gradients(results, SCALES[1], question.loss)
+        torch.autograd.grad(results, wanted(inputs), above)
+        name = f"{question.name} {'both' if question.both else 'backward'}"
+        yield _row(name, peer, elements, machine, started)
+    machine.clear()
+
+
+def _elements(question: Question, host: list[Any]) -> int:
+    if question.both:  # logits, which nobody is given
+        return host[0].shape[0] * question.n
+    return max(x.numel() for x in host if x is not None)
+
+
+def adam(peer: str, machine: Machine) -> Iterator[Row]:
+    """Count a step of AdamW; by all programs, since tables say what is whose."""
+    machine.emulator.options = COUNTING_ALL
+    work = steps.adamw(peer, _parameters, CUDA)
+    work.calls[0]()  # state is there from then on
+    machine.clear()
+    started = time.time()
+    work.calls[0]()
+    elements = sum(p.numel() for p in _parameters().parameters())
+    yield _row("AdamW step", peer, elements, machine, started)
+    machine.clear()
+
+
+def _parameters() -> torch.nn.Module:
+    return torch.nn.ModuleList([torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1000)])
+
+
+def _row(case: str, peer: str, elements: int, machine: Machine, started: float) -> Row:
+    launches, own = machine.emulator.launches, [moved for _, moved in machine.own]
+    kernels = [_kernel(launch) for launch in launches]
+    ran = roofline.Work(elements, kernels, own)
+
+    def of_all(what: str, kind: str) -> float:
+        return sum(getattr(launch.counters, what)[kind] / launch.share for launch in launches)
+
+    return {
+        "case": case,
+        "peer": peer,
+        "elements": elements,
+        "bytes": round((sum(k["bytes"] for k in kernels) + sum(own)) / elements, 3),
+        "asked": round(sum(k["asked"] for k in kernels) / elements, 3),
+        "instructions": round(sum(k["instructions"] for k in kernels) / elements, 3),
+        "sectors_load": round(of_all("sectors", "ld") / max(of_all("requests", "ld"), 1), 2),
+        "sectors_store": round(of_all("sectors", "st") / max(of_all("requests", "st"), 1), 2),
+        "launches": len(kernels) + len(own),
+        "by_torch": sorted({name for name, _ in machine.own}),
+        "limit": roofline.limit(ran),
+        "roofline": roofline.estimates(ran),
+        "seconds": round(time.time() - started, 2),
+        "kernels": kernels,
+    }
+
+
+def _kernel(launch: Launch) -> Row:
+    counters = launch.counters
+    moved = sum(size * (2 if kind == "atom" else 1) for kind, size in launch.bytes.items())
+    return {
+        "kernel": launch.kernel,
+        "grid": launch.grid,
+        "warps": launch.program.kernel.threads // 32,
+        "shared": launch.shared,
+        **roofline.built(launch.program.text, ARCH)._asdict(),
+        "bytes": round(moved),
+        "asked": round(32 * sum(counters.sectors.values()) / launch.share),
+        "instructions": round(32 * sum(counters.instructions.values()) / launch.share),
+    }
+
+
+def calls(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
+    """Yield the peer's calls of all cases of this folder, at toy size; a GPU only measures then."""
+
+    def call(case: Case) -> Iterator[Row]:
+        torch.manual_seed(0)
+        machine.emulator.options = peer_machine.CHECKING
+        case.peers[peer](CUDA).calls[0]()
+        machine.clear()
+        yield {"case": case.name, "peer": peer, "called": True}
+
+    for case in all_cases(toy=True):
+        if peer in case.peers and case.group != "training step":
+            yield case.name, functools.partial(call, case)
+
+
+def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
+    """Yield what counts and what checks each case, by its name."""
+    if peer in WITH_ADAM:
+        yield "AdamW step", lambda: adam(peer, machine)
+    for question in questions():
+        if peer in question.peers:
+            yield question.name, functools.partial(counted, question, peer, machine)
+            yield question.name, functools.partial(_checked, question, peer, machine)
+
+
+def _checked(question: Question, peer: str, machine: Machine) -> list[Row]:
+    return [checked(question, peer, machine)]
+
+
+def child(peer: str, only: str, path: Path, what: Any) -> None:
+    """Do what one peer is asked for, and append a line for each row."""
+    machine = Machine()
+    with path.open("a") as lines, machine.running(), of_peer(peer, machine):
+
+        def tell(row: Row) -> None:
+            print(json.dumps(row), file=lines, flush=True)
+
+        for name, rows in what(peer, machine):
+            if not re.search(only, name):
+                continue
+            started = time.time()
+            try:
+                for row in rows():
+                    tell(row)
+            except Exception as error:  # a peer can fail in any way; the others go on
+                traceback.print_exc(limit=-2)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                tell({"case": name, "peer": peer, "reason": reason})
+            print(f"{peer}: {name} {time.time() - started:.1f} s", flush=True)
+        for name, reason in machine.refused.items():
+            tell({"peer": peer, "reason": f"{name} is torch's, its own does not compile: {reason}"})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("peer")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--calls", action="store_true", help="of all cases, at toy size")
+    args = parser.parse_args()
+    child(args.peer, args.only, args.path, calls if args.calls else counts)

@@ -1,0 +1,141 @@
+"""The GPU in software with everybody's kernels on it, and what is counted of torch's own."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import software_gpu  # noqa: F401  before torch
+import torch
+import torch.nn.functional as F
+import triton
+from gpuless import tensors
+from gpuless.fake_cuda import FakeCuda, in_software
+from gpuless.ptx.emulated import Emulator, emulated
+from gpuless.ptx.machine import Options
+from gpuless.ptx.regions import extent
+
+ARCH = 90
+CUDA = torch.device("cuda", 0)
+PROGRAMS = 4  # of each launch
+NO_KERNEL = {"_local_scalar_dense", "is_pinned", "detach", "set_", "_reshape_alias"}
+WRITTEN_ONLY = {"copy_", "fill_", "zero_"}
+
+
+def middles(total: int) -> np.ndarray:
+    """Return numbers of programs that stand for all; the last ones often have less to do."""
+    count = min(total, PROGRAMS)
+    return ((np.arange(count) + 0.5) * total / count).astype(int)
+
+
+COUNTING = Options(accesses=True, races=False, programs=middles)
+COUNTING_ALL = Options(accesses=True, races=False)
+CHECKING = Options(races=False)
+
+
+class Machine:
+    """The GPU in software, and what ran on it.
+
+    Attributes:
+        emulator: of kernels; its options say whether all programs run, and what is counted.
+        own: torch's own kernels, and the bytes of their operands.
+        gems: by name of an operation, what FlagGems has in its place.
+        refused: of these, those that Triton does not compile, and why.
+    """
+
+    emulator: Emulator
+
+    def __init__(self) -> None:
+        self.own: list[tuple[str, int]] = []
+        self.gems: dict[str, Callable[..., Any]] = {}
+        self.refused: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._torchs = tensors.run
+
+        @contextlib.contextmanager
+        def kernels(gpu: FakeCuda) -> Iterator[None]:
+            def submit(name: str, work: Callable[[], None]) -> None:
+                gpu.do(work)
+
+            with emulated(ARCH, COUNTING, submit) as self.emulator:
+                yield
+
+        with in_software(kernels), mock.patch.object(tensors, "run", self._run):
+            yield
+
+    def clear(self) -> None:
+        self.own.clear()
+        self.emulator.launches.clear()
+        self.emulator.findings.clear()
+
+    def by_torch(self, func: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for ``OpOverload.redispatch``, with which FlagGems leaves something to torch."""
+        with mock.patch.object(self, "gems", {}):
+            return self._run(tensors.CudaTensor.gpu, func, args, kwargs)
+
+    def _run(self, gpu: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        key = f"{name}.{func._schema.overload_name}".rstrip(".")
+        if key in self.gems and key not in self.refused and _on_gpu(args, kwargs):
+            try:
+                with tensors.FakeCudaMode():
+                    return self.gems[key](*args, **kwargs)
+            except triton.CompilationError as error:
+                self.refused[key] = " ".join(str(error).split())[-200:]
+        result = self._torchs(gpu, func, args, kwargs)
+        moved = _operands(func, name, args, kwargs, result)
+        if moved is not None:
+            self.own.append((key, moved))
+        return result
+
+
+def _on_gpu(args: Any, kwargs: Any) -> bool:
+    given = tensors._tensors(args, kwargs)
+    if any(isinstance(x, tensors.CudaTensor) for x in given):
+        return True
+    return torch.device(kwargs.get("device") or "cpu").type == "cuda"
+
+
+def _operands(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int | None:
+    """Return the bytes of an operation's operands; None where no kernel of torch runs."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    views = any(info is not None and not info.is_write for info in aliases)
+    if views or name in NO_KERNEL or "empty" in name:
+        return None
+    given = tensors._tensors(args, kwargs)[name in WRITTEN_ONLY :]
+    results = result if isinstance(result, tuple | list) else [result]
+    moved = [x for x in [*given, *results] if isinstance(x, tensors.CudaTensor)]
+    return sum(map(extent, moved)) if moved else None
+
+
+@contextlib.contextmanager
+def of_peer(peer: str, machine: Machine) -> Iterator[None]:
+    """Do inside what a GPU, or its dispatcher, would do for a peer."""
+    with contextlib.ExitStack() as stack:
+        if peer == "compile":
+            from inductor import without_gpu
+
+            stack.enter_context(without_gpu(ARCH))
+        if peer == "FlagGems":
+            os.environ["GEMS_VENDOR"] = "nvidia"
+            import flag_gems
+            from flag_gems.utils.codegen_config_utils import get_codegen_config
+
+            get_codegen_config().prefer_block_pointer = False  # Triton 3.8 refuses its use of them
+            machine.gems = {entry[0]: entry[1] for entry in flag_gems._FULL_CONFIG}
+            for owner, name, value in (
+                (F, "rms_norm", flag_gems.rms_norm),  # before torch takes it to pieces
+                (torch._ops.OpOverload, "redispatch", lambda *a, **k: machine.by_torch(*a, **k)),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
+        if peer == "optimi":
+            import optimi.utils
+
+            known = [*optimi.utils._foreach_supported_types, tensors.CudaTensor]
+            name = "_foreach_supported_types"  # of tensors that are on a GPU
+            stack.enter_context(mock.patch.object(optimi.utils, name, known))
+        yield

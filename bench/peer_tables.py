@@ -1,0 +1,191 @@
+"""Tables of what was counted side by side, from ``results/counts-peers.json`` and nothing else."""
+
+import json
+import re
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from side_by_side import NAMES, RESULT
+
+Row = dict[str, Any]
+OURS, *OTHERS = (name for name in NAMES if name != "optimi")
+ESTIMATED = [name for name in OTHERS if name != "FlagGems"]  # whose grids depend on autotuning
+DIRECTIONS = "forward", "backward", "both", "step"
+NOTHING = "Not counted yet: `python bench/counts.py --peers --snapshot`"
+NEAR = 1.02  # what is nearer than this is as much
+SHORT = (  # of the front page
+    "softmax n=4096", "layer_norm n=4096", "rms_norm n=4096", "add_rms_norm n=4096",
+    "cross_entropy n=50257",
+)  # fmt: skip
+ALSO = "softmax n=256", "softmax n=4095", "softmax n=50257", "cross_entropy n=1000"
+
+
+def load(path: Path = RESULT) -> Row | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _head(*cells: str) -> list[str]:
+    return [_line(*cells), _line(*["---"] * len(cells))]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def whole(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """By case and peer, forward and backward together."""
+    found: dict[str, dict[str, Row]] = {}
+    done = Counter((row["case"].rpartition(" ")[0], row["peer"]) for row in rows)
+    for row in rows:
+        case, _, direction = row["case"].rpartition(" ")
+        assert direction in DIRECTIONS, row["case"]
+        if done[case, row["peer"]] < done[case, OURS]:
+            continue  # it failed in one direction
+        of_peer = found.setdefault(case, {}).setdefault(row["peer"], {"roofline": {}})
+        for what in ("bytes", "asked", "instructions", "launches"):
+            of_peer[what] = of_peer.get(what, 0) + row[what]
+        for gpu, ends in row["roofline"].items():
+            known = of_peer["roofline"].get(gpu, (0.0, 0.0, 0.0))
+            of_peer["roofline"][gpu] = tuple(a + b for a, b in zip(known, ends, strict=True))
+    return found
+
+
+def _cell(row: Row | None, ours: Row) -> str:
+    """Bytes and instructions; bold where there are fewer than ours."""
+    if row is None:
+        return ""
+    told = []
+    for what, digits in (("bytes", 1), ("instructions", 0)):
+        text = f"{row[what]:.{digits}f}"
+        told.append(f"**{text}**" if row[what] * NEAR < ours[what] else text)
+    return " / ".join(told)
+
+
+def counts(found: Row) -> str:
+    """Return bytes and instructions of every case."""
+    lines = _head("forward and backward", OURS, *OTHERS)
+    for case, peers in whole(found["rows"]).items():
+        if OURS in peers and "AdamW" not in case:
+            ours = peers[OURS]
+            lines.append(_line(case, *(_cell(peers.get(peer), ours) for peer in (OURS, *OTHERS))))
+    return "\n".join(lines)
+
+
+def short(found: Row | None, before: str) -> str:
+    """Return what the front page has while no GPU has measured anything, after a sentence."""
+    cases = whole(found["rows"]) if found else {}
+    kept = {case: cases[case] for case in SHORT if OURS in cases.get(case, {})}
+    if not kept:
+        return before
+    link = "bench/README.md#side-by-side-without-a-gpu"
+    about = (
+        "Bytes an element that memory has to move / PTX instructions, forward and backward, "
+        f"float16, counted by an [emulator]({link}); **bold**: fewer."
+    )
+    lines = _head("", *kept)
+    for peer in (OURS, *OTHERS):
+        cells = (_cell(peers.get(peer), peers[OURS]) for peers in kept.values())
+        lines.append(_line(peer, *cells))
+    return _wrapped(f"{before} {about}") + "\n\n" + "\n".join(lines)
+
+
+def ahead(found: Row) -> str:
+    """Return where a peer has fewer bytes than we, or a lower estimate."""
+    cases = whole(found["rows"])
+    what = {
+        "move fewer bytes": lambda row: row["bytes"],
+        "are estimated faster on an H100": lambda row: row["roofline"]["H100"][1],
+    }
+    told = []
+    for name, of in what.items():
+        better = [
+            f"{case} {peer} {of(peers[peer]) / of(peers[OURS]):.2f}"
+            for case, peers in cases.items()
+            for peer in ESTIMATED
+            if peer in peers and OURS in peers and of(peers[peer]) * NEAR < of(peers[OURS])
+        ]
+        told.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
+    return "\n\n".join(map(_wrapped, told))
+
+
+def estimates(found: Row) -> str:
+    """Return estimated times of peers in those of ours, by GPU."""
+    cases = whole(found["rows"])
+    gpus = list(found["rows"][0]["roofline"])
+    lines = _head("estimate, in our time", "peer", *gpus)
+    for case in (*SHORT, *ALSO):
+        peers = cases.get(case, {})
+        for peer in ESTIMATED if OURS in peers else ():
+            if peer in peers:
+                pairs = ((peers[peer]["roofline"][g], peers[OURS]["roofline"][g]) for g in gpus)
+                lines.append(_line(case, peer, *(_ratio(theirs, ours) for theirs, ours in pairs)))
+    return "\n".join(lines)
+
+
+def _ratio(theirs: Any, ours: Any) -> str:
+    """Return the ratio of two estimates, and what their ends allow for."""
+    ratio, low, high = theirs[1] / ours[1], theirs[0] / ours[2], theirs[2] / ours[0]
+    text = f"{ratio:.2f}x"
+    text = f"**{text}**" if ratio * NEAR < 1 else text
+    return f"{text} ({low:.1f} to {high:.1f})"
+
+
+def errors(found: Row) -> str:
+    """Return what is lost of gradients; "rounding": FP64 rounded once to the same dtype."""
+    whats = "zeroed, rounding", "largest error, rounding"
+    lines = _head(
+        "gradients", "peer", *(f"at {at}: {what}" for at in ("1", "2^16") for what in whats)
+    )
+    for row in found["errors"]:
+        if "scale 1" not in row or not re.search("n=1024|group|entropy", row["case"]):
+            continue
+        cells = []
+        for scale in ("scale 1", "scale 65536"):
+            of = row[scale]
+            cells.append(f"{100 * of['zeroed']:.2f} %, {100 * of['zeroed_by_rounding']:.2f} %")
+            lost = f" ({100 * of['not_finite']:.0f} % not finite)" if of["not_finite"] else ""
+            cells.append(f"{of['error']:.1e}, {of['error_by_rounding']:.1e}{lost}")
+        lines.append(_line(f"{row['case']}, {row['rows']} rows", row["peer"], *cells))
+    return "\n".join(lines)
+
+
+def adam(found: Row) -> str:
+    told = [
+        f"{row['peer']} {row['bytes']:.1f} B and {row['launches']} launches"
+        for row in found["rows"]
+        if row["case"] == "AdamW step"
+    ]
+    return f"A step of AdamW, for each parameter: {'; '.join(told)}."
+
+
+def absent(found: Row) -> str:
+    told = [
+        f"{row['peer']}{' ' + row['case'] if 'case' in row else ''}: {row['reason']}"
+        for row in found["not_counted"]
+    ]
+    return _wrapped(f"Not counted: {'; '.join(dict.fromkeys(told))}.") if told else ""
+
+
+def page(found: Row | None) -> str:
+    """Return all tables, as Markdown."""
+    if found is None:
+        return NOTHING
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    about = (
+        f"Float16, sm_90, {found['date']}, commit {found['commit']}, `{found['command']}` "
+        f"({found['seconds']} s), {versions}. Bytes of sectors that a launch touches, each once, "
+        "and PTX instructions of a thread; for each element. **Bold**: fewer than ours. Kernels of "
+        "torch itself "
+        "count as operands read and written once, and no instructions. Every row, also forward and "
+        "backward alone, sectors a request and launches, is in "
+        "[counts-peers.json](results/counts-peers.json)."
+    )
+    parts = [_wrapped(about), counts(found), adam(found), ahead(found)]
+    parts += [estimates(found), errors(found), absent(found)]
+    return "\n\n".join(part for part in parts if part)

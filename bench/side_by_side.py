@@ -1,0 +1,116 @@
+"""``counts.py --peers``: a process for each peer, its rows, and the file that the pages show."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import provenance
+from peers import missing
+
+RESULT = Path(__file__).parent / "results" / "counts-peers.json"
+NAMES = "tritonamp", "Liger-Kernel", "FlagGems", "compile", "optimi"
+NOT_COUNTED = {
+    "apex": "CUDA kernels, which the emulator does not run",
+    "Transformer Engine": "CUDA kernels, which the emulator does not run",
+}
+PINNED = "torch", "triton", "liger-kernel", "flag-gems", "torch-optimi"
+
+Row = dict[str, Any]
+
+
+def run(only: str) -> Row:
+    """Count what every peer does whose package is here.
+
+    Returns:
+        record: "rows" of counts, "errors" against FP64, "not_counted" with reasons, versions.
+    """
+    start, rows = time.time(), []
+    absent = [{"peer": peer, "reason": reason} for peer, reason in NOT_COUNTED.items()]
+    for peer in NAMES:
+        if reason := missing(peer):
+            absent.append({"peer": peer, "reason": reason})
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.jsonl"
+            script = Path(__file__).with_name("peer_counts.py")
+            command = [sys.executable, str(script), peer, str(path), "--only", only]
+            code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+            rows += map(json.loads, path.read_text().splitlines()) if path.exists() else []
+        if code:
+            absent.append({"peer": peer, "reason": f"its process ended early: exit status {code}"})
+    return record(rows, absent, time.time() - start)
+
+
+def record(rows: list[Row], absent: list[Row], seconds: float) -> Row:
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python bench/counts.py --peers --snapshot",
+        "seconds": round(seconds),
+        "commit": provenance.commit(),
+        "versions": {name: found for name in PINNED if (found := _version(name))},
+        "rows": [row for row in rows if "bytes" in row],
+        "errors": [row for row in rows if "forward" in row],
+        "not_counted": absent + [row for row in rows if "reason" in row],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write(found: Row, path: Path = RESULT) -> None:
+    """JSON with a line for each row, so that a diff of two files can be read."""
+    head = {key: value for key, value in found.items() if not isinstance(value, list)}
+    lines = [json.dumps(head, indent=1)[:-2]]
+    for key, value in found.items():
+        if isinstance(value, list):
+            body = ",\n".join(json.dumps(_short(row)) for row in value)
+            lines.append(f' "{key}": [\n{body}\n ]')
+    path.write_text(",\n".join(lines) + "\n}\n")
+
+
+def _short(row: Row) -> Row:
+    """Without what each launch did: that is for ``--json``."""
+    return {key: value for key, value in row.items() if key != "kernels"}
+
+
+def shown(found: Row) -> Iterator[str]:
+    for row in found["rows"]:
+        low, estimate, high = row["roofline"]["H100"]
+        yield (
+            f"{row['case']:44} {row['peer']:13} {row['bytes']:7.2f} B {row['asked']:7.2f} B asked "
+            f"{row['instructions']:7.2f} instructions {row['sectors_load']:5.2f} sectors a load "
+            f"{row['sectors_store']:5.2f} a store {row['launches']:3} launches, estimate on H100 "
+            f"{estimate:.2f} ({low:.2f} to {high:.2f}) ns a thousand, by {row['limit']}"
+        )
+    for row in found["errors"]:
+        at = {key: value for key, value in row.items() if re.match("scale", key)}
+        told = "; ".join(
+            f"{scale}: {100 * of['zeroed']:.2f} % zeroed, error {of['error']:.1e}"
+            for scale, of in at.items()
+        )
+        yield f"{row['case']:44} {row['peer']:13} error {row['forward']:.1e}; {told}"
+    for row in found["not_counted"]:
+        yield f"{row.get('case', ''):44} {row['peer']:13} not counted: {row['reason']}"
+
+
+def main(only: str, as_json: bool, snapshot: bool) -> int:
+    found = run(only)
+    if snapshot:
+        write(found)
+    elif as_json:
+        for kind in ("rows", "errors", "not_counted"):
+            print(*map(json.dumps, found[kind]), sep="\n")
+    else:
+        print(*shown(found), sep="\n")
+    return 0 if found["rows"] else 1

@@ -1,0 +1,432 @@
+"""Two gloo ranks on CPU train models under FSDP2 that were loaded in half: their shards are FP32.
+
+The ranks are this file run as a script, see two_ranks.py.
+"""
+
+import logging
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from two_ranks import RANKS, Pair, on_ranks, serve
+
+import tritonamp
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
+
+STEPS = 4
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Adapted(nn.Module):
+    """A layer with a frozen half base and an adapter that trains."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(wide, wide)
+        self.down, self.up = nn.Linear(wide, 2, bias=False), nn.Linear(2, wide, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def net(dtype: str | None, adapted: bool = False, seed: int = 0) -> nn.Sequential:
+    """With shapes that two ranks cannot share evenly, and a bias of which one has nothing."""
+    torch.manual_seed(seed)
+    first = Adapted(6) if adapted else nn.Linear(6, 6)
+    model = nn.Sequential(first, nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1))
+    return model.to(HALVES[dtype]) if dtype else model
+
+
+def sharded(model: nn.Sequential, **mp_policy: Any) -> nn.Sequential:
+    options = {"mp_policy": MixedPrecisionPolicy(**mp_policy)} if mp_policy else {}
+    for part in (model[0], model):
+        fully_shard(part, **options)
+    return model
+
+
+def batches(steps: int = STEPS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator) for _ in range(steps)]
+
+
+def part(x: Tensor) -> Tensor:
+    return x.chunk(RANKS)[dist.get_rank()]
+
+
+def whole(tensor: Any) -> list[float]:
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    values: list[float] = full.detach().double().flatten().tolist()
+    return values
+
+
+def enabled(model: nn.Module, **options: Any) -> tuple[tritonamp.Amp, torch.optim.Optimizer]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    return tritonamp.enable(model, optimizer, scaler=scaler, **options), optimizer
+
+
+def train(
+    model: nn.Module,
+    amp: tritonamp.Amp,
+    optimizer: torch.optim.Optimizer,
+    share: Callable[[Tensor], Tensor],
+    bad: int | None = None,
+) -> dict[str, list[float]]:
+    """Losses and norms by step; the loss of step ``bad`` is lost on rank 1."""
+    losses, norms = [], []
+    for step, x in enumerate(batches()):
+        loss = (model(share(x)) - 1).square().mean()
+        losses.append(float(loss.detach()))
+        amp.backward(loss * (math.nan if step == bad and dist.get_rank() == 1 else 1.0))
+        norms.append(float(amp.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run inside, by operation, dtype and bytes that a rank gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            flat = [t for a in args for t in (a if isinstance(a, list) else [a])]
+            given = [t for t in flat if isinstance(t, Tensor)][-1]
+            size = given.numel() * given.itemsize
+            self.found[f"{func._opname} {given.dtype} {size}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# As one process on the joint batch
+
+
+@on_ranks
+def run(
+    level: str,
+    dtype: str | None,
+    given: bool,
+    wide: bool,
+    adapted: bool = False,
+    warm: bool = False,
+    backend: str = "auto",
+) -> dict[str, Any]:
+    """``given``: a MixedPrecisionPolicy; ``wide``: gradients in FP32; ``warm``: after a forward."""
+    reduce = {"reduce_dtype": torch.float32} if wide else {}
+    half = HALVES[dtype or "float16"]
+    options: dict[str, Any] = {"level": level, "backend": backend}
+    options |= {"grad_dtype": torch.float32} if wide and level == "O2" else {}
+    model = sharded(net(dtype, adapted), **{"param_dtype": half, **reduce} if given else {})
+    came = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
+    if warm:
+        model(part(batches()[0]).to(half)).float().mean().backward()
+        model.zero_grad()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tritonamp").addHandler(handler)
+    amp, optimizer = enabled(model, **options)
+    logging.getLogger("tritonamp").removeHandler(handler)
+    dtypes = {name: str(p.dtype) for name, p in model.named_parameters()}
+    stepped = sorted({str(p.dtype) for g in optimizer.param_groups for p in g["params"]})
+    stays = {name for name, p in model.named_parameters() if not p.requires_grad}
+    with Collectives() as collectives:
+        seen = train(model, amp, optimizer, part)
+    kinds = {(type(t).__name__, str(t.dtype)) for s in optimizer.state.values() for t in s.values()}
+    masters = [whole(p) for p in amp.master_params()]
+    state = {name: str(v.dtype) for name, v in model.state_dict().items()}
+    trained = {name: whole(p) for name, p in model.named_parameters()}
+    amp.disable()
+    model(
+        part(batches()[0]).to(half if dtype else torch.float32)
+    )  # its shards are gathered as they were
+    after = {name: whole(p) for name, p in model.named_parameters()}
+    rounded = {n: torch.tensor(v).to(came[n][0]).double().tolist() for n, v in trained.items()}
+    alone = net(dtype, adapted)
+    amp, optimizer = enabled(alone, **{**options, "backend": "auto"})
+    expected = train(alone, amp, optimizer, lambda x: x)
+    expected["masters"] = [whole(p) for p in amp.master_params()]
+    amp.disable()
+    return {
+        "seen": seen,
+        "masters": masters,
+        "alone": expected,
+        "dtypes": sorted(set(dtypes.values()) if not adapted else {dtypes[n] for n in dtypes}),
+        "stays": all(came[n][1] == after[n] for n in stays) and sorted(stays),
+        "stepped": stepped,
+        "state": sorted(map(list, kinds)),
+        "state dict": sorted(set(state.values())),
+        "came back": after == rounded
+        and all(p.dtype is came[n][0] for n, p in model.named_parameters()),
+        "lines": lines,
+        "collectives": dict(collectives.found),
+    }
+
+
+RUNS = [
+    *[(level, dtype, given, False) for level in ("O1", "O2") for dtype in HALVES
+      for given in (True, False)],
+    ("O2", "float16", True, True),
+    ("O2", "bfloat16", False, True),
+    ("O2", None, False, False),
+]  # fmt: skip
+
+
+def check(answers: list[dict[str, Any]], half: str) -> dict[str, Any]:
+    """That ranks agree to the bit, and with one process to the rounding of half gradients."""
+    first, second = answers
+    for key in ("masters", "dtypes", "stepped", "state", "state dict", "collectives"):
+        assert first[key] == second[key], key
+    assert first["seen"]["norms"] == second["seen"]["norms"]
+    assert first["stepped"] == ["torch.float32"]
+    assert first["state"] == [["DTensor", "torch.float32"]]
+    assert first["came back"] and second["came back"]
+    ulp = torch.finfo(HALVES[half]).eps
+    expected = first["alone"]
+    losses = [
+        sum(pair) / RANKS for pair in zip(*(a["seen"]["losses"] for a in answers), strict=True)
+    ]
+    # the first is of equal weights: outputs of a few hundredths of rounding, squared
+    assert losses[0] == pytest.approx(expected["losses"][0], rel=4 * ulp)
+    assert losses == pytest.approx(expected["losses"], rel=10 * ulp)
+    # each step is at most lr / (1 - momentum) of clipped gradients off by 10 roundings, see
+    # test_fsdp.py
+    bound = STEPS * 0.1 / (1 - 0.5) * 0.5 * 10 * ulp
+    pairs = zip(first["masters"], expected["masters"], strict=True)
+    assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
+    return first
+
+
+@pytest.mark.parametrize(("level", "dtype", "given", "wide"), RUNS)
+def test_as_one_process_on_the_joint_batch(
+    pair: Pair, level: str, dtype: str | None, given: bool, wide: bool
+) -> None:
+    half = dtype or "float16"
+    found = check(run(pair, level=level, dtype=dtype, given=given, wide=wide), half)
+    assert found["dtypes"] == found["state dict"] == ["torch.float32"]
+    reduced = "torch.float32" if wide or (level == "O1" and not given) else f"torch.{half}"
+    assert found["lines"] == (
+        []
+        if given
+        else [
+            "fully_shard was given no param_dtype for 2 module(s) (FSDPSequential, FSDPLinear): as "
+            f"if called with mp_policy=MixedPrecisionPolicy(param_dtype=torch.{half}, "
+            f"reduce_dtype={'torch.float32' if reduced == 'torch.float32' else None})"
+        ]
+    )
+    # FSDP2 moves what it did, and a step one collective more: the numbers by which ranks agree
+    options = {"param_dtype": half, "reduce_dtype": reduced.removeprefix("torch.")}
+    ours, torchs = Counter(found["collectives"]), Counter(alone(pair, **options)[0])
+    assert ours - torchs == {"_allgather_base_ torch.float32 28": STEPS}
+    assert torchs - ours == {}
+    gathered = {key.split()[1] for key in torchs if key.startswith("_allgather")}
+    assert gathered == {f"torch.{half}"}
+
+
+@on_ranks
+def alone(param_dtype: str, reduce_dtype: str) -> dict[str, int]:
+    """The collectives of FSDP2 in a loop of torch alone."""
+    options = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    model = sharded(net(None), **{key: getattr(torch, name) for key, name in options.items()})
+    with Collectives() as collectives:
+        for x in batches():
+            (model(part(x)).float() - 1).square().mean().backward()
+            model.zero_grad()
+    return dict(collectives.found)
+
+
+def test_frozen_half_bases_stay_half(pair: Pair) -> None:
+    for given in (True, False):
+        answers = run(pair, level="O2", dtype="bfloat16", given=given, wide=False, adapted=True)
+        found = check(answers, "bfloat16")
+        assert found["dtypes"] == found["state dict"] == ["torch.bfloat16", "torch.float32"]
+        assert found["stays"] == ["0.base.bias", "0.base.weight"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_enabled_after_a_forward(pair: Pair, level: str) -> None:
+    cold = run(pair, level=level, dtype="float16", given=False, wide=False)[0]
+    warm = run(pair, level=level, dtype="float16", given=False, wide=False, warm=True)[0]
+    assert warm["came back"] and warm["masters"] == cold["masters"]
+
+
+def test_steps_of_kernels(pair: Pair) -> None:
+    """In Triton's interpreter."""
+    options = {"level": "O2", "dtype": "bfloat16", "given": False, "wide": True}
+    check(run(pair, **options, backend="triton"), "bfloat16")
+
+
+@on_ranks
+def read(level: str, kept: bool = False) -> list[str]:
+    """In which dtypes layers get their inputs; ``kept``: the weights of the last, which is FP32."""
+    model = net("float16")
+    options = {"fp32_modules": ["3"]} if kept else {}
+    if kept:
+        fully_shard(model[3])
+    model = sharded(model)
+    seen: list[str] = []
+    for layer in (model[3],) if kept else (model[0], model[3]):
+        layer.register_forward_hook(
+            lambda used, args, _: seen.append(str((used.weight if kept else args[0]).dtype))
+        )
+    amp, optimizer = enabled(model, level=level, **options)
+    train(model, amp, optimizer, part)
+    amp.disable()
+    return sorted(set(seen))
+
+
+def test_the_level_says_what_is_cast_and_not_fsdp2(pair: Pair) -> None:
+    both = ["torch.float16", "torch.float32"]
+    assert [read(pair, level=level) for level in ("O1", "O2")] == [[both] * 2, [both[:1]] * 2]
+    assert read(pair, level="O2", kept=True) == [both[1:]] * 2
+
+
+@on_ranks
+def skipped(level: str) -> list[Any]:
+    model = sharded(net("float16"))
+    amp, optimizer = enabled(model, level=level)
+    train(model, amp, optimizer, part, bad=1)
+    stats = amp.stats()
+    values = [whole(p) for p in amp.master_params()]
+    amp.disable()
+    return [values, [stats[key] for key in ("steps", "skipped", "forward_faults", "scale")]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_fault_of_one_rank_is_a_skip_of_all(pair: Pair, level: str) -> None:
+    first, second = skipped(pair, level=level)
+    assert first == second
+    assert first[1] == [STEPS - 1, 1, 1, 2.0**10]
+    assert all(math.isfinite(x) for p in first[0] for x in p)
+
+
+# Checkpoints
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    state = optimizer.state_dict()["state"]
+    tensors = [t for i in sorted(state) for _, t in sorted(state[i].items())]
+    return [whole(t) for t in (*model.state_dict().values(), *tensors)]
+
+
+@on_ranks
+def saved(path: str, first: str | None, then: str | None) -> list[Any]:
+    """Trains a model loaded in ``first``, saves; goes on, and from the file in ``then``."""
+    model = sharded(net(first))
+    amp, optimizer = enabled(model, level="O2")
+    train(model, amp, optimizer, part)
+    tritonamp.save_sharded(path, model=model, optimizer=optimizer, amp=amp)
+    before = everything(model, optimizer)
+    again = sharded(net(then, seed=1))
+    amp_again, optimizer_again = enabled(again, level="O2")
+    tritonamp.load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again)
+    loaded = everything(again, optimizer_again)
+    train(model, amp, optimizer, part)
+    train(again, amp_again, optimizer_again, part)
+    continued, resumed = everything(model, optimizer), everything(again, optimizer_again)
+    amp.disable()
+    amp_again.disable()
+    return [before, loaded, continued, resumed]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("float16", "float16"), ("float16", None), (None, "float16")]
+)
+def test_resumes_bit_for_bit(
+    pair: Pair, tmp_path: Path, first: str | None, then: str | None
+) -> None:
+    answers = saved(pair, path=str(tmp_path / "run"), first=first, then=then)
+    assert answers[0] == answers[1]
+    before, loaded, continued, resumed = answers[0]
+    assert loaded == before
+    assert resumed == continued != before
+    rounded = [torch.tensor(v).half().double().tolist() for v in before[:6]]
+    assert rounded != before[:6]  # values of masters
+
+
+# What is refused
+
+
+@on_ranks
+def refused(what: str) -> str:
+    model, options = net("float16"), dict[str, Any](level="O2")
+    if what == "half parameters":
+        options = {"policy": tritonamp.Policy(op_policy=True, half_parameters=True)}
+    elif what == "range":
+        model, options = net("bfloat16"), {"level": "O2", "dtype": torch.float16}
+        with torch.no_grad():
+            model[0].weight[5, 0] = 1e6  # in the part of rank 1
+    elif what == "two halves":
+        model[3].bfloat16()
+    elif what in ("unfrozen", "added"):
+        model = net("float16", adapted=True)
+    elif what == "fp32_modules":
+        options["fp32_modules"] = ["3"]
+    elif what == "O3":
+        options["level"] = "O3"
+    model = sharded(model)
+    before = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
+    try:
+        amp, optimizer = enabled(model, **options)
+    except ValueError as error:
+        assert before == {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
+        return str(error)
+    train(model, amp, optimizer, part)
+    base = list(model[0].base.parameters())
+    try:
+        if what == "unfrozen":
+            optimizer.add_param_group({"params": base})
+            base[0].requires_grad_(True)
+            amp.backward(model(part(batches()[0])).mean())
+        base[0].requires_grad_(True)
+        optimizer.add_param_group({"params": base})
+    except RuntimeError as error:
+        assert len(optimizer.param_groups) == 1 + (what == "unfrozen")
+        return str(error)
+    finally:
+        amp.disable()
+    return "trained"
+
+
+REFUSED = {
+    "half parameters": "half_parameters=True: expected FP32 parameters to train under FSDP2, which "
+    "are their own masters, got '0.weight' and 5 more in half: call model.float() before",
+    "range": "model: expected bfloat16 parameters up to 65504, where float16 ends, got 999424 in "
+    "'0.weight'",
+    "two halves": "model: expected one half dtype among the parameters that train, got "
+    "torch.float16 ('0.weight', ...) and torch.bfloat16 ('3.weight', ...)",
+    "unfrozen": "1 half parameter(s) under FSDP2 require gradients since tritonamp.enable: "
+    "expected them to before it, which makes their shards FP32",
+    "added": "1 half parameter(s) under FSDP2 require gradients since tritonamp.enable",
+    "fp32_modules": "fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16: call "
+    "fully_shard on it first",
+    "O3": "level: expected one with masters under FSDP2, whose sharded FP32 parameters they are",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused(pair: Pair, what: str) -> None:
+    for text in refused(pair, what=what):
+        assert text.startswith(REFUSED[what])
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -1,0 +1,53 @@
+"""bench/: its calls into peers run on the GPU in software, and what it counts of known kernels.
+
+Peers that are not installed are skipped; the extra ``peers`` has the pinned ones.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.static
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+PEERS = {"Liger-Kernel": "liger_kernel", "FlagGems": "flag_gems", "optimi": "optimi"}
+TOYS = "float16.*(x(1000|1024|50257|8192)|320x|last)|GPT-2 124M"  # shapes are toys, names are not
+
+
+def rows(tmp_path: Path, peer: str, *options: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-W", "ignore", "peer_counts.py", peer, str(path), *options]
+    done = subprocess.run(command, env=environment, cwd=BENCH, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_calls_of_a_peer(tmp_path: Path, peer: str) -> None:
+    """At toy size: a GPU should only have to measure."""
+    pytest.importorskip(PEERS[peer], reason=f"{peer} is not installed: pip install -e .[peers]")
+    found = rows(tmp_path, peer, "--calls", "--only", TOYS)
+    assert found and not [row for row in found if "reason" in row]
+
+
+def test_bytes_of_a_line_that_fits_in_registers(tmp_path: Path) -> None:
+    """Forward reads and writes a half once; backward reads two and writes one."""
+    forward, backward, errors = rows(tmp_path, "tritonamp", "--only", "^softmax n=1024$")
+    assert (forward["bytes"], backward["bytes"]) == (4.0, 6.0)
+    assert forward["launches"] == backward["launches"] == 1 and not forward["by_torch"]
+    assert forward["limit"] == "memory"
+    low, estimate, high = forward["roofline"]["H100"]
+    assert low == pytest.approx(1e12 * 4 / 3350e9, rel=1e-3) and low <= estimate <= high
+    assert errors["scale 65536"]["zeroed"] == errors["scale 65536"]["zeroed_by_rounding"] < 0.01
+
+
+def test_compiled_softmax_is_counted(tmp_path: Path) -> None:
+    """Inductor's own source, made without a GPU; it moves as little."""
+    forward, backward, errors = rows(tmp_path, "compile", "--only", "^softmax n=1024$")
+    assert (forward["bytes"], backward["bytes"]) == (4.0, 6.0)
+    assert errors["forward"] < 2**-10

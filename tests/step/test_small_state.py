@@ -1,0 +1,687 @@
+"""Steps on state="bf16" and "8bit": training, resuming, memory, and whatever a loop does beside."""
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Net, same, snapshot, storage_bytes, take_step
+from torch import Tensor, nn
+
+import tritonamp
+
+HALF, BF16 = torch.float16, torch.bfloat16
+STATES = ["fp32", "bf16", "8bit"]
+SMALL = ["bf16", "8bit"]
+ADAMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.01),
+    "our AdamW": lambda params: tritonamp.optim.AdamW(params, lr=1e-2),
+}
+OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Lion": lambda params: tritonamp.optim.Lion(params, lr=3e-3),
+}
+
+each_state = pytest.mark.parametrize("state", STATES)
+each_small = pytest.mark.parametrize("state", SMALL)
+each_half = pytest.mark.parametrize("half", [HALF, BF16], ids=str)
+
+
+def batch(device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(32, 6, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+class Run:
+    """A model that is enabled, and what trains it."""
+
+    def __init__(
+        self,
+        handles: Callable[..., Any],
+        device: torch.device,
+        state: str,
+        half: torch.dtype = HALF,
+        level: str = "O2",
+        optimizer: str = "AdamW",
+        seed: int = 0,
+        **fields: Any,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.device = device
+        self.model = Net().to(device)
+        self.optimizer = (ADAMS | OTHERS)[optimizer](self.model.parameters())
+        self.amp = handles(
+            self.model, self.optimizer, level=level, dtype=half, state=state, **fields
+        )
+
+    def loss(self, seed: int = 0, spoil: bool = False) -> Tensor:
+        x, y = batch(self.device, seed)
+        loss = nn.functional.cross_entropy(self.model(x).float(), y)
+        return loss * float("nan") if spoil else loss
+
+    def steps(self, *seeds: int) -> "Run":
+        for seed in seeds:
+            take_step(self.amp, self.optimizer, self.loss(seed))
+        return self
+
+    def masters(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.amp.master_params()]
+
+    def everything(self) -> list[Tensor]:
+        """Bits of half parameters, masters, and of the state as it is kept."""
+        return snapshot(self.model, self.optimizer) + self.masters()
+
+    def states(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.amp}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+    def load(self, states: dict[str, Any]) -> "Run":
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.amp.load_state_dict(states["amp"])
+        return self
+
+
+@pytest.fixture
+def run(handles: Callable[..., Any], device: torch.device) -> Callable[..., Run]:
+    return lambda *args, **fields: Run(handles, device, *args, **fields)
+
+
+# training
+
+
+@pytest.mark.steps
+@each_small
+@each_half
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", [*ADAMS, *OTHERS])
+def test_it_trains_like_fp32_state(
+    run: Callable[..., Run], state: str, half: torch.dtype, level: str, optimizer: str
+) -> None:
+    """In 30 steps the loss falls by as much, to a tenth of the fall."""
+    if state == "8bit" and optimizer in OTHERS:
+        pytest.skip("refused")
+    losses = {}
+    for kind in ("fp32", state):
+        trained = run(kind, half, level, optimizer)
+        first = trained.loss(100).item()
+        trained.steps(*[100, 101] * 15)
+        losses[kind] = first, trained.loss(100).item()
+        assert trained.amp.stats()["steps"] == 30
+    (first, plain), (_, small) = losses["fp32"], losses[state]
+    assert plain < 0.8 * first
+    assert abs(small - plain) < 0.1 * (first - plain)
+
+
+@each_state
+@each_half
+def test_the_state_has_its_format(run: Callable[..., Run], state: str, half: torch.dtype) -> None:
+    trained = run(state, half).steps(0)
+    kinds = {
+        "fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+        "bf16": {"exp_avg": BF16, "exp_avg_sq": BF16},
+        "8bit": {"moments": torch.uint8},
+    }
+    stepped_on = [p for group in trained.optimizer.param_groups for p in group["params"]]
+    for param, own in zip(stepped_on, trained.model.parameters(), strict=True):
+        found = {
+            k: v.dtype
+            for k, v in trained.optimizer.state[param].items()
+            if k != "step" and isinstance(v, Tensor)
+        }
+        assert found == kinds[state]
+        assert param.dtype is (own.dtype if state == "8bit" else torch.float32)
+    named = dict(trained.amp.named_master_params())
+    assert list(named) == [name for name, _ in trained.model.named_parameters()]
+    for (name, value), param in zip(named.items(), trained.model.parameters(), strict=True):
+        assert value.dtype is torch.float32 and value.shape == param.shape, name
+        assert torch.equal(value.to(param.dtype), param) or param.dtype is BF16
+
+
+@pytest.mark.parametrize(("state", "due"), [("fp32", 16), ("bf16", 12), ("8bit", 8.02)])
+def test_bytes_a_parameter(handles: Callable[..., Any], state: str, due: float) -> None:
+    """Half weights, half gradients and state, of a large matrix; one percent is for the rest."""
+    gc.collect()
+    before = storage_bytes()
+    model = nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = handles(model, optimizer, level="O2", dtype=BF16, state=state)
+    amp.backward(model(torch.ones(1, 1024)).float().mean())
+    optimizer.step()
+    found = (storage_bytes() - before) / (1 << 20)
+    assert due <= found <= 1.01 * due
+
+
+# resuming
+
+
+@each_state
+@pytest.mark.parametrize("way", ["state dicts", "file"])
+@pytest.mark.parametrize(("half", "level"), [(HALF, "O2"), (BF16, "O2"), (HALF, "O1")])
+def test_a_resumed_run_has_the_same_bits(
+    run: Callable[..., Run],
+    state: str,
+    half: torch.dtype,
+    level: str,
+    way: str,
+    tmp_path: Path,
+) -> None:
+    straight = run(state, half, level).steps(0, 1, 2, 3, 4)
+    first = run(state, half, level).steps(0, 1, 2)
+    resumed = run(state, half, level, seed=1)
+    if way == "file":
+        parts = ("model", "optimizer", "amp")
+        tritonamp.save(tmp_path / "x", **{name: getattr(first, name) for name in parts})
+        tritonamp.load(tmp_path / "x", **{name: getattr(resumed, name) for name in parts})
+    else:
+        resumed.load(first.states())
+    assert same(resumed.masters(), first.masters())
+    resumed.steps(3, 4)
+    assert same(resumed.everything(), straight.everything())
+
+
+@pytest.mark.parametrize("saved", STATES)
+@pytest.mark.parametrize("loading", STATES)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_each_format_loads_into_each(
+    run: Callable[..., Run], saved: str, loading: str, steps_before: int
+) -> None:
+    """FP32 in the file. Masters come exactly, to 2^-39; moments to an eighth, or 2^-8."""
+    first = run(saved).steps(0, 1, 2)
+    states = first.states()
+    for entry in states["optimizer"]["state"].values():
+        assert entry["exp_avg"].dtype is entry["exp_avg_sq"].dtype is torch.float32
+    second = run(loading, seed=1).steps(*range(steps_before)).load(states)
+    for a, b in zip(first.masters(), second.masters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2.0**-39)
+    for entry, expected in zip(
+        second.states()["optimizer"]["state"].values(),
+        states["optimizer"]["state"].values(),
+        strict=True,
+    ):
+        assert entry["step"] == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            exact = saved == loading or loading == "fp32"
+            relative = 0.0 if exact else 1 / 8 if loading == "8bit" else 2**-8
+            # what is small in its block has units of 2^-17 and 2^-33 of the largest
+            units = expected[key].abs().max() * 2.0 ** (-16 if key == "exp_avg" else -32)
+            bound = relative * expected[key].abs() + (0 if exact else units)
+            assert ((entry[key] - expected[key]).abs() <= bound).all()
+    second.steps(3)
+    assert second.amp.stats()["skipped"] == 0
+
+
+# steps
+
+
+@each_small
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_skip_changes_no_bit(run: Callable[..., Run], state: str, level: str) -> None:
+    trained = run(state, level=level).steps(0, 1)
+    before = trained.everything()
+    take_step(trained.amp, trained.optimizer, trained.loss(2, spoil=True))
+    assert trained.amp.stats()["skipped"] == 1
+    assert same(trained.everything(), before)
+    trained.steps(3)
+    assert not same(trained.everything(), before)
+
+
+@each_small
+def test_plans_make_no_difference(
+    run: Callable[..., Run], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tritonamp.kernels import _facts, _multi_tensor
+
+    found = []
+    for plain in (False, True):
+        monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", plain)
+        monkeypatch.setattr(_facts, "PLAIN_STEPS", plain)
+        found.append(run(state, backend="auto").steps(0, 1, 2, 3).everything())
+    assert same(*found)
+
+
+@each_small
+@pytest.mark.parametrize("how", ["amp", "torch"])
+def test_clipping(run: Callable[..., Run], state: str, how: str) -> None:
+    """As with FP32 state: the norm, and where the parameters go in one step, to a thousandth."""
+    moved, norms = [], []
+    for kind in ("fp32", state):
+        trained = run(kind)
+        before = trained.masters()
+        trained.amp.backward(trained.loss(0))
+        if how == "amp":
+            norms.append(trained.amp.clip_grad_norm_(0.01))
+        else:
+            trained.amp.unscale_()
+            norms.append(nn.utils.clip_grad_norm_(trained.amp.master_params(), 0.01))
+            shown = [p.grad for p in trained.model.parameters()]
+            assert all(g is not None and g.dtype is torch.float32 for g in shown)
+            clipped = torch.stack([g.norm() for g in shown]).norm()
+            torch.testing.assert_close(clipped, torch.full_like(clipped, 0.01), rtol=1e-3, atol=0)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        assert all(p.grad is None or p.grad.dtype is p.dtype for p in trained.model.parameters())
+        moved.append([a - b for a, b in zip(trained.masters(), before, strict=True)])
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
+    for a, b in zip(*moved, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2.0**-20)
+
+
+@each_small
+@pytest.mark.parametrize("unscales", [False, True])
+def test_two_losses_add_up(run: Callable[..., Run], state: str, unscales: bool) -> None:
+    """Also where true gradients of the first are set aside; as one backward of the sum."""
+    found = []
+    for together in (False, True):
+        trained = run(state)
+        before = trained.masters()
+        if together:
+            trained.amp.backward(trained.loss(0) + trained.loss(1))
+        else:
+            trained.amp.backward(trained.loss(0))
+            if unscales:
+                trained.amp.unscale_()
+            trained.amp.backward(trained.loss(1))
+        norm = trained.amp.clip_grad_norm_(1e6)
+        trained.optimizer.step()
+        found.append((norm, [a - b for a, b in zip(trained.masters(), before, strict=True)]))
+    # half gradients are added up in half, or true ones in FP32
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-3, atol=0)
+
+
+@each_small
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_forgets(run: Callable[..., Run], state: str, set_to_none: bool) -> None:
+    found = []
+    for spoils in (False, True):
+        trained = run(state)
+        if spoils:
+            trained.amp.backward(trained.loss(5))
+            trained.amp.unscale_()
+            trained.optimizer.zero_grad(set_to_none)
+        found.append(trained.steps(0).masters())
+    assert same(*found)
+
+
+@each_small
+def test_a_torch_amp_loop_has_the_same_bits(run: Callable[..., Run], state: str) -> None:
+    ours, theirs = run(state), run(state)
+    for seed in range(5):
+        take_step(ours.amp, ours.optimizer, ours.loss(seed, spoil=seed == 3))
+        theirs.optimizer.zero_grad()
+        with theirs.amp.autocast():
+            loss = theirs.loss(seed, spoil=seed == 3)
+        theirs.amp.scaler.scale(loss).backward()
+        theirs.amp.scaler.step(theirs.optimizer)
+        theirs.amp.scaler.update()
+        assert same(ours.everything(), theirs.everything())
+    assert ours.amp.stats()["skipped"] == 1
+
+
+@each_small
+def test_averages_are_of_fp32_values(run: Callable[..., Run], state: str) -> None:
+    trained = run(state, BF16)
+    ema = trained.amp.ema(0.5)
+    expected = trained.masters()
+    for seed in range(3):
+        trained.steps(seed)
+        ema.update()
+        expected = [0.5 * e + 0.5 * m for e, m in zip(expected, trained.masters(), strict=True)]
+    averages = ema.state_dict()
+    found = [v for v in _tensors(averages) if v.is_floating_point() and v.dim()]
+    for exact in expected:
+        near = [v for v in found if v.shape == exact.shape]
+        assert any(torch.allclose(v.float(), exact, rtol=0, atol=1e-6) for v in near)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value
+    return [t for v in values if isinstance(v, Tensor | dict | list | tuple) for t in _tensors(v)]
+
+
+# other parameters
+
+
+@each_small
+def test_a_group_may_be_added(run: Callable[..., Run], state: str, device: torch.device) -> None:
+    trained = run(state).steps(0)
+    added = nn.Linear(3, 3).to(device)
+    before = [p.detach().clone() for p in added.parameters()]
+    trained.optimizer.add_param_group({"params": list(added.parameters()), "lr": 0.1})
+    x, _ = batch(device)
+    loss = added(trained.model(x).float()).square().mean()
+    take_step(trained.amp, trained.optimizer, loss)
+    assert not same(before, [p.detach() for p in added.parameters()])
+    key = {"bf16": "exp_avg", "8bit": "moments"}[state]
+    assert all(key in trained.optimizer.state[p] for p in added.parameters())
+
+
+@each_small
+def test_frozen_then_unfrozen(
+    handles: Callable[..., Any], device: torch.device, state: str
+) -> None:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    amp = handles(model, optimizer, level="O2", state=state)
+    x, y = batch(device)
+    before = model.first.weight.detach().clone()
+    for _ in range(2):
+        take_step(amp, optimizer, nn.functional.cross_entropy(model(x).float(), y))
+    assert torch.equal(before, model.first.weight)
+    model.first.requires_grad_(True)
+    for _ in range(4):
+        take_step(amp, optimizer, nn.functional.cross_entropy(model(x).float(), y))
+    assert not torch.equal(before, model.first.weight)
+    value = dict(amp.named_master_params())["first.weight"]
+    assert value.dtype is torch.float32 and not torch.equal(value, value.half().float())
+
+
+@each_small
+@each_half
+def test_models_that_come_half(
+    handles: Callable[..., Any], device: torch.device, state: str, half: torch.dtype
+) -> None:
+    """Steps too small for their half values add up."""
+    model = nn.Linear(4, 4, bias=False).to(device, half)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    amp = handles(model, optimizer, level="O2", dtype=half, state=state)
+    for _ in range(30):
+        take_step(amp, optimizer, model(torch.ones(2, 4, device=device)).float().mean())
+    (value,) = amp.master_params()
+    assert ((1 - value) / 3e-4 - 1).abs().max() < 1 / 8
+    assert (model.weight == 1).all() == (half is BF16)
+
+
+@each_small
+def test_tied_weights(handles: Callable[..., Any], device: torch.device, state: str) -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head).to(device)
+    head.weight = embedding.weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    amp = handles(model, optimizer, level="O2", state=state)
+    ids = torch.arange(5, device=device)
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(model(ids).float(), ids)
+        losses.append(loss.item())
+        take_step(amp, optimizer, loss)
+    assert losses[-1] < 0.7 * losses[0]
+    assert embedding.weight is head.weight
+    assert len(list(amp.master_params())) == 1
+    assert len(dict(amp.named_master_params())) == 1
+
+
+@each_small
+def test_healed_and_unhealed(run: Callable[..., Run], state: str) -> None:
+    """A module whose values go to FP32 and back loses nothing, and trains meanwhile."""
+    trained = run(state).steps(0, 1)
+    before = dict((name, v.detach().clone()) for name, v in trained.amp.named_master_params())
+    trained.amp.heal("first")
+    assert trained.model.first.weight.dtype is torch.float32
+    assert torch.equal(trained.model.first.weight, before["first.weight"])
+    trained.steps(2)
+    healed = trained.model.first.weight.detach().clone()
+    assert not torch.equal(healed, before["first.weight"])
+    trained.amp.unheal("first")
+    assert trained.model.first.weight.dtype is HALF
+    after = dict(trained.amp.named_master_params())["first.weight"]
+    torch.testing.assert_close(after, healed, rtol=0, atol=2.0**-39)
+    trained.steps(3)
+    assert trained.amp.stats()["steps"] == 4
+
+
+@each_small
+@pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW"])
+def test_disabled_enabled_again(
+    run: Callable[..., Run], handles: Callable[..., Any], state: str, optimizer: str
+) -> None:
+    """After ``disable`` torch's own step goes on, on FP32 parameters and moments."""
+    trained = run(state, optimizer=optimizer).steps(0, 1)
+    masters = trained.masters()
+    moments = [e["exp_avg"].clone() for e in trained.optimizer.state_dict()["state"].values()]
+    trained.amp.disable()
+    params = list(trained.model.parameters())
+    assert same([p.detach() for p in params], masters)
+    own = [trained.optimizer.state[p] for p in params]
+    assert same([s["exp_avg"] for s in own], moments)
+    assert not any("moments" in s or "remainder" in s for s in own)
+    trained.loss(2).backward()
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    assert not same([p.detach() for p in params], masters)
+    masters = [p.detach().clone() for p in params]
+    trained.amp = handles(trained.model, trained.optimizer, level="O2", state=state)
+    for a, b in zip(trained.masters(), masters, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2.0**-39)
+    trained.steps(3)
+    assert trained.amp.stats()["skipped"] == 0
+
+
+@each_small
+def test_channels_last_after_enable(
+    handles: Callable[..., Any], device: torch.device, state: str
+) -> None:
+    """The order of memory changes; values, masters and moments go with their elements."""
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        amp = handles(model, optimizer, level="O2", state=state)
+        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device)
+        for i in range(4):
+            if changes and i == 2:
+                before = [m.detach().clone() for m in amp.master_params()]
+                moments = optimizer.state_dict()["state"]
+                model.to(memory_format=torch.channels_last)
+                assert model.weight.is_contiguous(memory_format=torch.channels_last)
+                assert same([m.detach() for m in amp.master_params()], before)
+                after = optimizer.state_dict()["state"]
+                for k in moments:
+                    assert torch.equal(moments[k]["exp_avg"], after[k]["exp_avg"])
+                    assert torch.equal(moments[k]["exp_avg_sq"], after[k]["exp_avg_sq"])
+            take_step(amp, optimizer, model(x).float().square().mean())
+        found.append([m.detach().clone() for m in amp.master_params()])
+    # random bits go by the order of memory, and convolutions add up in another order
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 2 / 4)
+
+
+# writes
+
+
+@each_state
+@pytest.mark.parametrize("named", [False, True])
+def test_writes_to_masters_count(run: Callable[..., Run], state: str, named: bool) -> None:
+    """Also after the tensor is gone; half parameters follow before the next forward."""
+    trained = run(state).steps(0)
+    values = (
+        list(dict(trained.amp.named_master_params()).values())
+        if named
+        else list(trained.amp.master_params())
+    )
+    with torch.no_grad():
+        for value in values:
+            value.mul_(0.5).add_(2.0**-12)
+    expected = [v.detach().clone() for v in values]
+    del values, value
+    gc.collect()
+    trained.model(batch(trained.device)[0])
+    assert same(trained.masters(), expected)
+    for param, right in zip(trained.model.parameters(), expected, strict=True):
+        assert torch.equal(param, right.to(param.dtype))
+    trained.steps(1)
+    for a, b in zip(trained.masters(), expected, strict=True):
+        assert 0 < (a - b).abs().max() < 0.05
+
+
+def test_a_write_to_a_master_of_before_the_step_raises(run: Callable[..., Run]) -> None:
+    trained = run("8bit").steps(0)
+    old = dict(trained.amp.named_master_params())["first.weight"]
+    trained.steps(1)
+    before = trained.masters()
+    with torch.no_grad():
+        old.add_(1.0)
+    with pytest.raises(RuntimeError, match="state='8bit' was written to after a step"):
+        trained.steps(2)
+    trained.optimizer.zero_grad()
+    assert same(trained.masters(), before)
+    trained.steps(3)
+
+
+@each_state
+def test_writes_to_half_parameters_are_seen(run: Callable[..., Run], state: str) -> None:
+    """A master is within half a unit of what was written (state="fp32": it is that, or closer)."""
+    trained = run(state).steps(0)
+    list(trained.amp.master_params())
+    weight = trained.model.first.weight
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
+        trained.model.last.weight.copy_(torch.full_like(trained.model.last.weight, 0.75))
+    named = dict(trained.amp.named_master_params())
+    assert named["first.weight"].abs().max() <= 0.1 * (1 + 2**-10)
+    ulp = 2.0**-11
+    assert (named["last.weight"] - 0.75).abs().max() <= ulp / 2
+    trained.steps(1)
+    named = dict(trained.amp.named_master_params())
+    assert (named["last.weight"] - 0.75).abs().max() < 0.02
+
+
+# copies, errors
+
+
+@each_small
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("half", [HALF, None], ids=str)
+def test_copies_of_an_optimizer(
+    device: torch.device, state: str, half: torch.dtype | None, how: Callable[[Any], Any]
+) -> None:
+    """They keep the format, and step to the same bits."""
+    torch.manual_seed(0)
+    model = Net().to(device, half or torch.float32)
+    optimizer = tritonamp.optim.AdamW(model.parameters(), lr=1e-2, state=state)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        x, y = batch(device, seed)
+        loss = nn.functional.cross_entropy(model(x.to(half or torch.float32)).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(model, optimizer, 0)
+    other_model, other = how((model, optimizer))
+    for m, o in ((model, optimizer), (other_model, other)):
+        step(m, o, 1)
+    assert same(snapshot(model, optimizer), snapshot(other_model, other))
+    assert other.state_dict(packed=True)["state"][0].keys() == (
+        optimizer.state_dict(packed=True)["state"][0].keys()
+    )
+
+
+def refused(
+    match: str, error: type[Exception], make: Callable[[list[nn.Parameter]], Any], **fields: Any
+) -> None:
+    """Nothing is changed by an ``enable`` that raises."""
+    model = Net()
+    optimizer = make(list(model.parameters()))
+    before, kind = snapshot(model, optimizer), type(optimizer)
+    with pytest.raises(error, match=match):
+        tritonamp.enable(model, optimizer, **{"level": "O2"} | fields)
+    assert same(snapshot(model, optimizer), before)
+    assert type(optimizer) is kind and type(model) is Net
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_an_unknown_format_is_refused() -> None:
+    match = r"state: expected one of 'fp32', 'bf16', '8bit', got 'fp8'"
+    refused(match, ValueError, torch.optim.AdamW, state="fp8")
+    with pytest.raises(ValueError, match=match):
+        tritonamp.optim.AdamW(Net().parameters(), state="fp8")
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "8bit"),
+        (tritonamp.optim.Lion, "8bit"),
+        (torch.optim.NAdam, "8bit"),
+        (torch.optim.NAdam, "bf16"),
+        (torch.optim.RMSprop, "bf16"),
+        (lambda p: tritonamp.optim.Muon([p[0]], adamw_params=p[1:]), "8bit"),
+        (lambda p: tritonamp.optim.Muon([p[0]], adamw_params=p[1:]), "bf16"),
+    ],
+    ids=["SGD", "Lion", "NAdam", "NAdam bf16", "RMSprop bf16", "Muon", "Muon bf16"],
+)
+def test_optimizers_that_cannot_are_refused(make: Any, state: str) -> None:
+    refused(f"state='{state}': expected an optimizer whose step can keep", ValueError, make,
+            state=state)  # fmt: skip
+
+
+def test_conflicts_are_refused() -> None:
+    refused(
+        "state='8bit': expected amsgrad=False",
+        ValueError,
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        state="8bit",
+    )
+    refused("needs FP32 values", ValueError, torch.optim.AdamW, level="O3", state="8bit")
+    refused(
+        "state='8bit': expected one format for each optimizer, got a AdamW that was built with "
+        "state='bf16'",
+        ValueError,
+        lambda p: tritonamp.optim.AdamW(p, state="bf16"),
+        state="8bit",
+    )
+    with pytest.raises(ValueError, match="state='8bit': expected an optimizer"):
+        tritonamp.optim.SGD(Net().parameters(), lr=0.1, state="8bit")
+    with pytest.raises(ValueError, match="expected amsgrad=False"):
+        tritonamp.optim.Adam(Net().parameters(), amsgrad=True, state="8bit")
+
+
+@each_small
+def test_amsgrad_that_comes_later_is_refused_or_kept(run: Callable[..., Run], state: str) -> None:
+    trained = run(state).steps(0)
+    trained.optimizer.param_groups[0]["amsgrad"] = True
+    trained.amp.backward(trained.loss(1))
+    if state == "8bit":
+        with pytest.raises((ValueError, RuntimeError), match="amsgrad"):
+            trained.optimizer.step()
+    else:
+        trained.optimizer.step()
+        entry = next(iter(trained.optimizer.state.values()))
+        assert entry["max_exp_avg_sq"].dtype is BF16
+
+
+@pytest.mark.steps
+@each_small
+def test_a_captured_step(fake_cuda: Any, handles: Callable[..., Any], state: str) -> None:
+    runs = [Run(handles, torch.device("cuda"), state) for _ in range(2)]
+    x, y = batch(torch.device("cuda"))
+
+    def step(run: Run) -> None:
+        loss = nn.functional.cross_entropy(run.model(x).float(), y)
+        take_step(run.amp, run.optimizer, loss)
+
+    captured, other = runs
+    for _ in range(2):
+        for run in runs:
+            step(run)
+    with fake_cuda.capture() as graph:
+        step(captured)
+    for _ in range(2):
+        graph.replay()
+        step(other)
+    assert same(captured.everything(), other.everything())

@@ -1,0 +1,31 @@
+"""What of one ``Amp`` is away from its device, for all who would touch it."""
+
+
+class Asleep:
+    """The parts of one ``Amp`` that are in host memory: touching them there would crash.
+
+    Attributes:
+        training: masters, optimizer state, gradients and averages are away.
+        weights: the model's parameters and buffers are away, too.
+    """
+
+    def __init__(self) -> None:
+        self.training = False
+        self.weights = False
+
+    def check_training(self) -> None:
+        """Raise RuntimeError where what training needs is away."""
+        if self.training:
+            raise RuntimeError(
+                "expected training on its device, got it asleep since amp.sleep(): masters, "
+                "optimizer state and gradients are in host memory. Call amp.wake() first"
+            )
+
+    def check_weights(self) -> None:
+        """Raise RuntimeError where the model's parameters are away."""
+        if self.weights:
+            raise RuntimeError(
+                "expected a model on its device, got one asleep since amp.sleep(weights=True): its "
+                "parameters are in host memory. Call amp.wake() first; amp.sleep() without "
+                "weights leaves them on the device"
+            )

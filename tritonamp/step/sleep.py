@@ -1,0 +1,136 @@
+"""What of one ``Amp`` leaves its device between phases of training, and comes back."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tritonamp.asleep import Asleep
+from tritonamp.nested import leaves
+from tritonamp.step.ema import EMA
+from tritonamp.step.host_memory import HostMemory
+from tritonamp.step.interrupts import Uninterrupted
+from tritonamp.step.masters import MasterWeights
+from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.stepper import Stepper
+
+
+class Sleep:
+    """Moves what training needs to host memory, and back with the same bits.
+
+    ::
+
+        FP32 masters, optimizer.state, gradients, averages   move
+        the model's parameters and buffers                   move where ``weights`` says so
+        plans of steps                                       are forgotten, and built anew
+        loss scales, decisions, records, outcomes            stay: a few bytes
+
+    Args:
+        models: the enabled models.
+        weights: optimizer to its master weights.
+        pending: the pending decisions.
+        stepper: carries them out.
+        asleep: says what is away.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        weights: Mapping[Optimizer, MasterWeights],
+        pending: PendingDecisions,
+        stepper: Stepper,
+        asleep: Asleep,
+    ) -> None:
+        self.asleep = asleep
+        self._models = models
+        self._weights = weights
+        self._pending = pending
+        self._stepper = stepper
+        self._averages: weakref.WeakSet[EMA] = weakref.WeakSet()
+        self._host: HostMemory | None = None
+
+    def add(self, average: EMA) -> EMA:
+        """Return an average, which sleeps with the rest from now on."""
+        self._averages.add(average)
+        return average
+
+    def begin(self, weights: bool) -> int:
+        """Move to host memory, and return how many bytes were moved.
+
+        Raises:
+            RuntimeError: inside of ``with scale_loss``; a CUDA graph has captured a step; or there
+                is not enough host memory. Nothing was changed then.
+        """
+        self._refuse_backward()
+        self._refuse_graphs()
+        moving = [*self._of_training(), *(self._of_models() if weights else ())]
+        plain = (t for given in moving for t in _plain(given) if _on_device(t))
+        with Uninterrupted(), torch.inference_mode(False):  # ``end`` may be called elsewhere
+            self._host = HostMemory(plain)
+            self.asleep.training, self.asleep.weights = True, weights
+        return self._host.nbytes
+
+    def end(self) -> None:
+        """Move back.
+
+        Raises:
+            RuntimeError: nothing is asleep.
+            torch.OutOfMemoryError: the device has no room; all is still asleep then.
+        """
+        if self._host is None:
+            raise RuntimeError("amp.wake(): expected a call after amp.sleep(), got one while awake")
+        with Uninterrupted(), torch.inference_mode(False):
+            self._host.put_back()
+            self._host = None
+            self.asleep.training = self.asleep.weights = False
+
+    def _refuse_backward(self) -> None:
+        if self._pending.is_in_backward:
+            raise RuntimeError(
+                "amp.sleep() inside of `with amp.scale_loss(...)`: expected a call after the "
+                "block, whose backward writes gradients"
+            )
+
+    def _refuse_graphs(self) -> None:
+        captured = {
+            "optimizer.step()": any(o.captured for o in self._stepper.outcomes.values()),
+            "amp.scaler.scale(loss)": self._stepper.has_captured_scale,
+            "ema.update()": any(average.captured for average in self._averages),
+        }
+        found = [what for what, is_so in captured.items() if is_so]
+        if found:
+            raise RuntimeError(
+                f"amp.sleep(): expected no CUDA graph, got one that has captured {found[0]}: its "
+                "replays would use memory that is gone. Enable anew, and train without graphs"
+            )
+
+    def _of_training(self) -> Iterator[Tensor]:
+        for optimizer, w in self._weights.items():
+            yield from w.memory()
+            yield from (x for x in leaves(dict(optimizer.state)) if isinstance(x, Tensor))
+        for average in self._averages:
+            yield from average.memory()
+        for model in self._models:
+            yield from (p.grad for p in model.parameters() if p.grad is not None)
+
+    def _of_models(self) -> Iterator[Tensor]:
+        for model in self._models:
+            yield from model.parameters()
+            yield from model.buffers()
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, or those that a wrapper (a DTensor, a quantised weight) is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:  # since torch 2.14 a DTensor names its mesh, too
+            yield from _plain(part) if isinstance(part, Tensor) else ()
+    else:
+        yield tensor
+
+
+def _on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.layout is torch.strided
