@@ -92,9 +92,7 @@ STUDIES = {
         _beside_fp32(HALF_DTYPES, STATES),
         {"digits": 200, "chars": 150, "GPT": 100},
     ),
-    "drift": Study(
-        _beside_fp32((torch.float16,), ("bf16", "8bit")), {"chars": 2000}, (0,), every=200
-    ),
+    "drift": Study(_beside_fp32((torch.float16,), STATES), {"chars": 2000}, (0,), every=200),
 }
 
 
