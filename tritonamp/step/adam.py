@@ -38,7 +38,7 @@ class FusedAdamRule(FusedRule):
         backend: str,
     ) -> None:
         """Run one step of the ``adamw`` operation, see ``FusedRule.update``."""
-        if lists.state == "8bit" and any(rule.amsgrad for rule in lists.rules):
+        if lists.state == "8bit" and any(getattr(r, "amsgrad", False) for r in lists.rules):
             raise ValueError(
                 "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
                 "optimizer was built or enabled: set it to False, or use state='bf16'"

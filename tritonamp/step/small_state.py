@@ -1,7 +1,7 @@
 """Optimizer state in fewer bytes: from FP32 to each of ``policy.STATES``, and back."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class _Rule(Protocol):
 
     kinds: str
     states: tuple[str, ...]
-    state_keys: Mapping[str, str]
+    state_keys: ClassVar[Mapping[str, str]]
 
 
 def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
