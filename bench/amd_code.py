@@ -36,7 +36,8 @@ def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
     found: Counter[int] = Counter()
     for opcode in opcodes:
         if re.match(rf"(global|buffer|flat)_{what}_", opcode):
-            found[WIDTHS[opcode.rpartition("_")[2]]] += 1
+            size = opcode.removesuffix("_hi").removesuffix("_d16").rpartition("_")[2]
+            found[WIDTHS[size]] += 1
     return dict(sorted(found.items()))
 
 
