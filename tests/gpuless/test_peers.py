@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def rows(tmp_path: Path, peer: str, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("peer", PEERS)
 def test_calls_of_a_peer(tmp_path: Path, peer: str) -> None:
     """At toy size: a GPU should only have to measure."""
-    pytest.importorskip(PEERS[peer], reason=f"{peer} is not installed: pip install -e .[peers]")
+    if find_spec(PEERS[peer]) is None:  # FlagGems cannot be imported where there is no GPU
+        pytest.skip(f"{peer} is not installed: pip install -e .[peers]")
     found = rows(tmp_path, peer, "--calls", "--only", TOYS)
     assert found and not [row for row in found if "reason" in row]
 

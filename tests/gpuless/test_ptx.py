@@ -540,11 +540,10 @@ def test_bfloat16_multiply_add_rounds_once() -> None:
         below, mine, above = (float(arithmetic.widened(v, "bf16")[0]) for v in near)
         distance = abs(Fraction(mine) - exactly)
         assert all(distance <= abs(Fraction(other) - exactly) for other in (below, above))
-    # 1 and half a step: to even, but up where anything is added, be it 2**-70
-    half, tiny = np.uint32(0x3B80), np.uint32(0x1C80)
-    even = computed("fma.rn.bf16", half, np.uint32(0x3F80), np.uint32(0x3F80), to="u32")
-    up = computed("fma.rn.bf16", np.uint32(0x3F81), np.uint32(0x3F81), tiny, to="u32")
-    assert even & 0xFFFF == 0x3F80 and up & 0xFFFF == 0x3F82
+    # 7 * 37 lies half-way between 258 and 260: to even, but down where 2**-40 is missing
+    for third, expected in (0, 0x4382), (0xAB80, 0x4381):
+        given = (np.uint32(x) for x in (0x40E0, 0x4214, third))
+        assert computed("fma.rn.bf16", *given, to="u32") & 0xFFFF == expected
 
 
 @pytest.mark.parametrize("opcode", ["mul.bf16x2", "add.f16x2", "fma.rn.f16x2", "fma.rn.bf16x2"])
