@@ -1,5 +1,6 @@
 """The emulator on PTX written by hand: its arithmetic, what it finds, what it counts."""
 
+import bisect
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -132,6 +133,7 @@ def single(x: float) -> np.float32:
         ("abs.f32", (0x80000001,), 1),
         ("add.f16x2", (0x3C007BFF, 0x3C017BFF), 0x40007C00),  # ties to even; infinite
         ("mul.bf16x2", (0x3F814000, 0x3F814000), 0x3F824080),
+        ("fma.rn.f16x2", (0x3E003E00, 0x3C013C01, 0x00018001), 0x3E023E01),  # no tie
         ("max.f32", (0x80000000, 0x00000000), 0x00000000),  # -0 and +0
         ("min.f32", (0x80000000, 0x00000000), 0x80000000),
         ("max.f32", (0x7FC00000, 0x3F800000), 0x3F800000),
@@ -178,6 +180,32 @@ def test_fused_multiply_add_rounds_once() -> None:
     ]
     assert np.array_equal(arithmetic.fma32(a, b, c), np.array(expected))
     assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+def test_fused_multiply_add_of_halves_rounds_once(dtype: torch.dtype) -> None:
+    """Also where the sum, rounded to FP32, lies half-way between two halves."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    a, b, c = every[torch.randint(len(every), (3, 500), generator=torch.manual_seed(0))]
+    a[:2], b[:2] = 1.5, 1 + torch.finfo(dtype).eps  # half-way, but for c
+    c[:2] = torch.tensor([1.0, -1.0]) * torch.finfo(dtype).smallest_normal
+    kind = "f16" if dtype is torch.float16 else "bf16"
+    with np.errstate(over="ignore"):
+        bits = arithmetic.fma16(a.float().numpy(), b.float().numpy(), c.float().numpy(), kind)
+    found = torch.from_numpy(bits.view(np.int16)).view(dtype).tolist()
+    values, largest = sorted({*every.tolist()}), torch.finfo(dtype).max
+    step = Fraction(largest) - Fraction(values[-2])
+    even = {x for x in every[every.view(torch.int16) & 1 == 0].tolist()}
+    for x, y, z, got in zip(a.tolist(), b.tolist(), c.tolist(), found, strict=True):
+        right = Fraction(x) * Fraction(y) + Fraction(z)
+        if abs(right) >= largest + step / 2:
+            assert got == math.copysign(math.inf, right)
+            continue
+        at = bisect.bisect(values, right)
+        near = values[max(at - 1, 0) : at + 1]
+        assert got == min(near, key=lambda v: (abs(Fraction(v) - right), v not in even))
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize(

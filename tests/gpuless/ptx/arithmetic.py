@@ -50,12 +50,30 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     bits = total.view(np.int64)
     halfway = (bits & 0x1FFFFFFF) == 0x10000000
     if (halfway | (np.abs(total) < MIN_NORMAL)).any():
-        part = total - product
-        error = (product - (total - part)) + (c - part)
-        inexact = (error != 0) & np.isfinite(total) & (bits & 1 == 0) & (total != 0)
-        towards = np.where((error > 0) == (total > 0), 1, -1)
-        total = np.where(inexact, bits + towards, bits).view(np.float64)
+        total = _sum_to_odd(product, c)
     return total.astype(np.float32)
+
+
+def _sum_to_odd(a: Array, b: Array) -> Array:
+    """Return a + b in FP64, to the odd one of two neighbours: rounding that again is as once."""
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    bits = total.view(np.int64)
+    inexact = (error != 0) & np.isfinite(total) & (bits & 1 == 0) & (total != 0)
+    towards = np.where((error > 0) == (total > 0), 1, -1)
+    return np.where(inexact, bits + towards, bits).view(np.float64)
+
+
+def fma16(a: Array, b: Array, c: Array, kind: str) -> Array:
+    """Return a * b + c as the bits of "f16" or "bf16", rounded once; given are halves in FP32."""
+    total = _sum_to_odd(np.multiply(a, b, dtype=np.float64), c.astype(np.float64))
+    if kind == "f16":
+        return np.where(np.isnan(total), NAN16, total.astype(np.float16).view(np.uint16))
+    near = total.astype(np.float32)
+    beyond = np.where(total > near, np.float32(np.inf), np.float32(-np.inf))
+    even = (near != total) & (near.view(np.uint32) & 1 == 0)
+    return bf16_bits(np.where(even, np.nextafter(near, beyond), near))
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:

@@ -73,15 +73,16 @@ def _of_halves(opcode: Opcode) -> Value:
     """One or two in a register; by way of FP32, which is as good except for fma."""
     kind, of = opcode[0], opcode[-1]
     allow(opcode, "rn")
-    if kind not in ("add", "sub", "mul"):
+    if kind not in ("add", "sub", "mul", "fma"):
         raise Unsupported(".".join(opcode))
     one, bits = of.removesuffix("x2"), a.bf16_bits if of.startswith("bf16") else a.f16_bits
 
     def halves(*given: Array) -> Array:
-        wide = (a.widened(np.ascontiguousarray(x).view(np.uint16), one) for x in given)
-        return bits(PLAIN[kind](*wide)).view(np.uint32 if of.endswith("x2") else np.uint16)
+        wide = [a.widened(np.ascontiguousarray(x).view(np.uint16), one) for x in given]
+        found = a.fma16(*wide, one) if kind == "fma" else bits(PLAIN[kind](*wide))
+        return found.view(np.uint32 if of.endswith("x2") else np.uint16)
 
-    return Value(halves, (of, of))
+    return Value(halves, (of,) * (3 if kind == "fma" else 2))
 
 
 def _of_half_and_single(opcode: Opcode) -> Value:
