@@ -19,7 +19,7 @@ from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
-from tritonamp.step.small_state import REMAINDER, check_state, fp32_state_dict
+from tritonamp.step.small_state import REMAINDER, check_state, fp32_state_dict, in_fp32
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
@@ -166,6 +166,8 @@ class _Fused:
     def _master(self, param: Tensor) -> Tensor:
         """Return the FP32 master of a half parameter; the state has it as ``master_param``."""
         state = self.state[param]
+        if REMAINDER in state:  # loaded from an optimizer of state "8bit"
+            state = self.state[param] = in_fp32(state, self.fused_rule, param)
         # half itself if it has been through a torch optimizer
         state["master_param"] = state.get("master_param", param.detach()).float()
         return self._fp32_values.adopt(param, state["master_param"])

@@ -685,3 +685,36 @@ def test_a_captured_step(fake_cuda: Any, handles: Callable[..., Any], state: str
         graph.replay()
         step(other)
     assert same(captured.everything(), other.everything())
+
+
+@pytest.mark.parametrize("loading", STATES)
+@pytest.mark.parametrize("saved", STATES)
+def test_packed_states_load_into_each_format(saved: str, loading: str, half: Any = BF16) -> None:
+    """Masters come exactly, also where they were the lower bits of half parameters."""
+
+    def built(state: str) -> tuple[nn.Linear, tritonamp.optim.AdamW]:
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5).to(half)
+        return model, tritonamp.optim.AdamW(model.parameters(), lr=1e-3, state=state)
+
+    def step(model: nn.Linear, optimizer: tritonamp.optim.AdamW, seed: int) -> None:
+        x = torch.randn(4, 7, generator=torch.manual_seed(seed)).to(half)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = built(saved)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    other, loaded = built(loading)
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict(packed=True)))
+    for each, of in (model, optimizer), (other, loaded):
+        step(each, of, 3)
+    found, expected = (o.state_dict()["state"][0] for o in (loaded, optimizer))
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(
+        found["master_param"], expected["master_param"], rtol=0, atol=1e-3 / 2
+    )
+    if saved == loading:
+        assert torch.equal(found["master_param"], expected["master_param"])
