@@ -278,8 +278,8 @@ def cut(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the half values of FP32 masters, and int16 remainders: ``join`` gives them back.
 
     Exact in bfloat16 for all finite values that round to finite ones. Exact in float16 from 2^-14
-    to 65504 in magnitude; smaller ones are off by 2^-40 at most. The half value of bfloat16 is the
-    nearest, ties away from 0; of float16 the nearest, ties to even.
+    to 65504 in magnitude; smaller ones are off by 2^-40 (1 + 2^-24) at most, and -0 becomes 0. The
+    half value of bfloat16 is the nearest, ties away from 0; of float16 the nearest, ties to even.
     """
     bits = x.view(torch.int32)
     if half_dtype is torch.bfloat16:

@@ -356,6 +356,20 @@ def test_half_values_that_stay_are_counted(
         assert lost.tolist() == [[stay, 5000]], "a skip leaves it"
 
 
+def test_weight_decay_alone_moves_masters(device: torch.device, backend: str) -> None:
+    rule = AdamRule(2.0**-14, 0.9, 0.999, 1e-12, 1.0, True, False, False)
+    state = State(device, HALF, [rule], [(1003,)], steps=0.0)
+    for name in ("params", "remainders", "moments", "steps", "grads"):
+        setattr(state, name, getattr(state, name)[:1])
+    state.groups = [0]
+    state.params[0].fill_(1.0), state.remainders[0].zero_(), state.moments[0].zero_()
+    state.grads[0].zero_()
+    lists = state.step(backend, lost=True)
+    (lost,) = lists.tensors.memory.all_kept("lost", 1)
+    assert lost.tolist() == [[1003, 1003]]
+    assert (state.masters()[0] == 1.0 - 2.0**-14).all()
+
+
 def test_half_values_add_up_steps_that_they_cannot_hold(device: torch.device, backend: str) -> None:
     """100 steps of 2^-14, a quarter of float16's ulp below 1."""
     rule = AdamRule(2.0**-14, 0.9, 0.999, 1e-12, 0.0, True, False, False)

@@ -689,16 +689,16 @@ def test_a_captured_step(fake_cuda: Any, handles: Callable[..., Any], state: str
 
 @pytest.mark.parametrize("loading", STATES)
 @pytest.mark.parametrize("saved", STATES)
-def test_packed_states_load_into_each_format(saved: str, loading: str, half: Any = BF16) -> None:
+def test_packed_states_load_into_each_format(saved: str, loading: str) -> None:
     """Masters come exactly, also where they were the lower bits of half parameters."""
 
     def built(state: str) -> tuple[nn.Linear, tritonamp.optim.AdamW]:
         torch.manual_seed(0)
-        model = nn.Linear(7, 5).to(half)
+        model = nn.Linear(7, 5).to(BF16)
         return model, tritonamp.optim.AdamW(model.parameters(), lr=1e-3, state=state)
 
     def step(model: nn.Linear, optimizer: tritonamp.optim.AdamW, seed: int) -> None:
-        x = torch.randn(4, 7, generator=torch.manual_seed(seed)).to(half)
+        x = torch.randn(4, 7, generator=torch.manual_seed(seed)).to(BF16)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -22,8 +22,8 @@ class PackedValue:
 
     ``get`` makes an FP32 tensor. What is written into it counts at the next ``settle``, which comes
     before each forward, step and save; after a step it is out of date, and a write to it raises.
-    Somebody else may write to the half tensor, too: the 16 bits stay, less than half a unit in the
-    last place of what was written.
+    Somebody else may write to the half tensor, too: the 16 bits stay, at most half a unit in the
+    last place of what was written (a whole one below a power of two).
 
     Args:
         half: float16 or bfloat16; its rounding of ties may change by one unit (bfloat16).
