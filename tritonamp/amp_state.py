@@ -5,6 +5,7 @@ import re
 from typing import Any, NamedTuple
 
 from tritonamp.diagnosis.log import COUNTS
+from tritonamp.kernels.outliers import WINDOW
 from tritonamp.policy import STATES
 from tritonamp.scaler import GradScaler
 
@@ -65,8 +66,8 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
         scaler: gives what apex does not save.
 
     Raises:
-        ValueError: other keys (listed), numbers that no scaler has, or a loss scale that the policy
-            does not have.
+        ValueError: other keys (listed), numbers that no scaler has, windows of outliers of another
+            length, or a loss scale that the policy does not have.
     """
     state = _parse(state_dict, loss_scale, scaler)
     for loss_id, scaler_state in (state.scalers or {}).items():
@@ -74,6 +75,13 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
         if not (isinstance(scale, (int, float)) and math.isfinite(scale)):
             raise ValueError(
                 f"amp.load_state_dict: expected finite scales, got {scale!r} for loss_id {loss_id}"
+            )
+    for loss_id, window in state.outliers.items():
+        if not isinstance(window, (list, tuple)) or len(window) != WINDOW:
+            got = len(window) if isinstance(window, (list, tuple)) else type(window).__name__
+            raise ValueError(
+                f"amp.load_state_dict: expected {WINDOW} numbers in a window of outliers, got "
+                f"{got} for loss_id {loss_id}: leave 'outliers' out, and they are counted anew"
             )
     if state.loss_scale == loss_scale:
         return state

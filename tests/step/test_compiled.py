@@ -311,3 +311,39 @@ def test_a_call_between_graphs_has_no_frame_of_its_own() -> None:
         """Do nothing."""
 
     assert between_graphs(function) is function
+
+
+def weights_of_a_step(
+    compiled: Callable[..., Any], optimizer_of: Any, **fields: Any
+) -> list[Tensor]:
+    """Return the FP32 values that a step, compiled as a whole, has trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+    optimizer = optimizer_of(model.parameters())
+    with tritonamp.enable(model, optimizer, level="O2", **fields) as amp:
+
+        @compiled
+        def step(x: Tensor, factor: Tensor) -> None:
+            optimizer.zero_grad()
+            amp.backward(model(x).square().mean() * factor)
+            optimizer.step()
+
+        for number in range(4):  # the third overflows
+            step(torch.randn(8, 6), torch.tensor(TOO_LARGE if number == 2 else 1.0))
+        assert amp.stats()["skipped"] == 1
+        return [p.detach().clone() for p in amp.master_params()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    [
+        (functools.partial(tritonamp.optim.Muon, lr=0.01), {}),
+        (functools.partial(torch.optim.AdamW, lr=0.01), {"state": "bf16"}),
+        (functools.partial(torch.optim.AdamW, lr=0.01), {"state": "8bit"}),
+    ],
+    ids=["Muon", "bf16", "8bit"],
+)
+def test_optimizers_in_a_compiled_step(optimizer: Any, fields: dict[str, str]) -> None:
+    compiled = functools.partial(torch.compile, backend="eager")
+    weights = weights_of_a_step(compiled, optimizer, **fields)
+    assert same(weights, weights_of_a_step(lambda step: step, optimizer, **fields))

@@ -117,6 +117,18 @@ def test_a_resume_carries_the_window(start: Callable[..., Run]) -> None:
     assert resumed.amp.state_dict()["outliers"] == run.amp.state_dict()["outliers"]
 
 
+@pytest.mark.parametrize(("window", "got"), [([0.0] * 3, "3"), (1.0, "float"), ([], "0")])
+def test_a_window_of_another_length_is_refused(
+    start: Callable[..., Run], window: Any, got: str
+) -> None:
+    run = start()
+    run.steps(2)
+    before = run.amp.state_dict()
+    with pytest.raises(ValueError, match=f"numbers in a window of outliers, got {got} for loss_id"):
+        run.amp.load_state_dict({**before, "outliers": {"0": window}})
+    assert run.amp.state_dict() == before
+
+
 def test_micro_batches_are_one_value(start: Callable[..., Run]) -> None:
     run = start()
     for step in range(66):
