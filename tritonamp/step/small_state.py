@@ -150,7 +150,7 @@ def fp32_state_dict(
     state_dict: dict[str, Any], optimizer: Optimizer, rule: _Rule | None
 ) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with FP32 moments, which every format loads."""
-    if rule is None:
+    if rule is None or not {"state", "param_groups"} <= state_dict.keys():  # a format of its own
         return state_dict
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]

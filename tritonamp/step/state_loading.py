@@ -174,11 +174,11 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
         optimizer: the optimizer after ``disable``.
         fp32_values: half parameter to the FP32 value that it was rounded from.
     """
+    rule = rule_of(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = _replaced(optimizer, param)
-            rule = rule_of(optimizer)
-            if rule is not None:
+            if rule is not None and state:
                 state = optimizer.state[param] = in_fp32(state, rule, param)
             step = state.get("step")
             if isinstance(step, Tensor) and not (group.get("fused") or group.get("capturable")):
