@@ -56,7 +56,7 @@ def _check_model(model: nn.Module) -> None:
             "the original module"
         )
     for name, module in model.named_modules():
-        if "_tritonamp" in vars(module):
+        if "_tritonamp_context" in vars(module):
             where = f"its submodule {name!r}" if name else "it"
             raise ValueError(
                 f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "

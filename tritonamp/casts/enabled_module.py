@@ -23,15 +23,16 @@ from tritonamp.watched.frames import Role, plays
 class _WithForward(Swapped):
     """A module whose forward is run by ``_run``; one that was set on the instance counts, too."""
 
-    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp",)
+    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp_context",)
     _set_aside = ("forward", "_tritonamp_forward")
     _tritonamp_forward: Any = None
+    _tritonamp_context: EnabledContext
     _run: Callable[..., Any]
 
     @property
     def _tritonamp(self) -> EnabledContext:
         """What the module knows; raises RuntimeError while its weights are asleep."""
-        context: EnabledContext = self.__dict__["_tritonamp"]
+        context = self._tritonamp_context
         context.fp32_values.asleep.check_weights()
         return context
 
@@ -207,7 +208,7 @@ class EnabledModule(_WithForward):
     """
 
     _belongings: ClassVar[tuple[str, ...]] = (
-        "_tritonamp",
+        "_tritonamp_context",
         "_tritonamp_saved",
         "_tritonamp_inputs",
         "_tritonamp_fp32",
