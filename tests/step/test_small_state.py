@@ -96,7 +96,7 @@ def run(handles: Callable[..., Any], device: torch.device) -> Callable[..., Run]
 # training
 
 
-@pytest.mark.steps
+@pytest.mark.long  # in an emulator
 @each_small
 @each_half
 @pytest.mark.parametrize("level", ["O1", "O2"])
