@@ -95,7 +95,6 @@ class _Fused:
         stepped_on = [
             value(p) if p.grad is not None and p.dtype in HALF_DTYPES else p for p in all_params
         ]
-        self._fp32_values.settle_packed()
         grads = [None if p.grad is None else self._dense(p.grad) for p in all_params]
         fused, memory = self._fused
         gradients = Gradients.of(memory, stepped_on, grads, all_params, known_as=all_params)

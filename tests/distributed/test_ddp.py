@@ -82,6 +82,7 @@ def enabled_and_wrapped(
     stepper = OPTIMIZERS[optimizer](net.parameters())
     hook = options.pop("hook", None)
     fields = {"level": level, "on_nonfinite": on_nonfinite}
+    fields |= {"state": options.pop("state")} if "state" in options else {}
     if order == "before":
         amp = tritonamp.enable(
             net, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields
@@ -420,6 +421,38 @@ def test_all_ranks_heal_what_one_has_found(pair: Pair, order: str) -> None:
 
 
 # Wrapping and unwrapping
+
+
+@on_ranks
+def small_state(order: str, state: str) -> dict[str, Any]:
+    """Train from different seeds, and save; what each rank has at the end."""
+    rank, losses = dist.get_rank(), []
+    model, net, stepper, amp = enabled_and_wrapped(order, "AdamW", "O2", seed=rank, state=state)
+    for x in batches():
+        loss = loss_of(model(x.chunk(RANKS)[rank]))
+        losses.append(float(loss.detach()))
+        amp.backward(loss)
+        stepper.step()
+        stepper.zero_grad()
+    values = [v for s in stepper.state.values() for v in s.values() if isinstance(v, Tensor)]
+    kinds = sorted({str(v.dtype) for v in values if v.dim()})
+    packed = stepper.state_dict(packed=True)["state"].values()
+    state_of = [v.double().tolist() for s in packed for v in s.values() if isinstance(v, Tensor)]
+    masters = [m.detach().double().flatten().tolist() for _, m in amp.named_master_params()]
+    halves = [p.detach().double().flatten().tolist() for p in net.parameters()]
+    amp.disable()
+    return {"losses": losses, "kinds": kinds, "same": [state_of, masters, halves]}
+
+
+@pytest.mark.parametrize(("state", "kind"), [("bf16", "torch.bfloat16"), ("8bit", "torch.uint8")])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_small_state_is_alike_on_all_ranks(pair: Pair, order: str, state: str, kind: str) -> None:
+    first, second = small_state(pair, order=order, state=state)
+    assert first["same"] == second["same"]
+    assert first["kinds"] == second["kinds"] == [kind]
+    masters, halves = first["same"][1:]
+    assert masters != halves
+    assert sum(first["losses"][-2:]) < sum(first["losses"][:2])
 
 
 @on_ranks

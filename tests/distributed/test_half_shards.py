@@ -76,7 +76,9 @@ def whole(tensor: Any) -> list[float]:
 
 def enabled(model: nn.Module, **options: Any) -> tuple[tritonamp.Amp, torch.optim.Optimizer]:
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+    if "state" in options:
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
     scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
     return tritonamp.enable(model, optimizer, scaler=scaler, **options), optimizer
 
@@ -312,15 +314,15 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
 
 
 @on_ranks
-def saved(path: str, first: str | None, then: str | None) -> list[Any]:
+def saved(path: str, first: str | None, then: str | None, **options: str) -> list[Any]:
     """Trains a model loaded in ``first``, saves; goes on, and from the file in ``then``."""
     model = sharded(net(first))
-    amp, optimizer = enabled(model, level="O2")
+    amp, optimizer = enabled(model, level="O2", **options)
     train(model, amp, optimizer, part)
     tritonamp.save_sharded(path, model=model, optimizer=optimizer, amp=amp)
     before = everything(model, optimizer)
     again = sharded(net(then, seed=1))
-    amp_again, optimizer_again = enabled(again, level="O2")
+    amp_again, optimizer_again = enabled(again, level="O2", **options)
     tritonamp.load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again)
     loaded = everything(again, optimizer_again)
     train(model, amp, optimizer, part)
@@ -332,12 +334,18 @@ def saved(path: str, first: str | None, then: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("float16", "float16"), ("float16", None), (None, "float16")]
+    ("first", "then", "options"),
+    [
+        ("float16", "float16", {}),
+        ("float16", None, {}),
+        (None, "float16", {}),
+        ("float16", "float16", {"state": "bf16"}),
+    ],
 )
 def test_resumes_bit_for_bit(
-    pair: Pair, tmp_path: Path, first: str | None, then: str | None
+    pair: Pair, tmp_path: Path, first: str | None, then: str | None, options: dict[str, str]
 ) -> None:
-    answers = saved(pair, path=str(tmp_path / "run"), first=first, then=then)
+    answers = saved(pair, path=str(tmp_path / "run"), first=first, then=then, **options)
     assert answers[0] == answers[1]
     before, loaded, continued, resumed = answers[0]
     assert loaded == before
@@ -366,6 +374,8 @@ def refused(what: str) -> str:
         options["fp32_modules"] = ["3"]
     elif what == "O3":
         options["level"] = "O3"
+    elif what == "8bit":
+        options["state"] = "8bit"
     model = sharded(model)
     before = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
     try:
@@ -402,6 +412,7 @@ REFUSED = {
     "added": "1 half parameter(s) under FSDP2 require gradients since tritonamp.enable",
     "fp32_modules": "fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16: call "
     "fully_shard on it first",
+    "8bit": "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, DTensor)",
     "O3": "level: expected one with FP32 masters for sharded parameters",
 }
 

@@ -22,6 +22,7 @@ from tritonamp.step.host_memory import HostMemory
 ADAMW, SGD, LION = torch.optim.AdamW, torch.optim.SGD, tritonamp.optim.Lion
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: ADAMW(params, lr=0.05),
+    "8bit": lambda params: ADAMW(params, lr=0.05),
     "SGD": lambda params: SGD(params, lr=0.05, momentum=0.9),
     "Muon": lambda params: tritonamp.optim.Muon(params, lr=0.05),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),  # steps by itself
@@ -61,6 +62,7 @@ class Run:
         norm = list(self.model.norm.parameters())
         matrices = [self.model.first.weight, self.model.last.weight]
         self.optimizers = [KINDS[kind](matrices), ADAMW(norm, lr=0.01)]
+        options |= {"state": "8bit"} if kind == "8bit" else {}
         scaler = tritonamp.GradScaler(init_scale=8.0, growth_interval=3) if level != "O3" else None
         self.amp = tritonamp.enable(
             self.model, self.optimizers, level=level, scaler=scaler, **options
@@ -113,7 +115,11 @@ def sleeps(run: Run, weights: bool) -> None:
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
     ("level", "kind"),
-    [("O2", "AdamW"), ("O1", "SGD"), ("O2", "Muon"), ("O2", "Adagrad"), *more([("O3", "SGD")])],
+    [
+        *[("O2", kind) for kind in ("AdamW", "Muon", "Adagrad", "8bit")],
+        ("O1", "SGD"),
+        *more([("O3", "SGD")]),
+    ],
 )
 def test_training_goes_on_with_the_same_bits(
     cuda: torch.device, level: str, kind: str, weights: bool
@@ -443,3 +449,30 @@ def test_host_memory(device: torch.device, block: int, monkeypatch: pytest.Monke
     memory.put_back()
     assert all(torch.equal(t.cpu(), b) for t, b in zip(tensors, before, strict=True))
     assert [t._version for t in tensors] == versions
+
+
+def test_packed_masters_leave_the_device(cuda: torch.device) -> None:
+    """With what somebody has written into FP32 tensors of theirs, which are given up."""
+    run = Run(cuda, kind="8bit")
+    run.step()
+    masters = list(run.amp.master_params())
+    with torch.no_grad():
+        masters[0].zero_()
+    run.amp.backward(run.loss())
+    shapes = [p.numel() for p in (run.model.first.weight, run.model.last.weight)]
+    remainders = sum(2 * -(-n // 128) * 128 for n in shapes)
+    grads = on_device(p.grad for p in run.model.parameters() if p.grad is not None)
+    state = [x for o in run.optimizers for s in o.state.values() for x in s.values()]
+    state = [x for x in state if isinstance(x, Tensor)]
+    expected = remainders + grads + on_device([*state, *run.ema.state_dict().values()])
+    del state
+    before = storage_bytes("cuda")
+    lent = on_device(masters[:2])
+    del masters
+    moved = run.amp.sleep()
+    assert expected <= moved <= expected + SMALL
+    assert before - storage_bytes("cuda") >= moved + lent
+    run.amp.wake()
+    assert not run.model.first.weight.any()
+    run.finish()
+    run.amp.disable()

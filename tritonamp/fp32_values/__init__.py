@@ -56,7 +56,11 @@ class Fp32Values:
             self.add(half, torch.empty(0))  # where others have theirs
 
     def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the lower 16 bits of each packed value, and the tensor itself of others."""
+        """Return the lower 16 bits of each packed value, and the tensor itself of others.
+
+        What somebody has written into FP32 tensors until now counts.
+        """
+        self.settle_packed()
         packed = self._packed
         return [packed[param].remainder() if param in packed else param for param in params]
 
@@ -83,6 +87,13 @@ class Fp32Values:
         if not known or not isinstance(half, torch.nn.Parameter):
             self._update(i)
         return self._values[i]
+
+    def read(self, half: Tensor) -> Tensor:
+        """Return the FP32 value, for a reader who drops it at once: a packed one is not kept."""
+        if half in self._packed:
+            self.asleep.check_training()
+            return self._packed[half].read()
+        return self.get(half)
 
     def refresh(self, indices: Sequence[int]) -> bool:
         """Bring the FP32 values of these half tensors up to date in place.

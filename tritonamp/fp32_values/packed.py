@@ -76,17 +76,25 @@ class PackedValue:
         return self._remainder
 
     @torch.no_grad()
-    def get(self) -> Tensor:
-        """Return the FP32 value; until the next step always the same tensor."""
+    def read(self) -> Tensor:
+        """Return the FP32 value in a tensor that nobody writes to, and that nothing here keeps."""
         self.settle()
         half = self.half.detach()
         if half.dtype not in HALF_DTYPES:
             return half
         value = join(in_order_of_memory(half), self.remainder()[: half.numel()])
+        return in_memory_of(half, value)
+
+    @torch.no_grad()
+    def get(self) -> Tensor:
+        """Return the FP32 value to read and write; until the next step always the same tensor."""
+        value = self.read()
+        if self.half.dtype not in HALF_DTYPES:
+            return value
         if self._view is None:
-            self._view = in_memory_of(half, value)
+            self._view = value
         else:  # a CUDA graph that ran again is no write that torch counts
-            self._view.copy_(in_memory_of(half, value))
+            self._view.copy_(value)
         self._agree()
         return self._view
 
@@ -141,9 +149,10 @@ class PackedValue:
         if view is not None and view._version != self._stale[1]:
             self._stale = None
             raise RuntimeError(
-                "an FP32 value of state='8bit' was written to after a step: expected a tensor from "
-                "amp.master_params() or amp.named_master_params() after that step, got an earlier "
-                "one, whose values nobody reads any more: ask for it again, then write"
+                "an FP32 value of state='8bit' was written to after a step (or amp.sleep()): "
+                "expected a tensor from amp.master_params() or amp.named_master_params() after "
+                "that, got an earlier one, whose values nobody reads any more: ask for it again, "
+                "then write"
             )
         if view is None:
             self._stale = None

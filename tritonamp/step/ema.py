@@ -111,7 +111,7 @@ class EMA:
 
     def _averaged(self, w: MasterWeights) -> dict[Tensor, Tensor]:
         """Return parameter to FP32 value, for parameters that train or have trained."""
-        values = dict(w.fp32_values())
+        values = dict(w.fp32_values(lends=False))
         return {p: values[p] for p in w.parameters() if p.requires_grad or p in self._averages}
 
     def _averages_of(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -128,7 +128,7 @@ class EMA:
     def _value(self, param: Tensor) -> Tensor:
         """Return the FP32 (or FP64) value of ``param``, on the device of ``param``."""
         half = param.dtype in HALF_DTYPES and param in self._fp32_values
-        value = self._fp32_values.get(param) if half else param
+        value = self._fp32_values.read(param) if half else param
         return value.detach().to(param.device, torch.promote_types(param.dtype, torch.float32))
 
     def _found_inf(self) -> Tensor | None:

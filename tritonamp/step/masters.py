@@ -181,14 +181,16 @@ class MasterWeights:
         """Return the lower 16 bits of packed values, and the tensor itself of other parameters."""
         return self._fp32_values.remainders(params)
 
-    def fp32_values(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def fp32_values(self, *, lends: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter of the model and its FP32 value, itself where it has no other.
 
-        A write to a value counts, until the next step.
+        Args:
+            lends: a write to a value counts, until the next step; False: values are only read, and
+                those of packed parameters take no memory longer than the reader holds them.
         """
-        packed = set(self._packed)
+        packed, value = set(self._packed), self._view if lends else self._fp32_values.read
         for param, master, _ in self.with_groups():
-            yield param, self._view(param) if param in packed else master
+            yield param, value(param) if param in packed else master
 
     def _view(self, param: Tensor) -> Tensor:
         """Return the FP32 value of a packed parameter, with its true gradient if that is known."""
@@ -300,6 +302,7 @@ class MasterWeights:
             grads = master.grad, param.grad, self._set_aside.get(master)
             yield from (grad for grad in grads if grad is not None)
         lower = self.remainders(self._packed)
+        self._fp32_values.release_packed()
         yield from (r for r, param in zip(lower, self._packed, strict=True) if r is not param)
         yield from self._shown.hidden()
         for memory in (self._memory, *self._statistics.values()):

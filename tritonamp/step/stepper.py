@@ -378,7 +378,7 @@ class Stepper:
         rule = rule_of(optimizer)
         if rule is None or "state" not in plain:
             return plain
-        values = dict(self._weights[optimizer].fp32_values())
+        values = dict(self._weights[optimizer].fp32_values(lends=False))
         masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
         groups = [
             {**group, "params": [masters.get(p, p) for p in group["params"]]}
