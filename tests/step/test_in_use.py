@@ -523,8 +523,11 @@ def test_no_step_waits_for_the_device(cuda: torch.device) -> None:
     run.amp.disable()
 
 
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_updates_that_do_nothing_are_told_by_group(device: torch.device, backend: str) -> None:
+def test_updates_that_do_nothing_are_told_by_group(
+    device: torch.device, backend: str, state: str
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8)).to(device)
     groups = [
@@ -532,7 +535,8 @@ def test_updates_that_do_nothing_are_told_by_group(device: torch.device, backend
         for m, lr in zip(model, (1e-7, 1e-7, 1e-2), strict=True)
     ]
     optimizer = torch.optim.AdamW(groups)
-    amp = tritonamp.enable(model, optimizer, level="O2", backend=backend, track_lost_updates=True)
+    fields = {"backend": backend, "track_lost_updates": True, "state": state}
+    amp = tritonamp.enable(model, optimizer, level="O2", **fields)
     amp.backward(model(torch.randn(4, 16, device=device)).square().mean())
     optimizer.step()
     first, norm, last = amp.stats()["lost_updates"]

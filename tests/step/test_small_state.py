@@ -158,6 +158,38 @@ def test_bytes_a_parameter(handles: Callable[..., Any], state: str, due: float) 
     assert due <= found <= 1.01 * due
 
 
+def test_averages_keep_no_fp32_values(handles: Callable[..., Any]) -> None:
+    """What ``update`` reads is gone afterwards: the next step would have to hold it."""
+    model = nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = handles(model, optimizer, level="O2", dtype=BF16, state="8bit")
+    ema = amp.ema(0.5)
+    take_step(amp, optimizer, model(torch.ones(1, 1024)).float().mean())
+    ema.update()
+    gc.collect()
+    before = storage_bytes()
+    ema.update()
+    gc.collect()
+    assert storage_bytes() == before
+    masters = list(amp.master_params())
+    assert storage_bytes() == before + 4 * masters[0].numel()
+
+
+@pytest.mark.parametrize("bits", [0x3F808000, 0x3F818000, 0x3F818001, 0xBF808000])
+def test_ties_between_bfloat16_numbers_are_loaded(handles: Callable[..., Any], bits: int) -> None:
+    """A half value of "8bit" is rounded away from 0 there, what a loader writes to the even one."""
+    signed = bits - (1 << 32) if bits >> 31 else bits
+    value = torch.tensor([signed] * 6, dtype=torch.int32).view(torch.float32).view(2, 3)
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = handles(model, optimizer, level="O2", dtype=BF16, state="8bit")
+    model.load_state_dict({"weight": value})
+    assert torch.equal(model.state_dict()["weight"], value)
+    assert torch.equal(dict(amp.named_master_params())["weight"], value)
+    model(torch.ones(1, 3))
+    assert torch.equal(dict(amp.named_master_params())["weight"], value)
+
+
 # resuming
 
 
