@@ -104,7 +104,7 @@ class UpdateLists:
     def run(
         self,
         operation: Implementations,
-        on_cpu: Callable[["UpdateLists", Tensor | None, Tensor | None], None],
+        on_cpu: Callable[["UpdateLists", Tensor | None, Tensor | None], None] | None,
         backend: str,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
@@ -113,13 +113,14 @@ class UpdateLists:
 
         Args:
             operation: kernel and twin.
-            on_cpu: the faster form; it takes these lists, ``grad_scale`` and ``found_inf``.
+            on_cpu: the faster form; it takes these lists, ``grad_scale`` and ``found_inf``. None:
+                there is none.
             backend: "auto", "triton" or "eager".
             grad_scale: 0-d factor on the gradients, or None: 1.
             found_inf: 0-d, not 0: skip; None: as 0.
         """
         uses_triton = self.tensors.uses_triton(backend, operation)
-        if self.state == "fp32" and not uses_triton and self._is_in_main_memory(found_inf):
+        if on_cpu is not None and not uses_triton and self._is_in_main_memory(found_inf):
             on_cpu(self, grad_scale, found_inf)
         else:
             operation.run(backend, uses_triton, self, grad_scale, found_inf)

@@ -246,7 +246,8 @@ def adamw(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    lists.run(ADAMW, adamw_on_cpu, backend, grad_scale, found_inf)
+    on_cpu = adamw_on_cpu if lists.state == "fp32" else None
+    lists.run(ADAMW, on_cpu, backend, grad_scale, found_inf)
 
 
 def _samples() -> Iterator[ListSample]:

@@ -212,7 +212,7 @@ def adamw_8bit(
         found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
         backend: "auto", "triton" or "eager".
     """
-    lists.run(ADAMW_8BIT, adamw_8bit_torch, backend, grad_scale, found_inf)
+    lists.run(ADAMW_8BIT, None, backend, grad_scale, found_inf)
 
 
 def _sample(masters: bool) -> ListSample:

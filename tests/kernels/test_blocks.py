@@ -26,6 +26,8 @@ RATE = torch.tensor(0.01)
 ADAMW = adamw_torch, adamw_on_cpu, ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 SGD = sgd_torch, sgd_on_cpu, ("momentum_buffers",)
 LION = lion_torch, lion_on_cpu, ("exp_avgs",)
+SGD_BF16 = *SGD, torch.bfloat16
+LION_BF16 = *LION, torch.bfloat16
 BETAS = 1 - RATE, 1 - RATE / 10
 UPDATES: dict[str, tuple[Any, Any]] = {
     "adamw": (ADAMW, AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, True, True)),
@@ -35,6 +37,8 @@ UPDATES: dict[str, tuple[Any, Any]] = {
     "sgd, no decay": (SGD, SGDRule(RATE, 0.9, 0.0, 0.0, False, True)),
     "sgd, no momentum": (SGD, SGDRule(0.01, 0.0, 0.0, 0.01, False, False)),
     "lion": (LION, LionRule(0.01, 0.9, 0.99, 0.01, False)),
+    "sgd, bfloat16": (SGD_BF16, SGDRule(0.01, 0.9, 0.1, 0.01, True, False)),
+    "lion, bfloat16": (LION_BF16, LionRule(0.01, 0.9, 0.99, 0.01, False)),
     "lion, no decay": (LION, LionRule(RATE, 0.9, 0.99, 0.0, True)),
 }
 
@@ -64,6 +68,7 @@ def updated(
     half: torch.dtype,
     scale: float,
     skip: float,
+    moment: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     params = tensors()
     copies = [p.to(half) for p in params]
@@ -71,7 +76,7 @@ def updated(
     given = TensorLists(
         params=params,
         grads=[(100 * p).to(half) for p in params],
-        **{state: [p.square() for p in params] for state in states},
+        **{state: [p.square().to(moment) for p in params] for state in states},
         copies=copies,
         steps=steps,
     )
@@ -90,8 +95,8 @@ def test_bits(
     name: str, half: torch.dtype, scale: float, skip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of whole tensors, and of blocks, are those of the specification."""
-    (twin, on_cpu, *how), rule = UPDATES[name]
-    how += rule, half, scale, skip
+    (twin, on_cpu, states, *moment), rule = UPDATES[name]
+    how = states, rule, half, scale, skip, *moment
     expected = updated(twin, *how)
     whole = updated(on_cpu, *how)
     monkeypatch.setattr(_blocks, "block_size", lambda: 64)
