@@ -76,12 +76,12 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
             raise ValueError(
                 f"amp.load_state_dict: expected finite scales, got {scale!r} for loss_id {loss_id}"
             )
-    for loss_id, window in state.outliers.items():
+    for of_loss, window in state.outliers.items():
         if not isinstance(window, (list, tuple)) or len(window) != WINDOW:
             got = len(window) if isinstance(window, (list, tuple)) else type(window).__name__
             raise ValueError(
                 f"amp.load_state_dict: expected {WINDOW} numbers in a window of outliers, got "
-                f"{got} for loss_id {loss_id}: leave 'outliers' out, and they are counted anew"
+                f"{got} for loss_id {of_loss}: leave 'outliers' out, and they are counted anew"
             )
     if state.loss_scale == loss_scale:
         return state

@@ -129,6 +129,7 @@ def single(x: float) -> np.float32:
         ("prmt.b32", (0x33221100, 0x77665544, 0x5410), 0x55441100),
         ("prmt.b32", (0x33221180, 0, 0x8888), 0xFFFFFFFF),  # signs
         ("not.b32", (0x0F0F0F0F,), 0xF0F0F0F0),
+        ("popc.b32", (0xF0F0F0F1,), 17),
         ("max.s32", (0xFFFFFFFF, 1), 1),
         ("max.u32", (0xFFFFFFFF, 1), 0xFFFFFFFF),
         ("max.u16x2", (0x0001FFFF, 0x00020001), 0x0002FFFF),

@@ -34,6 +34,16 @@ def _not(opcode: Opcode) -> Value:
     return Value(np.invert, (opcode[-1],))
 
 
+def _count_of_ones(opcode: Opcode) -> Value:
+    allow(opcode)
+
+    def count(x: Array) -> Array:
+        octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
+        return np.unpackbits(octets, axis=1).sum(1, dtype=np.uint32)
+
+    return Value(count, (opcode[-1],))
+
+
 def _shift(opcode: Opcode) -> Value:
     allow(opcode)
     function = a.shifted_left if opcode[0] == "shl" else a.shifted_right
@@ -144,6 +154,7 @@ RULES: dict[str, Rule] = {
     "mov": _mov,
     "neg": _sign,
     "not": _not,
+    "popc": _count_of_ones,
     "or": _bitwise,
     "prmt": _permute,
     "selp": _select,
