@@ -144,6 +144,13 @@ def bitsandbytes_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def bitsandbytes_lion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import Lion8bit
+
+    optimizer: torch.optim.Optimizer = Lion8bit(params, lr=LR)
+    return optimizer
+
+
 def torchao_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
@@ -155,6 +162,7 @@ OUR_SGD = functools.partial(tritonamp.optim.SGD, lr=LR, momentum=0.9)
 TORCHS_SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
 
 OUR_LION = functools.partial(tritonamp.optim.Lion, lr=LR)
+OUR_LION_8BIT = functools.partial(tritonamp.optim.Lion, lr=LR, state="8bit")
 
 
 def optimis_lion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -369,6 +377,15 @@ def cases(toy: bool) -> list[Case]:
                 },
                 {"tritonamp": 20},
                 ("lion",),
+            ),
+            "Lion, state 8bit": (  # bitsandbytes: FP32 parameters, an 8-bit moment
+                12,
+                {
+                    "tritonamp": functools.partial(stepping, OUR_LION_8BIT, HALF),
+                    "bitsandbytes": functools.partial(stepping, bitsandbytes_lion, torch.float32),
+                },
+                {"tritonamp": 12, "bitsandbytes": 14},
+                ("lion_8bit",),
             ),
             "gradient statistics": (
                 2,

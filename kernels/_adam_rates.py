@@ -83,20 +83,26 @@ def load_rates(rates_ptr):
 
 @triton.jit
 def adam_update(p, grad, m, v, v_max, rates, AMSGRAD: tl.constexpr):
-    """Return the decayed parameter, both moments, the largest second moment, and the step."""
+    """Return the parameter, both moments and the largest second one, and which parameters move.
+
+    Each sum of a product is one rounding, said here: left to itself the compiler decides by what
+    else a launch does, and a tail would differ from a tile.
+    """
     factor, decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
     # unscale and clip
     grad *= factor
     # weight decay
-    grad = tl.where(l2 == 0.0, grad, grad + l2 * p)
-    p *= decay
+    grad = tl.where(l2 == 0.0, grad, tl.fma(l2, p, grad))
     # moments
-    m = tl.where(weight1 < 0.5, m + weight1 * (grad - m), grad - (grad - m) * (1.0 - weight1))
-    v = v * beta2 + weight2 * grad * grad
+    apart = grad - m
+    m = tl.where(weight1 < 0.5, tl.fma(weight1, apart, m), tl.fma(weight1 - 1.0, apart, grad))
+    v = tl.fma(v, beta2, weight2 * grad * grad)
     v_max = tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL) if AMSGRAD else v
     # update
     denom = tl.div_rn(tl.sqrt_rn(v_max), correction) + eps
-    return p, m, v, v_max, tl.div_rn(rate * m, denom)
+    step = tl.div_rn(rate * m, denom)
+    moves = (step != 0.0) | (p * decay != p)
+    return tl.fma(p, decay, step), m, v, v_max, moves
 
 
 def adam_update_twin(

@@ -2,8 +2,10 @@
 
 Every form has a Triton function and a twin in torch with the same bits. Moments are rounded
 stochastically, since the usual change of a second moment, a thousandth, is less than half the
-distance of two bfloat16 numbers: rounded to the nearest it would never decay. The random bits are a
-hash of element, step and tensor, so that a run that is repeated or resumed has the same bits.
+distance of two bfloat16 numbers: rounded to the nearest it would never decay. Where a rounding goes
+up is a hash of element and tensor at the first step, and moves on by the golden ratio with each:
+successive roundings spread evenly, which leaves less noise in a moment than independent ones do
+(Weyl's sequence), and a run that is repeated or resumed has the same bits.
 """
 
 import torch
@@ -24,7 +26,8 @@ bits of exponent: 17 powers of two below the block's largest value are its last.
 _DROPPED = 20  # bits of an FP32 mantissa that a code lacks
 _LEAST_EXPONENT = 40  # of a block: units below stay normal numbers
 _NOT_FINITE = 255  # the exponent of a block with inf or NaN
-_STEP, _NUMBER, _ELEMENT = 0x9E3779B1, 0x85EBCA77, 0x27D4EB2F  # odd, with bits spread out
+_GOLDEN = 0x9E3779B1  # of 2^32
+_NUMBER, _ELEMENT = 0x85EBCA77, 0x27D4EB2F  # odd, with bits spread out
 _MIX1, _MIX2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser of MurmurHash3 (Appleby)
 _ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(exponent - 10)
 
@@ -34,33 +37,31 @@ _ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(ex
 
 @triton.jit
 def random_bits(offs, step, number):
-    """Return 32 random bits for each element, uint32, from its offset, the step and the tensor."""
-    seed = step.to(tl.int64) * 0x9E3779B1 + number.to(tl.int64) * 0x85EBCA77
-    h = (offs.to(tl.uint32) * 0x27D4EB2F) ^ (seed & 0xFFFFFFFF).to(tl.uint32)
+    """Return 32 random bits for each element's first moment, and for its second; uint32.
+
+    Args:
+        offs: elements of a tensor, int.
+        step: float, at most 2^24: with each both turn by the golden ratio.
+        number: of the tensor.
+    """
+    seed = (number.to(tl.int64) * 0x85EBCA77 & 0xFFFFFFFF).to(tl.uint32)
+    h = (offs.to(tl.uint32) * 0x27D4EB2F) ^ seed
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+    h ^= h >> 16
+    turn = (step.to(tl.int64) * 0x9E3779B1 & 0xFFFFFFFF).to(tl.uint32)
+    return h + turn, ((h * 0x9E3779B1) ^ (h >> 16)) + turn
 
 
-@triton.jit
-def other_random_bits(h):
-    """Return random bits for a second moment, from those of the first."""
-    return (h * 0x9E3779B1) ^ (h >> 16)
-
-
-def random_bits_twin(like: Tensor, step: Tensor, number: int) -> Tensor:
+def random_bits_twin(like: Tensor, step: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return the bits of ``random_bits`` as int64, for each element in the order of memory."""
     elements = torch.arange(like.numel(), device=like.device)
-    seed = (step.to(like.device, torch.int64) * _STEP + number * _NUMBER) & 0xFFFFFFFF
-    h = (elements * _ELEMENT & 0xFFFFFFFF) ^ seed
+    h = (elements * _ELEMENT ^ number * _NUMBER) & 0xFFFFFFFF
     h = _times(h ^ (h >> 16), _MIX1)
     h = _times(h ^ (h >> 13), _MIX2)
-    return h ^ (h >> 16)
-
-
-def other_random_bits_twin(h: Tensor) -> Tensor:
-    """Return the bits of ``other_random_bits`` as int64."""
-    return _times(h, _STEP) ^ (h >> 16)
+    h = h ^ (h >> 16)
+    turn = step.to(like.device, torch.int64) * _GOLDEN
+    return (h + turn) & 0xFFFFFFFF, ((_times(h, _GOLDEN) ^ (h >> 16)) + turn) & 0xFFFFFFFF
 
 
 def in_memory_of(like: Tensor, flat: Tensor) -> Tensor:
@@ -113,14 +114,14 @@ def _times(h: Tensor, factor: int) -> Tensor:
 def rounded(x, random, DROPPED: tl.constexpr):
     """Round FP32 stochastically to a mantissa without its last DROPPED bits; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    up = (random & ((1 << DROPPED) - 1)).to(tl.int32)
+    up = (random >> (32 - DROPPED)).to(tl.int32)
     bits = ((bits + up) >> DROPPED) << DROPPED
     return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
 
 
 def rounded_twin(x: Tensor, random: Tensor, dropped: int) -> Tensor:
     """Return what ``rounded`` does; ``random`` is int64."""
-    up = (random & ((1 << dropped) - 1)).to(torch.int32)
+    up = (random >> (32 - dropped)).to(torch.int32)
     bits = ((x.view(torch.int32) + up) >> dropped) << dropped
     return torch.where(x.isnan(), x, bits.view(torch.float32))
 
@@ -146,7 +147,7 @@ def encoded(x, r, exponent, random, KIND: tl.constexpr):
     # below the last power of two: multiples of a unit
     per_unit = ((256 + KIND - exponent) << 23).to(tl.float32, bitcast=True)
     units = tl.where(exponent == 255, 0.0, tl.minimum(tl.abs(x) * per_unit, 8.0))
-    up = (random & 0xFFFFF).to(tl.int32).to(tl.float32) * 9.5367431640625e-07  # 2^-20
+    up = (random >> 12).to(tl.int32).to(tl.float32) * 9.5367431640625e-07  # 2^-20
     code = tl.where(code >= 8, code, (units + up).to(tl.int32))
     if KIND == 15:
         return tl.where((x < 0.0) & (code != 0), code | 128, code)
@@ -201,7 +202,7 @@ def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]
     code = ((bits & 0x7FFFFFFF) >> _DROPPED) - ((e - kind) << 3)
     per_unit = ((256 + kind - e) << 23).view(torch.float32)
     units = torch.where(e == _NOT_FINITE, 0.0, (x.abs() * per_unit).clamp_max(8.0))
-    up = (random & ((1 << _DROPPED) - 1)).float() * 2.0**-_DROPPED
+    up = (random >> (32 - _DROPPED)).float() * 2.0**-_DROPPED
     code = torch.where(code >= 8, code, (units + up).to(torch.int32))
     if kind == SIGNED:
         code = torch.where((x < 0) & (code != 0), code | 128, code)
@@ -255,6 +256,35 @@ def split(x, BF16: tl.constexpr):
     finite = tl.abs(half) < float("inf")
     units = tl.where(finite, (x - tl.where(finite, half, 0.0)) * per_unit, 0.0)
     return half, tl.floor(units + 0.5).to(tl.int32)
+
+
+@triton.jit
+def load_master(params, remainders, offs, mask, whole, HALF: tl.constexpr):
+    """Return stored parameters in FP32, and their FP32 masters, the same where HALF is None."""
+    stored = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
+    if HALF is None:
+        return stored, stored
+    remainder = tl.load(remainders + offs, mask=offs < whole, other=0)
+    return stored, joined(stored, remainder, HALF == "bfloat16")
+
+
+@triton.jit
+def store_master(
+    p, params, remainders, overflow_ptr, offs, mask, whole, HALF: tl.constexpr, ROWS: tl.constexpr
+):
+    """Store FP32 masters, ROWS blocks of 128; return what the parameters are now, in FP32.
+
+    The flag says that a finite master has no finite half value.
+    """
+    if HALF is not None:
+        half, remainder = split(p, HALF == "bfloat16")
+        tl.store(remainders + offs, remainder.to(tl.int16), mask=offs < whole)
+        beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
+        of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (ROWS, 32, 4)), 2)
+        tl.store(overflow_ptr + of_thread * 0, 1, mask=of_thread != 0)
+        p = half
+    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
+    return p
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:

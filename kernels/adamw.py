@@ -27,8 +27,6 @@ from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._small_state import (
     in_memory_of,
-    other_random_bits,
-    other_random_bits_twin,
     random_bits,
     random_bits_twin,
     rounded,
@@ -80,13 +78,10 @@ def _update(
     if AMSGRAD:
         v_max = tl.load(max_exp_avg_sqs + offs, mask=mask, other=0.0).to(tl.float32)
     p = stored.to(tl.float32)
-    p, m, v, v_max, step = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
-    moves = (step != 0.0) | (p != stored.to(tl.float32))
-    p += step
+    p, m, v, v_max, moves = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
 
     if BF16:
-        random = random_bits(offs, step_count, number)
-        other = other_random_bits(random)
+        random, other = random_bits(offs, step_count, number)
         m, v, v_max = rounded(m, random, 16), rounded(v, other, 16), rounded(v_max, other, 16)
     tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sqs + offs, v.to(exp_avg_sqs.dtype.element_ty), mask=mask)
@@ -214,8 +209,8 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
         if lists.state == "bf16" and dtype is torch.float32:
-            random = in_memory_of(param, random_bits_twin(param, step, number))
-            other = other_random_bits_twin(random)
+            both = random_bits_twin(param, step, number)
+            random, other = (in_memory_of(param, bits) for bits in both)
             m = rounded_twin(m, random, 16)
             v, v_max = rounded_twin(v, other, 16), rounded_twin(v_max, other, 16)
 

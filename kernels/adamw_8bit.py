@@ -5,7 +5,6 @@ moments have one byte an element, and one exponent for each block of 128. The ar
 ``adamw``, in FP32, see ``_small_state`` for the formats.
 """
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +13,14 @@ from torch import Tensor
 from tritonamp.kernels._adam_rates import RATES, adam_update, adam_update_twin, load_rates
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._packed_lists import (
+    LISTS,
+    half_name,
+    packed_builds,
+    packed_launch,
+    packed_samples,
+)
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._small_state import (
     SIGNED,
@@ -27,25 +31,19 @@ from tritonamp.kernels._small_state import (
     in_memory_of,
     in_order_of_memory,
     join,
-    joined,
+    load_master,
     load_moment,
     moments_of,
-    moments_size,
-    other_random_bits,
-    other_random_bits_twin,
     padded,
     random_bits,
     random_bits_twin,
-    split,
+    store_master,
     store_moment,
 )
-from tritonamp.kernels._tables import NUM_WARPS, chunk_bounds, element_pointer
+from tritonamp.kernels._tables import chunk_bounds, element_pointer
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.adamw import AdamRule, count_lost, rate_launches, rates_of
-from tritonamp.kernels.device import WARP_SIZE, tl, triton
-
-MAX_REGISTERS = 128  # left to itself, ptxas takes fewer on sm_89, and spills
-_VEC = 4  # elements that a thread holds: a warp holds a block
+from tritonamp.kernels.device import tl, triton
 
 
 @triton.jit
@@ -58,34 +56,20 @@ def _update(
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
     exponents = (moments + 2 * stride).to(tl.pointer_type(tl.uint8))
-    stored = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
+    stored, master = load_master(params, remainders, offs, mask, whole, HALF)
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32)
     m = load_moment(moments, exponents, offs, blocks, whole, 15)
     v = load_moment(moments + stride, exponents + stride // 128, offs, blocks, whole, 31)
-    before = stored
-    if HALF is not None:
-        remainder = tl.load(remainders + offs, mask=offs < whole, other=0)
-        before = joined(stored, remainder, HALF == "bfloat16")
-    p, m, v, _, step = adam_update(before, grad, m, v, v, rates, False)
-    moves = ((step != 0.0) | (p != before)) & mask
-    p += step
+    p, m, v, _, moves = adam_update(master, grad, m, v, v, rates, False)
+    moves &= mask
 
-    random = random_bits(offs, step_count, number)
+    random, other = random_bits(offs, step_count, number)
     store_moment(moments, exponents, offs, blocks, whole, m, random, 15)
     store_moment(
-        moments + stride, exponents + stride // 128, offs, blocks, whole, v,
-        other_random_bits(random), 31,
+        moments + stride, exponents + stride // 128, offs, blocks, whole, v, other, 31,
     )  # fmt: skip
-    lost = moves
-    if HALF is not None:
-        half, remainder = split(p, HALF == "bfloat16")
-        tl.store(remainders + offs, remainder.to(tl.int16), mask=offs < whole)
-        beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
-        of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (ROWS, 32, 4)), 2)
-        tl.store(overflow_ptr + of_thread * 0, 1, mask=of_thread != 0)
-        lost &= half == stored
-        p = half
-    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
+    now = store_master(p, params, remainders, overflow_ptr, offs, mask, whole, HALF, ROWS)
+    lost = moves & (now == stored)
     return tl.sum(lost.to(tl.int32), 1), tl.sum(moves.to(tl.int32), 1)
 
 
@@ -94,14 +78,14 @@ def adamw_8bit_kernel(
     params_ptr, grads_ptr, remainders_ptr, moments_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
     rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
     PARAM: tl.constexpr, GRAD: tl.constexpr, HALF: tl.constexpr, LOST: tl.constexpr,
-    RATES: tl.constexpr, VEC: tl.constexpr, TILE: tl.constexpr,
+    RATES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk. HALF: the name of a half parameter's type, or None. LOST: see ``adamw_kernel``."""
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
-    begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
+    begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, BLOCK)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     moments = element_pointer(moments_ptr, row, tl.uint8, VEC)
@@ -112,27 +96,24 @@ def adamw_8bit_kernel(
     rates_ptr += number * RATES
     rates, step_count = load_rates(rates_ptr), tl.load(rates_ptr + 9)
     overflow = overflow_ptr + number
-    whole = end // TILE * TILE
-    all_lost, all_moves = tl.zeros([TILE // 128], tl.int32), tl.zeros([TILE // 128], tl.int32)
-    for at in range(begin, whole, TILE):
+    whole = end // BLOCK * BLOCK
+    all_lost, all_moves = tl.zeros([BLOCK // 128], tl.int32), tl.zeros([BLOCK // 128], tl.int32)
+    for at in range(begin, whole, BLOCK):
         lost, moves = _update(
             at, whole, params, grads, remainders, moments, stride, overflow, rates, step_count,
-            number, HALF, LOST, TILE // 128,
+            number, HALF, LOST, BLOCK // 128,
         )  # fmt: skip
         all_lost += lost
         all_moves += moves
     if whole < end:
         lost, moves = _update(
             whole, end, params, grads, remainders, moments, stride, overflow, rates, step_count,
-            number, HALF, LOST, TILE // 128,
+            number, HALF, LOST, BLOCK // 128,
         )  # fmt: skip
         all_lost += lost
         all_moves += moves
     if LOST:
         count_lost(lost_ptr + 2 * number, all_lost, all_moves)
-
-
-_LISTS = "params", "grads", "remainders", "moments"
 
 
 def adamw_8bit_triton(
@@ -145,23 +126,17 @@ def adamw_8bit_triton(
 def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     yield from rate_launches(lists, plan)
     for t in plan.tables:
-        half = t.dtypes["params"]
-        name = None if half is torch.float32 else str(half).removeprefix("torch.")
         flags = Operand.FOUND_INF, lists.overflow(t.device), lists.lost(t.device)
+        counts = lists.track_lost and half_name(t) is not None
         operands = rates_of(lists, t.device), *flags
-        constants = t.type("params"), t.type("grads"), name, lists.track_lost and name is not None
-        tile = WARP_SIZE * NUM_WARPS * _VEC
-        all_constants, maxnreg = (*constants, RATES), MAX_REGISTERS if t.aligned else None
-        yield t.launch_of(
-            adamw_8bit_kernel, _LISTS, operands, all_constants, _VEC, maxnreg=maxnreg, tile=tile
-        )
+        yield packed_launch(t, adamw_8bit_kernel, operands, (counts, RATES))
 
 
 def adamw_8bit_torch(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
     results = PendingWrites(found_inf)
-    for row, rule, number in lists.rows((*_LISTS, "steps")):
+    for row, rule, number in lists.rows((*LISTS, "steps")):
         param, grad, remainder, moments, steps = row
         step, n, size = steps + 1, param.numel(), padded(param.numel())
         is_half = remainder is not param
@@ -176,10 +151,10 @@ def adamw_8bit_torch(
         decayed, m, v, _, update = adam_update_twin(before, grad, m, v, v, rule, step)
         p = decayed + update
 
-        random = random_bits_twin(param, step, number)
+        random, other = random_bits_twin(param, step, number)
         for x, bits, kind, codes, exponents in (
             (m, random, SIGNED, m_codes, m_exponents),
-            (v, other_random_bits_twin(random), UNSIGNED, v_codes, v_exponents),
+            (v, other, UNSIGNED, v_codes, v_exponents),
         ):
             values, bits = (torch.nn.functional.pad(t, (0, size - n)) for t in (x, bits))
             for target, value in zip((codes, exponents), encode(values, bits, kind), strict=True):
@@ -215,77 +190,10 @@ def adamw_8bit(
     lists.run(ADAMW_8BIT, None, backend, grad_scale, found_inf)
 
 
-def _sample(masters: bool) -> ListSample:
-    rule = AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, False, False)
-
-    def args(tensors: list[Tensor], half: torch.dtype) -> tuple[object, ...]:
-        params = [t.to(half) if masters else t.clone() for t in tensors]
-        moments = [
-            torch.zeros(moments_size(t.numel(), 2), dtype=torch.uint8, device=t.device)
-            for t in tensors
-        ]
-        remainders = [
-            torch.zeros(padded(t.numel()), dtype=torch.int16, device=t.device) for t in tensors
-        ]
-        lists = UpdateLists(
-            TensorLists(
-                may_repeat=("remainders",),
-                scalars=("steps",),
-                coded=("remainders", "moments"),
-                params=params,
-                grads=[t.to(half) for t in tensors],
-                remainders=remainders if masters else params,
-                moments=moments,
-                steps=[t.new_full((), 2.0) for t in tensors],
-            ),
-            rules=[rule],
-            groups=[0] * len(tensors),
-            state="8bit",
-        )
-        return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
-
-    def results(args: tuple[UpdateLists, Tensor, Tensor], _: None) -> list[Tensor]:
-        lists = args[0].tensors
-        found = [t for name in ("params", "steps", "moments") for t in lists[name]]
-        if not masters:
-            return found
-        rows = zip(lists["params"], lists["remainders"], strict=True)
-        return found + [join(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
-
-    return ListSample(args, results, 14 if masters else 0, variant="" if masters else "of FP32")
-
-
-ADAMW_8BIT = Implementations(
-    adamw_8bit_triton, adamw_8bit_torch, [_sample(masters=True), _sample(masters=False)]
-)
+_RULE = AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, False, False)
+ADAMW_8BIT = Implementations(adamw_8bit_triton, adamw_8bit_torch, packed_samples(_RULE, 2, 14))
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients."""
-    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [(half, half), (bf16, bf16), (half, wide), (wide, half), (wide, wide)]
-    for (param, grad), aligned, lost in itertools.product(kinds, (True, False), (False, True)):
-        if lost and (param is wide or grad is wide or not aligned):
-            continue
-        n = 4096
-        start = 0 if aligned else 1
-        params = [torch.empty(n + 8, dtype=param)[start:][:n]]
-        tensors = TensorLists(
-            may_repeat=("remainders",),
-            scalars=("steps",),
-            coded=("remainders", "moments"),
-            params=params,
-            grads=[torch.empty(n + 8, dtype=grad)[start:][:n]],
-            remainders=params if param is wide else [torch.empty(n, dtype=torch.int16)],
-            moments=[torch.empty(moments_size(n, 2), dtype=torch.uint8)],
-            steps=[torch.empty((), dtype=wide)],
-        )
-        rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, False, False)
-        lists = UpdateLists(tensors, [rule], [0], lost, "8bit")
-        words = (" unaligned", not aligned), (" lost", lost)
-        name = f"adamw_8bit {param} {grad}" + "".join(word for word, holds in words if holds)
-        args = lists, None, None
-        # the exponents of a tile change layouts: a byte for each block
-        registers, shared = (128, 32 if lost else 8) if aligned else (208, None)
-        name = name.replace("torch.", "")
-        yield Shipped(name, adamw_8bit_triton, args, registers, None, 0, shared)
+    """Yield what ``packed_builds`` does, some of which count lost updates."""
+    yield from packed_builds("adamw_8bit", adamw_8bit_triton, _RULE, 2, (128, 208), loses=True)

@@ -24,7 +24,8 @@ from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overfl
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
-_NUMBERS = 5  # of a rule
+NUMBERS = 5
+"""The count of numbers of a rule."""
 _VEC = 4  # elements that a thread holds, as in adamw
 
 
@@ -43,23 +44,57 @@ class LionRule(NamedTuple):
 
 
 @triton.jit
+def load_rule(rule_ptr, grad_scale_ptr):
+    """Return the factor on gradients, and what a step multiplies by, once for all elements.
+
+    The compiler cannot know that stores leave them alone.
+    """
+    lr, beta1, beta2 = tl.load(rule_ptr), tl.load(rule_ptr + 1), tl.load(rule_ptr + 2)
+    rule = (
+        lr.to(tl.float32), (1.0 - lr * tl.load(rule_ptr + 3)).to(tl.float32),
+        beta1.to(tl.float32), (1.0 - beta1).to(tl.float32),
+        beta2.to(tl.float32), (1.0 - beta2).to(tl.float32),
+    )  # fmt: skip
+    return tl.load(grad_scale_ptr) * tl.load(rule_ptr + 4).to(tl.float32), rule
+
+
+@triton.jit
+def lion_update(p, grad, m, rule):
+    """Return the parameter and the moment after a step; the gradient is unscaled.
+
+    Each sum of a product is one rounding, see ``adam_update``.
+    """
+    lr, decay, beta1, weight1, beta2, weight2 = rule
+    # update: as in torch, the sign of NaN is 0
+    c = tl.fma(beta1, m, weight1 * grad)
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
+    # weight decay
+    p = tl.fma(p, decay, -lr * sign)
+    # moment
+    return p, tl.fma(beta2, m, weight2 * grad)
+
+
+def lion_update_twin(p: Tensor, grad: Tensor, m: Tensor, rule: "LionRule") -> tuple[Tensor, Tensor]:
+    """Return what ``lion_update`` does."""
+    # weight decay
+    p = p * (1 - rule.lr * rule.weight_decay)
+    # update
+    update = m * rule.beta1 + grad * (1 - rule.beta1)
+    p = p - update.sign() * rule.lr
+    # moment
+    return p, m * rule.beta2 + grad * (1 - rule.beta2)
+
+
+@triton.jit
 def _update(
     offs, mask, params, grads, exp_avgs, copies, overflow_ptr, factor, rule,
     COPY: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    lr, decay, beta1, weight1, beta2, weight2 = rule
     p = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(exp_avgs + offs, mask=mask, other=0.0).to(tl.float32)
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
-    # weight decay
-    p *= decay
-    # update: as in torch, the sign of NaN is 0
-    c = beta1 * m + weight1 * grad
-    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
-    p -= lr * sign
-    # moment
-    m = beta2 * m + weight2 * grad
+    p, m = lion_update(p, grad, m, rule)
 
     tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
@@ -88,15 +123,7 @@ def lion_kernel(
     copies = params
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # once: the compiler cannot know that the stores leave them alone
-    rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
-    lr, beta1, beta2 = tl.load(rule_ptr), tl.load(rule_ptr + 1), tl.load(rule_ptr + 2)
-    rule = (
-        lr.to(tl.float32), (1.0 - lr * tl.load(rule_ptr + 3)).to(tl.float32),
-        beta1.to(tl.float32), (1.0 - beta1).to(tl.float32),
-        beta2.to(tl.float32), (1.0 - beta2).to(tl.float32),
-    )  # fmt: skip
-    factor = tl.load(grad_scale_ptr) * tl.load(rule_ptr + 4).to(tl.float32)
+    factor, rule = load_rule(rules_ptr + NUMBERS * tl.load(groups_ptr + number), grad_scale_ptr)
     overflow = overflow_ptr + number
     j = tl.arange(0, BLOCK)
     for at in range(begin, whole, BLOCK):
@@ -126,25 +153,18 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
         operands = lists.numbers_and_flags(t.device)
         types = t.type("params"), t.type("grads"), t.type("copies"), t.type("exp_avgs")
-        constants = *types, _NUMBERS
+        constants = *types, NUMBERS
         yield t.launch_of(lion_kernel, _LISTS, operands, constants, _VEC)
 
 
 def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     results = PendingWrites(found_inf)
     for (param, grad, exp_avg, copy), rule, number in lists.rows(_LISTS):
-        lr, beta1, beta2, weight_decay, maximize = rule
         dtype = torch.promote_types(param.dtype, torch.float32)
         p, m = param.to(dtype), exp_avg.to(dtype)
         # unscale and clip
-        grad = unscaled(grad, grad_scale, maximize, dtype)
-        # weight decay
-        p = p * (1 - lr * weight_decay)
-        # update
-        update = m * beta1 + grad * (1 - beta1)
-        p = p - update.sign() * lr
-        # moment
-        m = m * beta2 + grad * (1 - beta2)
+        grad = unscaled(grad, grad_scale, rule.maximize, dtype)
+        p, m = lion_update_twin(p, grad, m, rule)
 
         results.put(exp_avg, m)
         results.put(param, p)

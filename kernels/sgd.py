@@ -53,16 +53,16 @@ def _update(
     p = stored.to(tl.float32)
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
-    # weight decay
-    grad = tl.where(weight_decay == 0.0, grad, grad + weight_decay * p)
+    # weight decay; each sum of a product is one rounding, see adam_update
+    grad = tl.where(weight_decay == 0.0, grad, tl.fma(weight_decay, p, grad))
     # momentum
     if MOMENTUM:
         before = tl.load(momentum_buffers + offs, mask=mask, other=0.0).to(tl.float32)
-        buffer = before * momentum + (1.0 - dampening) * grad
+        buffer = tl.fma(before, momentum, (1.0 - dampening) * grad)
         tl.store(momentum_buffers + offs, buffer.to(momentum_buffers.dtype.element_ty), mask=mask)
-        grad = tl.where(nesterov != 0.0, grad + momentum * buffer, buffer)
+        grad = tl.where(nesterov != 0.0, tl.fma(momentum, buffer, grad), buffer)
     # update
-    p -= lr * grad
+    p = tl.fma(-lr, grad, p)
 
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:

@@ -30,7 +30,7 @@ class FusedRule(ABC):
         state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
             parameter's shape, in FP32 (FP64 for FP64 parameters).
         optional: names of ``state_keys`` that a group may lack.
-        counts_steps: whether the state holds a step count under "step".
+        counts_steps: whether the state holds a step count under "step"; that of "8bit" always does.
         leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
     """
 
@@ -122,6 +122,7 @@ class FusedStep:
         self._backend = backend
         self._track_lost = track_lost
         self._state = state
+        self._counts_steps = rule.counts_steps or state == "8bit"
         self._remainders = remainders
 
     def step(
@@ -159,7 +160,7 @@ class FusedStep:
         tensors, states = gradients.lists, self._states(gradients.params)
         packed = self._state == "8bit"
         keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
-        if self.rule.counts_steps:
+        if self._counts_steps:
             keys["steps"] = "step"
         try:
             found = {
@@ -214,7 +215,7 @@ class FusedStep:
         if PACKED in state and self._state != "8bit":
             self._unpack(param, state, PACKED, ORDER, REMAINDER)
         shaped: dict[str, Any] = {}
-        if self.rule.counts_steps:
+        if self._counts_steps:
             step = state.get("step", 0.0)
             if not isinstance(step, Tensor):
                 shaped["step"] = torch.full((), step, dtype=torch.float32, device=param.device)

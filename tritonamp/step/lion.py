@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels import lion as _lion
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.kernels.lion_8bit import lion_8bit
 from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
@@ -17,7 +18,7 @@ class FusedLionRule(FusedRule):
 
     kinds = "a Lion"
     needs = ("lr", "betas", "weight_decay")
-    states = STATES[:2]
+    states = STATES
     state_keys: ClassVar[Mapping[str, str]] = {"exp_avgs": "exp_avg"}
 
     def update(
@@ -28,7 +29,8 @@ class FusedLionRule(FusedRule):
         backend: str,
     ) -> None:
         """Run one step of the ``lion`` operation, see ``FusedRule.update``."""
-        _lion.lion(lists, grad_scale, found_inf, backend)
+        step = lion_8bit if lists.state == "8bit" else _lion.lion
+        step(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:
         """Return the hyperparameters of one group."""

@@ -74,8 +74,8 @@ def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
 
 
 _ADVICE = (
-    'tritonamp.optim.Adam and AdamW, and torch\'s, keep "fp32", "bf16" and "8bit"; Lion and SGD '
-    '"fp32" and "bf16"'
+    'tritonamp.optim.Adam, AdamW and Lion, and torch\'s Adam and AdamW, keep "fp32", "bf16" and '
+    '"8bit"; SGD "fp32" and "bf16"'
 )
 
 

@@ -1,0 +1,151 @@
+"""Operations on packed state: their launches, and the lists of their samples and builds.
+
+Parameters are half with int16 remainders, or FP32; moments are codes of one byte, see
+``_small_state``.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._sample import ListSample
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._small_state import in_order_of_memory, join, moments_size, padded
+from tritonamp.kernels._tables import NUM_WARPS, Table
+from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
+from tritonamp.kernels.device import WARP_SIZE
+
+LISTS = "params", "grads", "remainders", "moments"
+"""Lists of every operation on packed state; "moments" of shape (moments_size(numel, n),)."""
+MAX_REGISTERS = 128  # left to itself, ptxas takes fewer on sm_89, and spills
+_VEC = 4  # elements that a thread holds: a warp holds a block
+
+
+def half_name(table: Table) -> str | None:
+    """Return the name of a table's half type; None: its parameters are FP32."""
+    dtype = table.dtypes["params"]
+    return None if dtype is torch.float32 else str(dtype).removeprefix("torch.")
+
+
+def packed_launch(
+    table: Table, kernel: Any, operands: Sequence[Any], constants: tuple[Any, ...]
+) -> Launch:
+    """Return the launch of a kernel on packed state, see ``Table.launch_of``.
+
+    Args:
+        table: of ``LISTS``.
+        kernel: takes them, and the types of parameters and gradients and the half type's name as
+            its first constants.
+        operands: after the table's columns.
+        constants: after those three.
+    """
+    types = table.type("params"), table.type("grads"), half_name(table)
+    maxnreg = MAX_REGISTERS if table.aligned else None
+    tile = WARP_SIZE * NUM_WARPS * _VEC
+    return table.launch_of(
+        kernel, LISTS, operands, (*types, *constants), _VEC, maxnreg=maxnreg, tile=tile
+    )
+
+
+def packed_lists(
+    params: list[Tensor],
+    grads: list[Tensor],
+    remainders: list[Tensor],
+    moments: int,
+    rule: Hyperparameters,
+    steps: list[Tensor],
+    track_lost: bool = False,
+) -> UpdateLists:
+    """Return lists of one group whose moments are 0; FP32 parameters are their own remainders."""
+    codes = [
+        torch.zeros(moments_size(p.numel(), moments), dtype=torch.uint8, device=p.device)
+        for p in params
+    ]
+    tensors = TensorLists(
+        may_repeat=("remainders",),
+        scalars=("steps",),
+        coded=("remainders", "moments"),
+        params=params,
+        grads=grads,
+        remainders=remainders,
+        moments=codes,
+        steps=steps,
+    )
+    return UpdateLists(tensors, [rule], [0] * len(params), track_lost, "8bit")
+
+
+def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[ListSample]:
+    """Return the third step of an optimizer on half parameters, and on FP32 ones.
+
+    Args:
+        rule: of all tensors.
+        moments: of each parameter.
+        bytes: that a step moves for each half parameter.
+    """
+
+    def args(tensors: list[Tensor], half: torch.dtype, halves: bool) -> tuple[Any, ...]:
+        params = [t.to(half) if halves else t.clone() for t in tensors]
+        remainders = [
+            torch.zeros(padded(t.numel()), dtype=torch.int16, device=t.device) for t in tensors
+        ]
+        steps = [t.new_full((), 2.0) for t in tensors]
+        grads = [t.to(half) for t in tensors]
+        lists = packed_lists(params, grads, remainders if halves else params, moments, rule, steps)
+        return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
+
+    def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
+        lists = args[0].tensors
+        found = [t for name in ("params", "moments", "steps") for t in lists[name]]
+        if lists["remainders"][0] is lists["params"][0]:
+            return found
+        rows = zip(lists["params"], lists["remainders"], strict=True)
+        return found + [join(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
+
+    return [
+        ListSample(lambda tensors, half: args(tensors, half, True), results, bytes),
+        ListSample(lambda tensors, half: args(tensors, half, False), results, variant="of FP32"),
+    ]
+
+
+def packed_builds(
+    name: str,
+    triton: Callable[..., None],
+    rule: Hyperparameters,
+    moments: int,
+    registers: tuple[int, int],
+    loses: bool = False,
+) -> Iterator[Shipped]:
+    """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients.
+
+    Args:
+        name: of the operation.
+        triton: the operation.
+        rule: of all builds.
+        moments: of each parameter.
+        registers: the most that aligned and unaligned builds take.
+        loses: whether lost updates can be counted.
+    """
+    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
+    kinds = [(half, half), (bf16, bf16), (half, wide), (wide, half), (wide, wide)]
+    for (param, grad), aligned, lost in itertools.product(kinds, (True, False), (False, True)):
+        if lost and (not loses or param is wide or grad is wide or not aligned):
+            continue
+        n, start = 4096, 0 if aligned else 1
+        params = [torch.empty(n + 8, dtype=param)[start:][:n]]
+        grads = [torch.empty(n + 8, dtype=grad)[start:][:n]]
+        remainders = params if param is wide else [torch.empty(n, dtype=torch.int16)]
+        steps = [torch.empty((), dtype=wide)]
+        lists = packed_lists(params, grads, remainders, moments, rule, steps, lost)
+        words = (" unaligned", not aligned), (" lost", lost)
+        full = f"{name} {param} {grad}" + "".join(word for word, holds in words if holds)
+        # the exponents of a tile change layouts: a byte for each block
+        shared = (32 if lost else 8) if aligned else None
+        yield Shipped(
+            full.replace("torch.", ""), triton, (lists, None, None), registers[not aligned], None,
+            0, shared,
+        )  # fmt: skip
