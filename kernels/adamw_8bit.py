@@ -78,14 +78,14 @@ def adamw_8bit_kernel(
     params_ptr, grads_ptr, remainders_ptr, moments_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
     rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
     PARAM: tl.constexpr, GRAD: tl.constexpr, HALF: tl.constexpr, LOST: tl.constexpr,
-    RATES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    RATES: tl.constexpr, VEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One chunk. HALF: the name of a half parameter's type, or None. LOST: see ``adamw_kernel``."""
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
-    begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, BLOCK)
+    begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     moments = element_pointer(moments_ptr, row, tl.uint8, VEC)
@@ -96,19 +96,19 @@ def adamw_8bit_kernel(
     rates_ptr += number * RATES
     rates, step_count = load_rates(rates_ptr), tl.load(rates_ptr + 9)
     overflow = overflow_ptr + number
-    whole = end // BLOCK * BLOCK
-    all_lost, all_moves = tl.zeros([BLOCK // 128], tl.int32), tl.zeros([BLOCK // 128], tl.int32)
-    for at in range(begin, whole, BLOCK):
+    whole = end // TILE * TILE
+    all_lost, all_moves = tl.zeros([TILE // 128], tl.int32), tl.zeros([TILE // 128], tl.int32)
+    for at in range(begin, whole, TILE):
         lost, moves = _update(
             at, whole, params, grads, remainders, moments, stride, overflow, rates, step_count,
-            number, HALF, LOST, BLOCK // 128,
+            number, HALF, LOST, TILE // 128,
         )  # fmt: skip
         all_lost += lost
         all_moves += moves
     if whole < end:
         lost, moves = _update(
             whole, end, params, grads, remainders, moments, stride, overflow, rates, step_count,
-            number, HALF, LOST, BLOCK // 128,
+            number, HALF, LOST, TILE // 128,
         )  # fmt: skip
         all_lost += lost
         all_moves += moves

@@ -77,14 +77,14 @@ def lion_8bit_kernel(
     params_ptr, grads_ptr, remainders_ptr, moments_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
     groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, counts_ptr, chunk,
     PARAM: tl.constexpr, GRAD: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
-    VEC: tl.constexpr, BLOCK: tl.constexpr,
+    VEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One chunk. HALF: the name of a half parameter's type, or None."""
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
-    begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, BLOCK)
+    begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     moments = element_pointer(moments_ptr, row, tl.uint8, VEC)
@@ -94,16 +94,16 @@ def lion_8bit_kernel(
         remainders = element_pointer(remainders_ptr, row, tl.int16, VEC)
     factor, rule = load_rule(rules_ptr + NUMBERS * tl.load(groups_ptr + number), grad_scale_ptr)
     overflow, step = overflow_ptr + number, tl.load(counts_ptr + number)
-    whole = end // BLOCK * BLOCK
-    for at in range(begin, whole, BLOCK):
+    whole = end // TILE * TILE
+    for at in range(begin, whole, TILE):
         _update(
             at, whole, params, grads, remainders, moments, stride, overflow, factor, rule, step,
-            number, HALF, BLOCK // 128,
+            number, HALF, TILE // 128,
         )  # fmt: skip
     if whole < end:
         _update(
             whole, end, params, grads, remainders, moments, stride, overflow, factor, rule, step,
-            number, HALF, BLOCK // 128,
+            number, HALF, TILE // 128,
         )  # fmt: skip
 
 

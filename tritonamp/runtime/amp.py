@@ -230,7 +230,8 @@ class Amp:
             loss: a tensor.
             optimizer: as for ``backward``.
             loss_id: as for ``backward``.
-            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load.
+            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load; its
+                window of outliers begins anew in a resumed run.
         """
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
