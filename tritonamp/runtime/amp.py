@@ -755,6 +755,8 @@ class Amp:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
             uninstall(optimizer)
             weights.give_back()
+            if self._parts.stepper.offload is not None:
+                self._parts.stepper.offload.give_back(optimizer)
         self._parts.ranks.detach()
         changed = self._parts.enabled_models.dtypes.has_changed
         fp32_values = self._parts.enabled_models.disable()

@@ -25,6 +25,18 @@ class EnabledOptimizer(Swapped):
     # recognises it
     _step_supports_amp_scaling = True
 
+    @property
+    def state(self) -> Any:
+        """The state by parameter, in host memory where the policy has it there: waits for steps."""
+        offload = _unwrapped(self)._stepper.offload
+        if offload is not None:
+            offload.wait()
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state
+
     @between_graphs
     def step(self, closure: Any = None) -> None:
         """Step or skip: unscale, check, clip, update, half copies. A no-op without gradients.
