@@ -35,7 +35,10 @@ class LentValue(ABC):
 
     Attributes:
         half: the half tensor; FP32 while its module is healed, and then its own value.
+        made_by: the field of the policy that has made it so, for messages.
     """
+
+    made_by: str
 
     def __init__(self, half: Tensor) -> None:
         self.half = half
@@ -121,16 +124,16 @@ class LentValue(ABC):
         if view is not None and view._version != self._stale[1]:
             self._stale = None
             raise RuntimeError(
-                "an FP32 value of state='8bit' or offload='state' was written to after a step (or "
-                "amp.sleep()): expected a tensor from amp.master_params() or "
-                "amp.named_master_params() after that, got an earlier one, whose values nobody "
-                "reads any more: ask for it again, then write"
+                f"an FP32 value of {self.made_by} was written to after a step (or amp.sleep()): "
+                "expected a tensor from amp.master_params() or amp.named_master_params() after "
+                "that, got an earlier one, whose values nobody reads any more: ask for it again, "
+                "then write"
             )
         if view is None:
             self._stale = None
 
     def _wrong_device(self, where: torch.device) -> RuntimeError:
         return RuntimeError(
-            f"a parameter of the model is on {self.half.device}, its FP32 value is for one on {where}: "
-            "move the model to its device before tritonamp.enable"
+            f"a parameter of the model is on {self.half.device}, its value of {self.made_by} is "
+            f"for one on {where}: move the model to its device before tritonamp.enable"
         )

@@ -20,6 +20,8 @@ class OffloadedValue(LentValue):
         home: the host memory.
     """
 
+    made_by = "offload='state'"
+
     def __init__(self, half: Tensor, value: Tensor, home: Home) -> None:
         super().__init__(half)
         self._home = home

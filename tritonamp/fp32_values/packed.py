@@ -28,6 +28,8 @@ class PackedValue(LentValue):
         home: host memory that holds the 16 bits; None: they are beside the half tensor.
     """
 
+    made_by = "state='8bit'"
+
     def __init__(
         self,
         half: Tensor,
