@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.class_swap import is_installed
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory
@@ -200,12 +201,11 @@ class _Fused:
             ValueError: it is no state of such an optimizer over such parameters; nothing was
                 changed then.
         """
-        load_state(
-            self,  # type: ignore[arg-type]
-            super().load_state_dict,  # type: ignore[misc]
-            state_dict,
-            self.fused_rule,
-        )
+        load: Any = super().load_state_dict  # type: ignore[misc]
+        if is_installed(self):  # which has seen to all of it, see ``EnabledOptimizer``
+            load(state_dict)
+        else:
+            load_state(self, load, state_dict, self.fused_rule)  # type: ignore[arg-type]
 
 
 class Adam(_Fused, torch.optim.Adam):
