@@ -27,11 +27,11 @@ class EnabledOptimizer(Swapped):
 
     @property
     def state(self) -> Any:
-        """The state by parameter, in host memory where the policy has it there: waits for steps."""
-        offload = _unwrapped(self)._stepper.offload
-        if offload is not None:
-            offload.wait()
-        return vars(self)["state"]
+        """The optimizer's state; under ``offload`` it is there once this returns."""
+        own = vars(_unwrapped(self))
+        if own["_stepper"].offload is not None:
+            own["_stepper"].offload.wait()
+        return own["state"]
 
     @state.setter
     def state(self, state: Any) -> None:

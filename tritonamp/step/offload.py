@@ -1,6 +1,6 @@
 """Masters and optimizer state in host memory, and their way through the device in each step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -143,7 +143,7 @@ class Offload:
         Args:
             lists: of parameters on the device, and state in host memory or on the device.
         """
-        parts = list(_parts(lists))
+        parts = list(_parts(lists, self.has))
         lists.memory.make_room(len(parts))
         self._make_buffers(max(part.nbytes for part in parts))
         current = torch.cuda.current_stream(self._device)
@@ -210,11 +210,11 @@ def on_device(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     }
 
 
-def _parts(lists: TensorLists) -> Iterator[_Part]:
+def _parts(lists: TensorLists, is_host: Callable[[Tensor], bool]) -> Iterator[_Part]:
     """Yield parts of at most ``PART`` bytes, or of one parameter."""
     begin, begins, nbytes = 0, dict[Tensor, int](), 0
     for i in range(len(lists)):
-        hosts = [t for t in dict.fromkeys(lists.at(i)) if t.device.type == "cpu"]
+        hosts = [t for t in dict.fromkeys(lists.at(i)) if is_host(t)]
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in hosts]
         if begins and nbytes + sum(sizes) > PART:
             yield _Part(range(begin, i), begins, nbytes)
