@@ -574,6 +574,7 @@ def test_plans_are_found_again(
 ) -> None:
     """However many parts there are."""
     monkeypatch.setattr(offload, "PART", 1)
+    monkeypatch.setattr(_multi_tensor, "_PLANS", 3)
     run = runs(state=state)
     run.steps(2)
     built = []
@@ -584,7 +585,6 @@ def test_plans_are_found_again(
         original(self, *args)
 
     monkeypatch.setattr(_multi_tensor.Plan, "__init__", counted)
-    monkeypatch.setattr(_multi_tensor, "_PLANS", 3)
     run.step()
     run.step()
     assert built == []
@@ -593,7 +593,7 @@ def test_plans_are_found_again(
 # files
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("state", ["fp32", "bf16", *more(["8bit"])])
 @pytest.mark.parametrize("saves", [False, True])
 def test_resume(runs: Callable[..., Run], tmp_path: Path, state: str, saves: bool) -> None:
     """From either kind of run into the other, with the same bits as one that went on."""
@@ -616,12 +616,25 @@ def test_resume(runs: Callable[..., Run], tmp_path: Path, state: str, saves: boo
     assert same_bits(first.bits(), again.bits())
 
 
-def test_a_state_that_is_loaded_goes_to_host_memory(cuda: torch.device) -> None:
-    """At once, in memory of its own."""
-    first, second = (Run(cuda, backend="eager") for _ in range(2))
+@pytest.mark.parametrize("kind", ["AdamW", "our Adam"])
+def test_a_state_that_is_loaded_goes_to_host_memory(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not by way of the device, and in memory of its own."""
+    first, second = (Run(cuda, kind=kind, backend="eager") for _ in range(2))
     first.step()
     states = first.optimizer.state_dict()
-    second.optimizer.load_state_dict(states)
+    before, meanwhile, keep = storage_bytes("cuda"), list[int](), Offload.keep
+
+    def noted(self: Offload, tensor: Tensor) -> Tensor:
+        meanwhile.append(storage_bytes("cuda"))
+        return keep(self, tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Offload, "keep", noted)
+        second.optimizer.load_state_dict(states)
+    assert meanwhile
+    assert max(meanwhile) <= before + 4 * len(states["state"])  # step counts
     mine, theirs = (
         [x for s in run.optimizer.state.values() for k, x in s.items() if k in HOST]
         for run in (first, second)
@@ -738,11 +751,9 @@ def test_graphs(fake_cuda: FakeCuda) -> None:
     run.amp.disable()
 
 
-def test_sparse_gradients(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_gradients(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own step would work on host memory."""
-    run = Run(device, device.type == "cuda", kind="SGD", backend="eager")
-    if device.type == "cpu":
-        pytest.skip("refused")
+    run = Run(cuda, kind="SGD", backend="eager")
     monkeypatch.setattr(type(run.amp._parts.weights[run.optimizer]), "any_sparse", lambda w: True)
     run.amp.backward(run.loss())
     with pytest.raises(RuntimeError, match="dense gradients, got sparse ones"):

@@ -80,6 +80,20 @@ class _Part(NamedTuple):
     nbytes: int
 
 
+class _Staged(NamedTuple):
+    """A part on its way through a buffer.
+
+    Attributes:
+        copies: host tensors and their copies, flat, in the order of memory.
+        views: host tensor to its copy, laid out the same.
+        arrived: recorded behind the copies to the device.
+    """
+
+    copies: list[tuple[Tensor, Tensor]]
+    views: dict[Tensor, Tensor]
+    arrived: torch.cuda.Event
+
+
 class Offload:
     """Pinned host memory of masters and optimizer state, which a step takes through the device.
 
@@ -148,37 +162,32 @@ class Offload:
         self._make_buffers(max(part.nbytes for part in parts))
         current = torch.cuda.current_stream(self._device)
         self._arriving.wait_stream(self._leaving)  # what the step before has written
-        arrivals = [self._arrive(part, k) for k, part in enumerate(parts[:2])]
+        staged = [self._arrive(part, k) for k, part in enumerate(parts[:2])]
         for k, part in enumerate(parts):
-            current.wait_event(arrivals[k])
+            copies, views, arrived = staged.pop(0)
+            current.wait_event(arrived)
             try:
-                yield lists.part(part.places, self._views(part, k))
+                yield lists.part(part.places, views)
             finally:  # where the step raised, the next one must not fill the buffer too early
                 self._leaving.wait_event(_recorded(current))
             with torch.cuda.stream(self._leaving):
-                for host, copy in self._copies(part, k):
+                for host, copy in copies:
                     host.copy_(copy, non_blocking=True)
             if k + 2 < len(parts):
                 self._arriving.wait_event(_recorded(self._leaving))
-                arrivals.append(self._arrive(parts[k + 2], k))
+                staged.append(self._arrive(parts[k + 2], k))
 
-    def _arrive(self, part: _Part, k: int) -> torch.cuda.Event:
-        with torch.cuda.stream(self._arriving):
-            for host, copy in self._copies(part, k):
-                copy.copy_(host, non_blocking=True)
-        return _recorded(self._arriving)
-
-    def _copies(self, part: _Part, k: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield host tensors with their copies in the buffer, both in the order of memory."""
+    def _arrive(self, part: _Part, k: int) -> _Staged:
+        """Start to fill a buffer, of which there are two."""
+        copies, views, buffer = [], {}, self._buffers[k % 2]
         for host, begin in part.begins.items():
-            memory = self._buffers[k % 2][begin : begin + host.nbytes]
-            yield host.as_strided((host.numel(),), (1,)), memory.view(host.dtype)
-
-    def _views(self, part: _Part, k: int) -> dict[Tensor, Tensor]:
-        """Return host tensor to its copy in the buffer, laid out the same."""
-        copies = (copy for _, copy in self._copies(part, k))
-        pairs = zip(part.begins, copies, strict=True)
-        return {host: copy.as_strided(host.shape, host.stride()) for host, copy in pairs}
+            copy = buffer[begin : begin + host.nbytes].view(host.dtype)
+            copies.append((host.as_strided((host.numel(),), (1,)), copy))
+            views[host] = copy.as_strided(host.shape, host.stride())
+        with torch.cuda.stream(self._arriving):
+            for flat, copy in copies:
+                copy.copy_(flat, non_blocking=True)
+        return _Staged(copies, views, _recorded(self._arriving))
 
     def _make_buffers(self, nbytes: int) -> None:
         if self._buffers and self._buffers[0].numel() >= nbytes:

@@ -392,8 +392,6 @@ class Stepper:
         rule = rule_of(optimizer)
         if rule is None or "state" not in plain:
             return plain
-        if self.offload is not None:
-            self.offload.wait()
         values = dict(self._weights[optimizer].fp32_values(lends=False))
         masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
         groups = [
