@@ -121,7 +121,7 @@ class Offload:
     def keep(self, tensor: Tensor) -> Tensor:
         """Return a copy of the tensor in pinned memory."""
         kept = torch.empty_strided(
-            tensor.shape, memory_strides(tensor), dtype=tensor.dtype, pin_memory=True
+            tensor.shape, memory_strides(tensor), dtype=tensor.dtype, device="cpu", pin_memory=True
         )
         return kept.copy_(tensor.detach())
 
