@@ -780,11 +780,6 @@ def test_sparse_gradients(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -
     run.amp.disable()
 
 
-def test_bytes_per_parameter() -> None:
-    policy = tritonamp.Policy
-    found = [
-        tritonamp.policy.resolve(level, offload="state", state=state).bytes_per_parameter()
-        for level, state in (("O1", "fp32"), ("O2", "fp32"), ("O2", "8bit"))
-    ]
-    assert found == [8, 4, 4]
-    assert policy.from_json(policy(offload="state").to_json()).offload == "state"
+def test_the_policy_as_text() -> None:
+    policy = tritonamp.Policy(offload="state")
+    assert tritonamp.Policy.from_json(policy.to_json()) == policy
