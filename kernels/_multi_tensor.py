@@ -26,6 +26,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        self._room = _PLANS
         self._plans: list[Plan] = []  # the last used one first
         self._kept: dict[tuple[str, torch.device, tuple[int, ...]], Tensor] = {}
         self._sent: dict[tuple[str, torch.device, tuple[int, ...]], list[Any]] = {}
@@ -47,7 +48,11 @@ class Memory:
     def keep(self, plan: Plan) -> None:
         """Keep a plan for later steps."""
         if not PLAIN_STEPS:
-            self._plans = [plan, *self._plans[: _PLANS - 1]]
+            self._plans = [plan, *self._plans[: self._room - 1]]
+
+    def make_room(self, parts: int) -> None:
+        """Keep more plans from now on, for steps that launch on so many parts of their lists."""
+        self._room = max(self._room, parts * _PLANS)
 
     def forget_plans(self) -> list[Tensor]:
         """Forget the plans, which hold addresses, and return the tensors that last."""
@@ -152,7 +157,7 @@ class TensorLists:
         lists: Mapping[str, Sequence[Tensor]],
         coded: Collection[str] = (),
     ) -> "TensorLists":
-        """Return new ``TensorLists`` of these lists followed by others."""
+        """Return new ``TensorLists``: these or others of the same name, and further lists."""
         return TensorLists(
             memory=self.memory,
             numbers=self.numbers,
@@ -160,9 +165,27 @@ class TensorLists:
             may_repeat=may_repeat,
             scalars=scalars,
             coded=coded,
-            **self._given,
-            **lists,
+            **{**self._given, **lists},
         )
+
+    def part(self, places: range, moved: Mapping[Tensor, Tensor]) -> "TensorLists":
+        """Return the lists at some places, with other tensors instead of those that have moved."""
+        return TensorLists(
+            memory=self.memory,
+            numbers=[self.numbers[i] for i in places],
+            size=self.size,
+            may_repeat=self.may_repeat,
+            scalars=self._scalars,
+            coded=self._coded,
+            **{
+                name: [moved.get(tensors[i], tensors[i]) for i in places]
+                for name, tensors in self._lists.items()
+            },
+        )
+
+    def at(self, place: int) -> list[Tensor]:
+        """Return the tensors of all lists at one place."""
+        return [tensors[place] for tensors in self._lists.values()]
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

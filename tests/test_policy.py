@@ -35,6 +35,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
     "state": ("fp32", "fp32", "fp32", "fp32"),
+    "offload": (None, None, None, None),
     "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),
@@ -421,6 +422,8 @@ def test_texts_that_are_no_policy(text: str, message: str) -> None:
         ("O2", {"state": "bf16"}, 2 + 2 + 4 + 4),
         ("O2", {"state": "8bit"}, 2 + 2 + 2 + 2 + 2 / 128),
         ("O2", {"grad_dtype": FP32}, 18),
+        ("O1", {"offload": "state"}, 4 + 4),
+        ("O2", {"offload": "state", "state": "8bit"}, 2 + 2),
         ("O3", {}, 2 + 2 + 8),
     ],
 )

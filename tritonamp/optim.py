@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.class_swap import is_installed
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._multi_tensor import Memory
@@ -101,7 +102,7 @@ class _Fused:
         fused.step(gradients, *self._told_by_scaler())
         halves = [p for p, master in zip(all_params, stepped_on, strict=True) if p is not master]
         self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
-        self._fp32_values.release_packed()
+        self._fp32_values.note_step()
         self._narrow_gradients()
         return loss
 
@@ -157,8 +158,8 @@ class _Fused:
         made = self.__dict__.get("_own_fused")
         if made is None:
             state = self._state_format
-            remainders = self._fp32_values.remainders
-            fused = FusedStep(self, self.fused_rule, "auto", False, state, remainders)  # type: ignore[arg-type]
+            beside = self._fp32_values.beside
+            fused = FusedStep(self, self.fused_rule, "auto", False, state, beside)  # type: ignore[arg-type]
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 
@@ -174,10 +175,10 @@ class _Fused:
     def _packed(self, param: Tensor) -> Tensor:
         """Keep the lower bits of a half parameter's FP32 value in the state; return ``param``."""
         state = self.state[param]
-        self._fp32_values.pack(param, state.get(REMAINDER))
+        self._fp32_values.lend(param, packs=True, remainder=state.get(REMAINDER))
         if "master_param" in state:
             self._fp32_values.load(param, state.pop("master_param"))
-        (state[REMAINDER],) = self._fp32_values.remainders([param])
+        (state[REMAINDER],) = self._fp32_values.beside([param])
         return param
 
     def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
@@ -200,12 +201,11 @@ class _Fused:
             ValueError: it is no state of such an optimizer over such parameters; nothing was
                 changed then.
         """
-        load_state(
-            self,  # type: ignore[arg-type]
-            super().load_state_dict,  # type: ignore[misc]
-            state_dict,
-            self.fused_rule,
-        )
+        load: Any = super().load_state_dict  # type: ignore[misc]
+        if is_installed(self):  # which has seen to all of it, see ``EnabledOptimizer``
+            load(state_dict)
+        else:
+            load_state(self, load, state_dict, self.fused_rule)  # type: ignore[arg-type]
 
 
 class Adam(_Fused, torch.optim.Adam):

@@ -51,6 +51,10 @@ class Policy:
         state: the format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments
             of one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam and
             AdamW only).
+        offload: "state": FP32 masters and optimizer state are in pinned host memory between steps,
+            and go through the device, part by part, while the optimizer steps (of a CUDA device,
+            with Adam, AdamW, SGD or Lion, without FSDP2, and outside of CUDA graphs). The bits are
+            those of None: they stay on the device.
         half_parameters: parameters that are half before ``enable`` stay as they are; without it
             those that train get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
@@ -82,6 +86,7 @@ class Policy:
     state_dict_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
     state: str = STATES[0]
+    offload: str | None = None
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
     fuse_norms: bool = True
@@ -162,10 +167,10 @@ class Policy:
         return self.master_weights or not (self.cast_model or self.half_parameters)
 
     def bytes_per_parameter(self, state: str | None = None) -> float:
-        """Return the bytes that a parameter takes in training with Adam or AdamW.
+        """Return the bytes that a parameter takes on its device in training with Adam or AdamW.
 
-        Counted are the parameter itself (half where this policy casts it), its gradient, the FP32
-        master, and both moments.
+        Counted are the parameter itself (half where this policy casts it), its gradient, and,
+        without ``offload``, the FP32 master and both moments.
 
         Args:
             state: another format of state than this policy's.
@@ -173,6 +178,8 @@ class Policy:
         state, is_half = state or self.state, self.cast_model or self.half_parameters
         parameter = 2 if is_half else 4
         grad = 4 if self.grad_dtype is not None else parameter
+        if self.offload is not None:
+            return float(parameter + grad)
         lower_bits = 2 if state == "8bit" else 4
         moments = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 128}[state]
         return parameter + grad + lower_bits * (is_half and self.master_weights) + moments
@@ -266,6 +273,8 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         )
     if policy.state not in STATES:
         yield f"state: expected one of {', '.join(map(repr, STATES))}, got {policy.state!r}"
+    if policy.offload not in (None, "state"):
+        yield f"offload: expected None or 'state', got {policy.offload!r}"
     if policy.on_nonfinite not in ON_NONFINITE:
         yield (
             f"on_nonfinite: expected one of {', '.join(map(repr, ON_NONFINITE))}, got "

@@ -45,7 +45,7 @@ def test_every_operation_has_a_backend_and_a_reason(report, operation):
 
 
 def test_bytes_of_each_format_of_state(report):
-    assert [row.split() for row in _rows(report, "O2")][-1] == ["O2", "16", "12", "8.02"]
+    assert [row.split() for row in _rows(report, "O2")][-1] == ["O2", "16", "12", "8.02", "4"]
 
 
 def test_cpp_for_steps(monkeypatch):

@@ -9,9 +9,10 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
 from tritonamp.distributed.ranks import CHECK_EVERY
+from tritonamp.runtime import parts
+from tritonamp.step.offload import Offload
 
 pytestmark = [
     pytest.mark.ranks,
@@ -82,7 +85,7 @@ def enabled_and_wrapped(
     stepper = OPTIMIZERS[optimizer](net.parameters())
     hook = options.pop("hook", None)
     fields = {"level": level, "on_nonfinite": on_nonfinite}
-    fields |= {"state": options.pop("state")} if "state" in options else {}
+    fields |= {name: options.pop(name) for name in ("state", "offload") if name in options}
     if order == "before":
         amp = tritonamp.enable(
             net, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields
@@ -453,6 +456,73 @@ def test_small_state_is_alike_on_all_ranks(pair: Pair, order: str, state: str, k
     masters, halves = first["same"][1:]
     assert masters != halves
     assert sum(first["losses"][-2:]) < sum(first["losses"][:2])
+
+
+class OffloadOnCpu(Offload):
+    """The same without a bus: host memory is whatever ``keep`` has returned."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._kept: dict[int, Tensor] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach().clone()
+        self._kept[id(kept)] = kept
+        return kept
+
+    def has(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._kept
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def offload_on_cpu() -> Iterator[None]:
+    """Inside, ``offload="state"`` takes a model on the CPU."""
+    streams = {name: mock.MagicMock() for name in ("Stream", "Event", "stream", "current_stream")}
+    with (
+        mock.patch.multiple(torch.cuda, **streams),
+        mock.patch.multiple(parts, Offload=OffloadOnCpu, check_offload=lambda *given: None),
+    ):
+        yield
+
+
+@on_ranks
+def offloaded(order: str, state: str) -> list[Any]:
+    """What a rank has after the same steps without and with ``offload``, one of them a skip."""
+    rank, found = dist.get_rank(), []
+    for fields in ({}, {"offload": "state"}):
+        with offload_on_cpu():
+            how = {"seed": rank, "state": state, **fields}
+            model, net, stepper, amp = enabled_and_wrapped(order, "AdamW", "O2", **how)
+            for step, x in enumerate(batches()):
+                amp.backward(harm("loss", step == 2 and rank == 1, model(x.chunk(RANKS)[rank])))
+                amp.clip_grad_norm_(1.0)
+                stepper.step()
+                stepper.zero_grad()
+            packed = stepper.state_dict(packed=True)["state"]
+            moments = [s[key] for _, s in sorted(packed.items()) for key in sorted(s)]
+            halves = [p.detach() for p in net.parameters()]
+            masters = [m.detach() for _, m in amp.named_master_params()]
+            values = [x for x in (*moments, *halves, *masters) if isinstance(x, Tensor)]
+            found.append([x.double().flatten().tolist() for x in values])
+            assert amp.stats()["skipped"] == 1
+            amp.disable()
+    return found
+
+
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_offloaded_state_is_alike_on_all_ranks(pair: Pair, order: str, state: str) -> None:
+    """And has the bits of a run without offload, though the ranks begin with other weights."""
+    first, second = offloaded(pair, order=order, state=state)
+    assert first == second
+    plain, streamed = first
+    assert plain == streamed
 
 
 @on_ranks

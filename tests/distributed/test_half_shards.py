@@ -376,6 +376,8 @@ def refused(what: str) -> str:
         options["level"] = "O3"
     elif what == "8bit":
         options["state"] = "8bit"
+    elif what == "offload":
+        options["offload"] = "state"
     model = sharded(model)
     before = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
     try:
@@ -413,6 +415,7 @@ REFUSED = {
     "fp32_modules": "fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16: call "
     "fully_shard on it first",
     "8bit": "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, DTensor)",
+    "offload": "offload='state': expected parameters in one piece, got sharded ones (FSDP2",
     "O3": "level: expected one with FP32 masters for sharded parameters",
 }
 

@@ -32,6 +32,29 @@ class Record(NamedTuple):
     where: str
 
 
+class _Copy:
+    """A copy under way.
+
+    Args:
+        host: the pinned memory.
+        arrive: what its arrival does.
+        sent: the values on their way to the host; None: it is a copy to the GPU.
+
+    Attributes:
+        afterwards: what a later copy does to the same memory at once.
+    """
+
+    def __init__(
+        self, host: Tensor, arrive: Callable[[], object], sent: Tensor | None = None
+    ) -> None:
+        self.host, self.sent, self._arrive = host, sent, arrive
+        self.afterwards: Callable[[], object] = lambda: None
+
+    def arrive(self) -> None:
+        self._arrive()
+        self.afterwards()
+
+
 class Gpu:
     """One GPU with one stream.
 
@@ -55,7 +78,7 @@ class Gpu:
         self.generator = torch.Generator()
         self._one_at_a_time = threading.RLock()  # threads share the stream
         self._pinned: dict[int, Tensor] = {}  # alive, so that no other tensor gets the address
-        self._under_way: list[Callable[[], None]] = []
+        self._under_way: list[_Copy] = []
         self._arrived = 0
 
     # what the host did
@@ -91,17 +114,36 @@ class Gpu:
         """Let the first so many copies arrive."""
         while self._arrived < position:
             self._arrived += 1
-            self._under_way.pop(0)()
+            self._under_way.pop(0).arrive()
 
     def send(self, target: Tensor, source: Tensor) -> None:
         """Copy to pinned memory, which holds something else until somebody has waited for it."""
         values = source.clone()
-        target.flatten().view(torch.uint8).fill_(0xA5)
-        self._under_way.append(lambda: target.copy_(values))
+
+        def scribble() -> None:
+            target.flatten().view(torch.uint8).fill_(0xA5)
+
+        before = self._under_way_in(target)
+        if before:  # which come first
+            before[-1].afterwards = scribble
+        else:
+            scribble()
+        self._under_way.append(_Copy(target, lambda: target.copy_(values), values))
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy from pinned memory, which must not be written before somebody has waited."""
-        values = source.clone()
+        """Copy from pinned memory, which must not be written before somebody has waited.
+
+        The copies to the same memory that are under way come first: the GPU waits for them.
+        """
+        memory = source.untyped_storage().clone()
+
+        def seen(x: Tensor) -> Tensor:
+            return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())
+
+        for copy in self._under_way_in(source):
+            if copy.sent is not None:
+                seen(copy.host).copy_(copy.sent)
+        values = seen(source)
         target.copy_(values)
 
         def check() -> None:
@@ -109,7 +151,12 @@ class Gpu:
             assert same, "pinned memory was written while it was on its way to the GPU"
 
         if self.graph is None:
-            self._under_way.append(check)
+            self._under_way.append(_Copy(source, check))
+
+    def _under_way_in(self, host: Tensor) -> list["_Copy"]:
+        """Return the copies out of and into the same memory that have not arrived."""
+        memory = host.untyped_storage().data_ptr()
+        return [c for c in self._under_way if c.host.untyped_storage().data_ptr() == memory]
 
     # captured work
 

@@ -1,6 +1,7 @@
 """``python -m tritonamp doctor``: what this machine has, what will run on it, and why."""
 
 import argparse
+import dataclasses
 import functools
 import platform
 import sys
@@ -75,14 +76,20 @@ def report() -> str:
                 [_trial(*trial, device) for trial in TRIALS],
             )
         )
-    parts.append(table(("level", *(f"state={s!r}" for s in STATES)), [*map(_bytes, LEVELS)]))
-    parts.append("bytes a parameter with Adam: parameter, gradient, master and moments")
+    columns = [*(f"state={state!r}" for state in STATES), "offload='state'"]
+    parts.append(table(("level", *columns), [*map(_bytes, LEVELS)]))
+    parts.append(
+        "bytes a parameter with Adam: parameter, gradient, master and moments (the last two are in "
+        "host memory under offload='state')"
+    )
     return "\n\n".join(parts)
 
 
 def _bytes(level: str) -> tuple[str, ...]:
     policy = getattr(tritonamp, level)
-    return level, *(f"{policy.bytes_per_parameter(state):.3g}" for state in STATES)
+    offloaded = dataclasses.replace(policy, offload="state").bytes_per_parameter()
+    found = [*map(policy.bytes_per_parameter, STATES), offloaded]
+    return level, *(f"{nbytes:.3g}" for nbytes in found)
 
 
 def _versions() -> list[tuple[str, str]]:

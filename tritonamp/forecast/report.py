@@ -311,6 +311,8 @@ def _memory_line(policy: Policy) -> str:
         for state in STATES
         if state != policy.state and (policy.trains_fp32_values or state != "8bit")
     ]
+    offloaded = dataclasses.replace(policy, offload="state").bytes_per_parameter()
+    others.append(f"{offloaded:.3g} with offload='state'")
     own = f"{policy.bytes_per_parameter():.3g} bytes a parameter with Adam"
     return f"memory: {own}, state={policy.state!r}; {', '.join(others)}"
 

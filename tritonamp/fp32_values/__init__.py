@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from tritonamp.asleep import Asleep
+from tritonamp.fp32_values.lent import Home as Home
+from tritonamp.fp32_values.lent import LentValue
+from tritonamp.fp32_values.offloaded import OffloadedValue
 from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
@@ -21,21 +24,26 @@ class Fp32Values:
     tensor's address: those through ``.data`` escape unless they give the tensor other memory.
     Masters are where their half tensors are, and follow in each step. Originals are in main memory,
     and follow when somebody asks for them: from a GPU that takes a copy that the host waits for.
+    Packed and offloaded values are no tensors by themselves: see ``LentValue``.
+
+    Args:
+        home: host memory of what optimizers step on between steps; None: it is beside half tensors.
 
     Attributes:
         asleep: says what is away from the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: Home | None = None) -> None:
         self.asleep = Asleep()
+        self._home = home
         self._index: dict[Tensor, int] = {}  # of a half tensor in the lists below
         self._halves: list[Tensor] = []
         self._values: list[Tensor] = []
         self._pointers = array("Q")  # to the half tensors when both sides agreed
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
-        self._packed: dict[Tensor, PackedValue] = {}  # by half tensor, instead of a value
-        self._lent: dict[Tensor, PackedValue] = {}  # those whose FP32 tensors others may hold
+        self._lent: dict[Tensor, LentValue] = {}  # by half tensor, instead of a value
+        self._unsettled: dict[Tensor, LentValue] = {}  # those that others may have written to
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -43,45 +51,53 @@ class Fp32Values:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._halves)
 
-    def pack(self, half: Tensor, remainder: Tensor | None = None) -> None:
-        """Keep the FP32 value of ``half`` as the half tensor and 16 bits, from now on.
+    def lend(self, half: Tensor, packs: bool, remainder: Tensor | None = None) -> None:
+        """Keep the FP32 value of ``half`` in another form than a tensor, from now on.
 
         Args:
             half: a half tensor.
+            packs: as the half tensor and 16 bits; else in host memory.
             remainder: these 16 bits, if they are known, see ``PackedValue``.
         """
-        if half not in self._packed:
-            value = self.get(half) if half in self._index else None
-            self._packed[half] = PackedValue(half, value, remainder)
-            self.add(half, torch.empty(0))  # where others have theirs
+        if half in self._lent:
+            return
+        value = self.get(half) if half in self._index else None
+        if packs:
+            self._lent[half] = PackedValue(half, value, remainder, self._home)
+        else:
+            assert self._home is not None
+            value = half.detach().float() if value is None else value
+            self._lent[half] = self._unsettled[half] = OffloadedValue(half, value, self._home)
+        self.add(half, torch.empty(0))  # where others have theirs
 
-    def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the lower 16 bits of each packed value, and the tensor itself of others.
+    def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is kept beside each half tensor, and the tensor itself of others.
 
-        What somebody has written into FP32 tensors until now counts.
+        That is the lower 16 bits of a packed value, the whole of an offloaded one. What somebody
+        has written into FP32 tensors until now counts.
         """
-        self.settle_packed()
-        packed = self._packed
-        return [packed[param].remainder() if param in packed else param for param in params]
+        self.settle_lent()
+        lent = self._lent
+        return [lent[param].beside() if param in lent else param for param in params]
 
-    def settle_packed(self) -> None:
-        """Take over what somebody has written into FP32 tensors of packed values."""
-        for half, packed in [*self._lent.items()]:
-            packed.settle()
-            if not packed.is_known_to_others:
-                del self._lent[half]
+    def settle_lent(self) -> None:
+        """Take over what somebody has written into lent FP32 tensors."""
+        for half, value in [*self._unsettled.items()]:
+            value.settle()
+            if not value.needs_settling:
+                del self._unsettled[half]
 
-    def release_packed(self) -> None:
-        """Give up FP32 tensors of packed values, since a step has written to the half tensors."""
-        for packed in self._lent.values():
-            packed.release()
+    def note_step(self) -> None:
+        """Give up lent FP32 tensors, since a step has written to the half tensors."""
+        for value in self._unsettled.values():
+            value.note_step()
 
     def get(self, half: Tensor) -> Tensor:
         """Return the FP32 value, brought up to date in place."""
         self.asleep.check_training()
-        if half in self._packed:
-            self._lent[half] = self._packed[half]
-            return self._packed[half].get()
+        if half in self._lent:
+            self._unsettled[half] = self._lent[half]
+            return self._lent[half].get()
         i = self._index[half]
         known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
         if not known or not isinstance(half, torch.nn.Parameter):
@@ -89,10 +105,10 @@ class Fp32Values:
         return self._values[i]
 
     def read(self, half: Tensor) -> Tensor:
-        """Return the FP32 value, for a reader who drops it at once: a packed one is not kept."""
-        if half in self._packed:
+        """Return the FP32 value, for a reader who drops it at once: a lent one is not kept."""
+        if half in self._lent:
             self.asleep.check_training()
-            return self._packed[half].read()
+            return self._lent[half].read()
         return self.get(half)
 
     def refresh(self, indices: Sequence[int]) -> bool:
@@ -101,7 +117,7 @@ class Fp32Values:
         Returns:
             whether somebody has written to a half tensor, or given it other memory.
         """
-        self.settle_packed()
+        self.settle_lent()
         halves, at, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
@@ -126,7 +142,7 @@ class Fp32Values:
     @between_graphs
     def push(self) -> None:
         """Round FP32 values that somebody wrote to into their half tensors."""
-        self.settle_packed()
+        self.settle_lent()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:
@@ -172,10 +188,10 @@ class Fp32Values:
     def load(self, half: Tensor, value: Tensor) -> None:
         """Take a value from a checkpoint, before it is rounded into ``half``."""
         self.asleep.check_training()
-        if half in self._packed:
+        if half in self._lent:
             if half.shape == value.shape:
-                self._lent[half] = self._packed[half]
-                self._packed[half].load(value)
+                self._unsettled[half] = self._lent[half]
+                self._lent[half].load(value)
             return
         target = self._values[self._index[half]]
         if target.shape == value.shape:

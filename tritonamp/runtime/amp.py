@@ -230,8 +230,8 @@ class Amp:
             loss: a tensor.
             optimizer: as for ``backward``.
             loss_id: as for ``backward``.
-            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load; its
-                window of outliers begins anew in a resumed run.
+            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load.
+                Its window of outliers begins anew in a resumed run.
         """
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
@@ -755,6 +755,8 @@ class Amp:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
             uninstall(optimizer)
             weights.give_back()
+            if self._parts.stepper.offload is not None:
+                self._parts.stepper.offload.give_back(optimizer)
         self._parts.ranks.detach()
         changed = self._parts.enabled_models.dtypes.has_changed
         fp32_values = self._parts.enabled_models.disable()

@@ -37,6 +37,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.masters import MasterWeights
+from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
 from tritonamp.step.schedulers import SchedulerSteps
@@ -135,7 +136,10 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         moved_by_steps: what ranks take over from one another beside parameters.
     """
     models, policy, backend = request.models, request.policy, request.backend.requested
-    fp32_values = Fp32Values()
+    _check_steps(request)
+    offloads = policy.offload is not None and len(request.optimizers) > 0
+    offload = Offload(request.device) if offloads else None
+    fp32_values = Fp32Values(offload)
     ranks = Ranks(list(dict.fromkeys([*models, *request.given])), fp32_values, moved_by_steps)
     forwards = Forwards(gradients=policy.on_nonfinite != "skip")
     context = EnabledContext(
@@ -164,6 +168,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         ranks,
         _SharedResponse(response, healing, ranks),
         fp32_values.asleep,
+        offload,
         request.around_step,
     )
     schedulers = SchedulerSteps(stepper.outcomes, log, ranks)
@@ -212,13 +217,20 @@ def _diagnosis(
     return log, replays, Response(policy, log, healing.heal, forwards, replays, fp32_runs)
 
 
+def _check_steps(request: Request) -> None:
+    """Raise ValueError where an optimizer's step cannot keep its state as the policy says."""
+    for optimizer in request.optimizers:
+        rule = rule_of(optimizer)
+        check_state(state_format(optimizer, request.policy.state), optimizer, rule)
+        if request.policy.offload is not None:
+            check_offload(optimizer, rule, request.device)
+
+
 def _enable(
     request: Request, context: EnabledContext, ranks: Ranks
 ) -> tuple[EnabledModels, dict[Optimizer, MasterWeights]]:
     """Cast the models, and give the optimizers FP32 values to step on."""
     optimizers, policy = request.optimizers, request.policy
-    for optimizer in optimizers:
-        check_state(state_format(optimizer, policy.state), optimizer, rule_of(optimizer))
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
     kept = [m for model in request.models for m in fp32_modules(model, policy)]
@@ -249,7 +261,13 @@ def _master_weights(
     packs = state_format(optimizer, policy.state) == "8bit"
     trains, grad_dtype = policy.trains_fp32_values, policy.grad_dtype
     weights = MasterWeights(
-        optimizer, fp32_values, trains, grad_dtype, sharding=sharding, packs=packs
+        optimizer,
+        fp32_values,
+        trains,
+        grad_dtype,
+        sharding=sharding,
+        packs=packs,
+        offloads=policy.offload is not None,
     )
     weights.take_masters()
     return weights

@@ -25,6 +25,18 @@ class EnabledOptimizer(Swapped):
     # recognises it
     _step_supports_amp_scaling = True
 
+    @property
+    def state(self) -> Any:
+        """The optimizer's state; under ``offload`` it is there once this returns."""
+        own = vars(_unwrapped(self))
+        if own["_stepper"].offload is not None:
+            own["_stepper"].offload.wait()
+        return own["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state
+
     @between_graphs
     def step(self, closure: Any = None) -> None:
         """Step or skip: unscale, check, clip, update, half copies. A no-op without gradients.

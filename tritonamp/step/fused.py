@@ -16,6 +16,7 @@ from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.policy import STATES
 from tritonamp.step.gradients import Gradients
+from tritonamp.step.offload import Offload, host_keys
 from tritonamp.step.small_state import ORDER, PACKED, REMAINDER, in_fp32, packed_moments
 
 
@@ -32,6 +33,7 @@ class FusedRule(ABC):
         optional: names of ``state_keys`` that a group may lack.
         counts_steps: whether the state holds a step count under "step"; that of "8bit" always does.
         leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
+        offloads: whether a step can be made in parts, on parameters one after another.
     """
 
     kinds: str
@@ -42,6 +44,7 @@ class FusedRule(ABC):
     optional: Sequence[str] = ()
     counts_steps: bool = False
     leaves_sparse_to_torch: bool = False
+    offloads: bool = True
 
     @abstractmethod
     def update(
@@ -105,7 +108,9 @@ class FusedStep:
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
         state: the format of the state, of ``policy.STATES``.
-        remainders: returns the lower 16 bits of packed FP32 values, for state "8bit".
+        beside: returns what is kept beside parameters: the lower 16 bits of packed FP32 values,
+            for state "8bit", or else the masters of ``offload``.
+        offload: host memory of masters and state; None: they are beside the parameters.
     """
 
     def __init__(
@@ -115,7 +120,8 @@ class FusedStep:
         backend: str,
         track_lost: bool = False,
         state: str = STATES[0],
-        remainders: Callable[[Sequence[Tensor]], list[Tensor]] = list,
+        beside: Callable[[Sequence[Tensor]], list[Tensor]] = list,
+        offload: Offload | None = None,
     ) -> None:
         self.rule = rule
         self._optimizer = optimizer
@@ -123,7 +129,8 @@ class FusedStep:
         self._track_lost = track_lost
         self._state = state
         self._counts_steps = rule.counts_steps or state == "8bit"
-        self._remainders = remainders
+        self._beside = beside
+        self._offload = offload
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -144,7 +151,7 @@ class FusedStep:
         group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
         made: set[int] = set()
         lists = self._lists(gradients, group_of)
-        if lists is None or not _is_in_shape(lists):
+        if self._offload is not None or lists is None or not _is_in_shape(lists):
             made = self._bring_into_shape(gradients, group_of)
             lists = self._lists(gradients, group_of)
             assert lists is not None
@@ -152,13 +159,16 @@ class FusedStep:
         if tells_first:  # number len(groups) + g: the first-step rule of group g
             rules += [self.rule.at_first_step(rule) for rule in rules]
             group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
-        updates = UpdateLists(lists, rules, group_of, self._track_lost, self._state)
-        self.rule.update(updates, grad_scale, found_inf, self._backend)
+        for part in [lists] if self._offload is None else self._offload.stream(lists):
+            updates = UpdateLists(part, rules, group_of, self._track_lost, self._state)
+            self.rule.update(updates, grad_scale, found_inf, self._backend)
 
     def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
         """Return the gradients' lists joined by the state's; None where some state is missing."""
         tensors, states = gradients.lists, self._states(gradients.params)
         packed = self._state == "8bit"
+        if self._offload is not None and not packed:
+            tensors = tensors.with_lists((), (), {"params": self._beside(gradients.params)})
         keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
         if self._counts_steps:
             keys["steps"] = "step"
@@ -171,12 +181,12 @@ class FusedStep:
             return None
         if not packed:
             return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
-        found["remainders"] = self._remainders(gradients.params)
+        found["remainders"] = self._beside(gradients.params)
         repeat, coded = ("copies", "remainders"), ("remainders", PACKED)
         return tensors.with_lists(repeat, ("steps",), found, coded)
 
     def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
-        state = self._optimizer.state
+        state = vars(self._optimizer)["state"]  # ``EnabledOptimizer.state`` waits
         if identities(list(state)[: len(params)]) == identities(params):  # hashes are slow
             return list(state.values())[: len(params)]
         return [state.get(param, {}) for param in params]
@@ -211,7 +221,15 @@ class FusedStep:
         keys = [key for name, key in self.rule.state_keys.items() if self.rule.has(name, group)]
         if not keys:
             return False
-        state: dict[str, Any] = self._optimizer.state[param]
+        state: dict[str, Any] = vars(self._optimizer)["state"][param]
+        is_new = self._shape(param, state, keys)
+        if self._offload is not None:
+            found = {k: v for k, v in state.items() if k in host_keys(self.rule) and v is not None}
+            away = {k: v for k, v in found.items() if not self._offload.has(v)}
+            state |= {k: self._offload.keep(v) for k, v in away.items()}
+        return is_new
+
+    def _shape(self, param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> bool:
         if PACKED in state and self._state != "8bit":
             self._unpack(param, state, PACKED, ORDER, REMAINDER)
         shaped: dict[str, Any] = {}
@@ -244,6 +262,8 @@ class FusedStep:
     def _unpack(self, param: Tensor, state: dict[str, Any], *keys: str) -> None:
         """Turn codes in the state, under these keys, into FP32."""
         refuse_capture(param.device, "the optimizer's state")
+        if self._offload is not None:
+            self._offload.wait()
         state |= in_fp32({k: state.pop(k) for k in keys if k in state}, self.rule, param)
 
     def _pack(

@@ -38,7 +38,8 @@ class MasterWeights:
     """One optimizer's parameters, each with the FP32 tensor that the optimizer steps on.
 
     A parameter that is FP32 already, or that the policy gives no master, is its own master. So is
-    a half one whose FP32 value is packed: kept as the parameter and 16 more bits.
+    a half one whose FP32 value is lent: packed (kept as the parameter and 16 more bits), or in host
+    memory between steps.
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
@@ -54,6 +55,7 @@ class MasterWeights:
         grad_dtype: torch.dtype | None = None,
         sharding: Sharding | None = None,
         packs: bool = False,
+        offloads: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.state = GradientState.CLEAR
@@ -65,7 +67,8 @@ class MasterWeights:
         self._statistics: dict[int, Memory] = {}  # by number of copies
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._packs = packs
-        self._packed: list[Tensor] = []  # half parameters whose FP32 value is packed
+        self._lends = packs or offloads
+        self._lent: list[Tensor] = []  # half parameters whose FP32 value is lent
         self._masters: list[Tensor] = []  # keys and values of _sources, as lists
         self._params: list[Tensor] = []
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
@@ -92,16 +95,16 @@ class MasterWeights:
         if self._sharding is not None:
             self._copies = [self._sharding.copies(param) for param in self._params]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
-        packed = self._packs and self._trains_fp32_values
-        self._packed = [p for p in self._params if packed and p in self._fp32_values]
+        lends = self._lends and self._trains_fp32_values
+        self._lent = [p for p in self._params if lends and p in self._fp32_values]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
 
     def _master_of(self, param: Tensor) -> Tensor:
         """Return the tensor to step on for ``param``; it takes over the optimizer's state."""
         master = param
         if self._trains_fp32_values and self._needs_master(param):
-            if self._packs:
-                self._fp32_values.pack(param)
+            if self._lends:
+                self._fp32_values.lend(param, self._packs)
             else:
                 master = self._fp32_values.master(param)
         self._sources[master] = param
@@ -154,8 +157,9 @@ class MasterWeights:
         A master moves only where its rounded value is the parameter: load the model first. Masters
         of frozen half parameters wait until the parameters train.
         """
+        lent = set(self._lent)
         for master, param in self._sources.items():
-            if self._trains_fp32_values and master.dtype in HALF_DTYPES:
+            if self._trains_fp32_values and master.dtype in HALF_DTYPES and param not in lent:
                 continue
             value = self.optimizer.state.get(master, {}).pop("master_param", None)
             if value is None:
@@ -177,23 +181,23 @@ class MasterWeights:
         """Return master to the half parameter that receives its rounded value."""
         return {master: param for master, param in self._sources.items() if master is not param}
 
-    def remainders(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the lower 16 bits of packed values, and the tensor itself of other parameters."""
-        return self._fp32_values.remainders(params)
+    def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is kept beside each lent value, and the tensor itself of other parameters."""
+        return self._fp32_values.beside(params)
 
     def fp32_values(self, *, lends: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter of the model and its FP32 value, itself where it has no other.
 
         Args:
             lends: a write to a value counts, until the next step; False: values are only read, and
-                those of packed parameters take no memory longer than the reader holds them.
+                lent ones take no memory longer than the reader holds them.
         """
-        packed, value = set(self._packed), self._view if lends else self._fp32_values.read
+        lent, value = set(self._lent), self._view if lends else self._fp32_values.read
         for param, master, _ in self.with_groups():
-            yield param, value(param) if param in packed else master
+            yield param, value(param) if param in lent else master
 
     def _view(self, param: Tensor) -> Tensor:
-        """Return the FP32 value of a packed parameter, with its true gradient if that is known."""
+        """Return the lent FP32 value of a parameter, with its true gradient if that is known."""
         value = self._fp32_values.get(param)
         grad = param.grad if self.has_true_gradients else None
         value.grad = grad if grad is not None and grad.dtype is value.dtype else None
@@ -301,9 +305,9 @@ class MasterWeights:
                 yield master
             grads = master.grad, param.grad, self._set_aside.get(master)
             yield from (grad for grad in grads if grad is not None)
-        lower = self.remainders(self._packed)
-        self._fp32_values.release_packed()
-        yield from (r for r, param in zip(lower, self._packed, strict=True) if r is not param)
+        beside = self.beside(self._lent)
+        self._fp32_values.note_step()
+        yield from (x for x, param in zip(beside, self._lent, strict=True) if x is not param)
         yield from self._shown.hidden()
         for memory in (self._memory, *self._statistics.values()):
             yield from memory.forget_plans()
@@ -341,16 +345,16 @@ class MasterWeights:
 
         A parameter that is its own master keeps its gradient's tensor: a CUDA graph may write it.
         """
-        packed = set(self._packed)
+        lent = set(self._lent)
         with torch.no_grad():
             self._add_up()
             for master, param in self._sources.items():
-                true = _unscaled(param, master, grad_scale, param in packed)
+                true = _unscaled(param, master, grad_scale, param in lent)
                 aside = self._set_aside.pop(master, None)
                 if true is not None and aside is not None:
                     true = true + aside
                 true = aside if true is None else true
-                if param in packed:
+                if param in lent:
                     self._shown.show(param, true)
                 else:
                     master.grad = true
@@ -377,10 +381,10 @@ class MasterWeights:
         aside = dict(self._set_aside)
         self.clear()
         if aside:
-            packed = set(self._packed)
+            lent = set(self._lent)
             for master, param in self._sources.items():
                 param.grad = None
-                if param in packed:
+                if param in lent:
                     self._shown.show(param, aside.get(master))
                 else:
                     master.grad = aside.get(master)
@@ -404,7 +408,7 @@ class MasterWeights:
         """
         self._set_aside.clear()
         self._shown.put_back()
-        for param in (*self.copies().values(), *self._packed):
+        for param in (*self.copies().values(), *self._lent):
             if set_to_none or param.grad is None:
                 self._shown.clear(param)
             else:
@@ -422,7 +426,7 @@ class MasterWeights:
     def mark_rounded(self) -> None:
         """Note that the half parameters hold the rounded masters now."""
         self._fp32_values.mark_rounded(self._halves)
-        self._fp32_values.release_packed()
+        self._fp32_values.note_step()
 
     def note_step(self) -> None:
         """Note that the last write to the parameters was a step's."""
@@ -458,10 +462,10 @@ class MasterWeights:
         return shares
 
 
-def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, packed: bool) -> Tensor | None:
+def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, lent: bool) -> Tensor | None:
     """Return the true gradient: in its own tensor where the parameter is its own master.
 
-    That of a packed parameter is FP32, as of one that has a master.
+    That of a parameter with a lent value is FP32, as of one that has a master.
     """
     grad = param.grad
     if grad is None:
@@ -470,7 +474,7 @@ def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, packed: bool) -
         grad = grad.coalesce()
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     grad_scale = transfer(grad_scale, grad.device)
-    if packed:
+    if lent:
         return wide * grad_scale
     if param is master and not grad.is_sparse:
         return grad.copy_(wide.mul_(grad_scale))  # a no-op where ``wide`` is ``grad``

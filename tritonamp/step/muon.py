@@ -32,6 +32,7 @@ class FusedMuonRule(FusedRule):
         "ns_steps",
     )
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
+    offloads = False
 
     def update(
         self,

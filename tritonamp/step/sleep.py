@@ -68,6 +68,8 @@ class Sleep:
         self._refuse_graphs()
         moving = [*self._of_training(), *(self._of_models() if weights else ())]
         plain = (t for given in moving for t in _plain(given) if _on_device(t))
+        if self._stepper.offload is not None:
+            self._stepper.offload.give_up_buffers()
         with Uninterrupted(), torch.inference_mode(False):  # ``end`` may be called elsewhere
             self._host = HostMemory(plain)
             self.asleep.training, self.asleep.weights = True, weights

@@ -1,6 +1,6 @@
 """Loading the state of an optimizer: FP32 state stays FP32, and misfits are named."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
+from tritonamp.step.offload import host_keys
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
 from tritonamp.step.small_state import PACKED, REMAINDER, in_fp32, packing_problems
 
@@ -20,6 +21,7 @@ def load_state(
     load: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
     rule: FusedRule | None,
+    keep: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Call ``load(state_dict)``, and keep FP32 state of half parameters in FP32.
 
@@ -29,11 +31,13 @@ def load_state(
         state_dict: a state of such an optimizer; where steps are counted, the counts may stand in
             the groups, as in apex's FusedAdam.
         rule: the fused rule of the optimizer, if it has one.
+        keep: returns a tensor in the host memory where it stays; None: it stays on the device.
 
     Raises:
         ValueError: it is no state of such an optimizer over such parameters; nothing was changed
             then.
     """
+    in_host = host_keys(rule) if rule is not None and keep is not None else frozenset()
     if not isinstance(state_dict, Mapping):
         check_state(optimizer, state_dict, rule)
     taken: list[dict[str, Any]] = []  # the state as the user's own hooks return it
@@ -42,7 +46,7 @@ def load_state(
         check_state(optimizer, given, rule)
         counts_steps = rule is not None and rule.counts_steps
         taken.append(_with_step_counts(given) if counts_steps else given)
-        return taken[0]
+        return _without(taken[0], in_host)  # which torch would bring to the device
 
     handle = optimizer.register_load_state_dict_pre_hook(take)
     try:
@@ -50,7 +54,19 @@ def load_state(
     finally:
         handle.remove()
     if taken:  # else ``load`` ran no hook of torch's: the optimizer loads in its own way
-        keep_fp32_state(optimizer, taken[0])
+        keep_fp32_state(optimizer, _without(taken[0], in_host))
+        for param, name, value in _loaded(optimizer, taken[0]):
+            if name in in_host and keep is not None:
+                optimizer.state[param][name] = keep(value) if isinstance(value, Tensor) else value
+
+
+def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return a state dict without some keys of each parameter's state."""
+    states = {
+        number: {key: value for key, value in state.items() if key not in keys}
+        for number, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
 
 
 def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
@@ -128,14 +144,22 @@ def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None
 
     Half parameters keep FP32 and bfloat16 state, and all keep codes.
     """
+    for param, name, value in _loaded(optimizer, state_dict):
+        is_codes = name in (PACKED, REMAINDER)
+        kept = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
+        if is_codes or (kept and param.dtype in HALF_DTYPES):
+            optimizer.state[param][name] = value.to(param.device, copy=True)
+
+
+def _loaded(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, str, Any]]:
+    """Yield parameter, key and value of each state in a state dict."""
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
-            is_codes = name in (PACKED, REMAINDER)
-            kept = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
-            if is_codes or (kept and param.dtype in HALF_DTYPES):
-                optimizer.state[param][name] = value.to(param.device, copy=True)
+            yield param, name, value
 
 
 def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:

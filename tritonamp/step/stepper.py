@@ -25,6 +25,7 @@ from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.masters import MasterWeights
+from tritonamp.step.offload import Offload, on_device
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
@@ -62,9 +63,11 @@ class Stepper:
         respond: called after every decision with whether it was a skip, where the policy wants more
             than skipping.
         asleep: says what is away from the device.
+        offload: host memory of masters and optimizer state; None: they are on the device.
         around_step: makes a context manager for each step of an optimizer.
 
     Attributes:
+        offload: as above.
         outcomes: step outcomes by optimizer.
         outlier_windows: by which outliers are told, where the policy skips them.
     """
@@ -81,9 +84,11 @@ class Stepper:
         ranks: Ranks,
         respond: Callable[[bool], None],
         asleep: Asleep,
+        offload: Offload | None = None,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.asleep = asleep
+        self.offload = offload
         self.around_step = around_step
         self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
@@ -213,6 +218,8 @@ class Stepper:
             RuntimeError: there are gradients that no backward of a scaled loss has left.
             NonFiniteError: a skip, under ``on_nonfinite="raise"``.
         """
+        if self.offload is not None:
+            self.offload.refuse_capture()
         w = self._weights[optimizer]
         decisions = self._pending.of(optimizer, moves_scale=not by_scaler)
         if not decisions:
@@ -240,12 +247,19 @@ class Stepper:
             if rule is not None:
                 track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
-                remainders = self._weights[optimizer].remainders
-                fused = FusedStep(optimizer, rule, self._backend, track_lost, state, remainders)
+                beside = self._weights[optimizer].beside
+                how = self._backend, track_lost, state, beside, self.offload
+                fused = FusedStep(optimizer, rule, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         if fused is not None and fused.rule.leaves_sparse_to_torch:
-            return None if self._weights[optimizer].any_sparse() else fused
+            by_torch = self._weights[optimizer].any_sparse()
+            if by_torch and self.offload is not None:
+                raise RuntimeError(
+                    "offload='state': expected dense gradients, got sparse ones, on which torch's "
+                    "own step would work: use nn.Embedding(sparse=False), or leave offload out"
+                )
+            return None if by_torch else fused
         return fused
 
     def _step_in_one_pass(
@@ -384,7 +398,10 @@ class Stepper:
             {**group, "params": [masters.get(p, p) for p in group["params"]]}
             for group in plain["param_groups"]
         ]
-        state = {masters.get(p, p): in_fp32(s, rule, p) for p, s in plain["state"].items()}
+        state = {}
+        for p, s in plain["state"].items():
+            wide = in_fp32(s, rule, p)
+            state[masters.get(p, p)] = wide if self.offload is None else wide | on_device(wide, p)
         return {**plain, "state": defaultdict(dict, state), "param_groups": groups}
 
     def load_state(
@@ -394,7 +411,8 @@ class Stepper:
         state_dict: dict[str, Any],
     ) -> None:
         """Load the optimizer's state by ``load``, which is its own ``load_state_dict``."""
-        load_state(optimizer, load, state_dict, rule_of(optimizer))
+        keep = None if self.offload is None else self.offload.keep
+        load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
         self._weights[optimizer].take_masters()
 
 

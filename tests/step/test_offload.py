@@ -1,0 +1,785 @@
+"""``offload="state"``: masters and optimizer state in host memory, with the bits of those that are
+not.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import more
+from gpuless.fake_cuda import FakeCuda
+from helpers import storage_bytes
+from torch import Tensor, nn
+
+import tritonamp
+from tritonamp.kernels import _multi_tensor
+from tritonamp.step import offload
+from tritonamp.step.offload import Offload
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.02, amsgrad=True),
+    "our Adam": lambda params: tritonamp.optim.Adam(params, lr=0.02),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "dampened SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1),
+    "plain SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "Lion": lambda params: tritonamp.optim.Lion(params, lr=0.003),
+}
+SKIPS = 2, 7
+STEPS = 20
+
+
+class Net(nn.Module):
+    """With tied weights, a norm, a frozen half layer, and sizes that fill no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.norm = nn.LayerNorm(12)
+        self.tied = nn.Linear(6, 12, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(12, 6).requires_grad_(False)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.frozen(torch.relu(self.norm(self.first(x))))
+        return self.last(torch.relu(self.tied(y))).float()
+
+
+class Run:
+    """A model in training, with or without offload."""
+
+    def __init__(
+        self,
+        device: Any,
+        offloads: bool = True,
+        kind: str = "AdamW",
+        level: str = "O2",
+        **fields: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.model.frozen.half()
+        self.model = self.model.to(device)
+        self.model.tied.weight = self.model.first.weight  # the GPU in software unties them
+        generator = torch.Generator().manual_seed(1)
+        self.batches = torch.randn(4, 8, 6, generator=generator).to(device)
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = OPTIMIZERS[kind](
+            [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
+        )
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        if offloads:
+            fields["offload"] = "state"
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **fields)
+        self.taken = 0
+
+    def loss(self) -> Tensor:
+        return self.model(self.batches[self.taken % 4]).square().mean()
+
+    def step(self, bad: bool = False, clip: bool = True) -> None:
+        self.amp.backward(self.loss() * (math.inf if bad else 1.0))
+        self.finish(clip)
+
+    def finish(self, clip: bool = True) -> None:
+        if clip:
+            self.amp.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.taken += 1
+
+    def steps(self, number: int) -> "Run":
+        for _ in range(number):
+            self.step(bad=self.taken in SKIPS, clip=self.taken % 2 == 0)
+            self.schedule.step()
+        return self
+
+    def states(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.amp}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+    def load(self, states: dict[str, Any]) -> "Run":
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.amp.load_state_dict(states["amp"])
+        return self
+
+    def bits(self) -> dict[str, Any]:
+        """Return copies of all bits that training goes on from, on the CPU."""
+        found = {
+            **self.states(),
+            "as it is kept": self.optimizer.state_dict(packed=True),
+            "half": dict(self.model.named_parameters()),
+            "masters": dict(self.amp.named_master_params()),
+            "in order": list(self.amp.master_params()),
+        }
+        return on_cpu(found)
+
+
+def disabled(run: Run) -> Any:
+    return on_cpu([run.model.state_dict(), run.optimizer.state_dict()])
+
+
+def on_cpu(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), tree)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    left, right = (dict(torch.utils._pytree.tree_leaves_with_path(x)) for x in (a, b))
+    return left.keys() == right.keys() and all(
+        x.dtype is y.dtype and torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in ((left[path], right[path]) for path in left)
+    )
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has four or five parts."""
+    monkeypatch.setattr(offload, "PART", 1024)
+
+
+@pytest.fixture
+def runs(cuda: torch.device) -> Iterator[Callable[..., Run]]:
+    """Make runs, which are disabled at the end."""
+    made: list[Run] = []
+
+    def make(*args: Any, **fields: Any) -> Run:
+        made.append(Run(cuda, *args, **fields))
+        return made[-1]
+
+    yield make
+    for run in made:
+        if run.amp._enabled:
+            run.amp.disable()
+
+
+def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]:
+    return runs(False, *args, **fields), runs(True, *args, **fields)
+
+
+# the bits
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"state": "bf16", "backend": "eager"}),
+        ("AdamW", {"state": "8bit"}),
+        ("SGD", {"backend": "eager"}),
+        ("Lion", {"dtype": torch.bfloat16, "backend": "eager"}),
+        *more(
+            [
+                ("AdamW", {"state": "bf16"}),
+                ("AdamW", {"state": "8bit", "dtype": torch.bfloat16}),
+                ("AdamW", {"level": "O1"}),
+                ("AdamW", {"level": "O1", "state": "8bit"}),
+                ("AdamW", {"level": "O0"}),
+                ("AdamW", {"level": "O3", "backend": "eager"}),
+                ("AdamW", {"grad_dtype": torch.float32}),
+                ("AdamW", {"fp32_modules": ("last",)}),
+                ("amsgrad", {}),
+                ("our Adam", {"state": "8bit", "backend": "eager"}),
+                ("our Adam", {}),
+                ("SGD", {}),
+                ("dampened SGD", {"backend": "eager"}),
+                ("SGD", {"state": "bf16"}),
+                ("plain SGD", {"level": "O1"}),
+                ("plain SGD", {}),
+                ("Lion", {"state": "bf16"}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.steps
+@pytest.mark.long
+def test_the_bits_are_the_same(runs: Callable[..., Run], kind: str, fields: dict[str, Any]) -> None:
+    """Of twenty steps, two of which are skipped, every other one clipped."""
+    plain, offloaded = pair(runs, kind, **fields)
+    for _ in range(2):
+        for run in (plain, offloaded):
+            run.steps(STEPS // 2)
+        assert same_bits(plain.bits(), offloaded.bits())
+    assert offloaded.amp.stats()["skipped"] == len(SKIPS)
+    for run in (plain, offloaded):
+        run.amp.disable()
+    assert same_bits(*(disabled(run) for run in (plain, offloaded)))
+    for state in offloaded.optimizer.state.values():
+        assert all(x.is_cuda for k, x in state.items() if k != "step" and isinstance(x, Tensor))
+
+
+BESIDE: dict[str, Callable[[Run], Any]] = {
+    "a write to a master": lambda run: write(next(run.amp.master_params())),
+    "a write to a half parameter": lambda run: write(run.model.first.weight),
+    "another memory": lambda run: setattr(
+        run.model.first.weight, "data", run.model.first.weight * 2
+    ),
+    "a write to both": lambda run: (
+        write(next(run.amp.master_params())),
+        write(run.model.first.weight),
+    ),
+    "masters that are read": lambda run: list(run.amp.master_params()),
+    "heal": lambda run: run.amp.heal("last"),
+    "heal, unheal": lambda run: (run.amp.heal("last"), run.step(), run.amp.unheal("last")),
+    "sleep": lambda run: (run.amp.sleep(), run.amp.wake()),
+    "sleep of weights": lambda run: (run.amp.sleep(weights=True), run.amp.wake()),
+    "channels last": lambda run: channels_last(run),
+    "accumulation": lambda run: run.amp.backward(run.loss()),
+    "two losses": lambda run: run.amp.backward(run.loss(), loss_id=1),
+    "unscale_": lambda run: (run.amp.backward(run.loss()), halve(run), run.finish(clip=False)),
+    "a veto": lambda run: (run.amp.backward(run.loss()), run.amp.veto(True), run.finish()),
+    "unfrozen": lambda run: unfreeze(run),
+    "a group that is added": lambda run: add_group(run),
+    "a parameter without gradient": lambda run: (
+        run.model.norm.requires_grad_(False),
+        run.step(),
+        run.model.norm.requires_grad_(True),
+    ),
+    "loaded": lambda run: run.load(run.states()),
+    "a model that is loaded": lambda run: run.model.load_state_dict(
+        copy.deepcopy(run.model.state_dict())
+    ),
+    "a file that is loaded": lambda run: load_file(run),
+    "a state that is edited": lambda run: flip(run),
+    "more steps before": lambda run: run.steps(3),
+}
+
+
+@torch.no_grad()
+def write(tensor: Tensor) -> None:
+    tensor.add_(0.375)
+
+
+def load_file(run: Run) -> None:
+    state = on_cpu(run.model.state_dict())
+    run.step()
+    run.model.load_state_dict(state)
+
+
+def flip(run: Run) -> None:
+    state = run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]
+    moment = next(x for key, x in state.items() if key in HOST)
+    moment.copy_(moment.flip(0))
+
+
+def halve(run: Run) -> None:
+    run.amp.unscale_()
+    for master in run.amp.master_params():
+        assert master.grad is not None
+        assert master.grad.dtype is torch.float32
+    for group in run.optimizer.param_groups:
+        for param in group["params"]:
+            param.grad.mul_(0.5)
+    nn.utils.clip_grad_norm_(list(run.amp.master_params()), 0.01)
+
+
+def channels_last(run: Run) -> None:
+    weight = run.model.first.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def unfreeze(run: Run) -> None:
+    run.model.frozen.requires_grad_(True)
+    run.optimizer.add_param_group({"params": [run.model.frozen.bias]})
+
+
+def add_group(run: Run) -> None:
+    run.optimizer.add_param_group({"params": list(run.model.frozen.parameters()), "lr": 0.01})
+    run.model.frozen.requires_grad_(True)
+
+
+@pytest.mark.parametrize("state", ["fp32", *more(["8bit"])])
+@pytest.mark.parametrize("what", BESIDE)
+def test_whatever_a_loop_does_beside(runs: Callable[..., Run], what: str, state: str) -> None:
+    plain, offloaded = pair(runs, state=state, backend="eager")
+    for run in (plain, offloaded):
+        run.step()
+        BESIDE[what](run)
+        run.step()
+        run.step(bad=True)
+        run.step()
+    assert same_bits(plain.bits(), offloaded.bits())
+
+
+def test_moments_in_another_order(runs: Callable[..., Run]) -> None:
+    """Of an FP32 parameter, whose moments of one byte are in its order of memory."""
+    plain, offloaded = pair(runs, level="O1", state="8bit", backend="eager")
+    for run in (plain, offloaded):
+        run.step()
+        channels_last(run)
+        run.step()
+    assert same_bits(plain.bits(), offloaded.bits())
+
+
+# memory and the bus
+
+
+HOST = "exp_avg", "exp_avg_sq", "moments", "momentum_buffer"
+
+
+def host_tensors(run: Run) -> list[Tensor]:
+    """Masters (or their lower bits) and moments."""
+    kept = [x for s in run.optimizer.state.values() for k, x in s.items() if k in HOST]
+    lent = run.amp._parts.fp32_values._lent.values()
+    return kept + [value.beside() for value in lent]
+
+
+def padded(number: int) -> int:
+    return -(-number // 128) * 128
+
+
+def in_8bit(half: int, wide: int) -> int:
+    codes = sum(padded(n) * 2 + padded(n) // 128 * 2 for n in (72, 12, 36, 3, 12, 12))
+    return codes + sum(padded(n) * 2 for n in (72, 12, 36, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "expected"),
+    [
+        ("AdamW", "fp32", lambda half, wide: 12 * half + 8 * wide),
+        ("AdamW", "bf16", lambda half, wide: 8 * half + 4 * wide),
+        ("AdamW", "8bit", in_8bit),
+        ("SGD", "fp32", lambda half, wide: 8 * half + 4 * wide),
+        ("plain SGD", "fp32", lambda half, wide: 4 * half),
+    ],
+)
+def test_bytes_over_the_bus(
+    fake_cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    state: str,
+    expected: Callable[[int, int], int],
+) -> None:
+    """Masters and moments once in each direction, in a step that is skipped, too."""
+    moved = {"send": 0, "fetch": 0}
+    for name in moved:
+        original = getattr(fake_cuda, name)
+
+        def counted(
+            into: Tensor, out_of: Tensor, name: str = name, original: Any = original
+        ) -> None:
+            moved[name] += into.nbytes
+            original(into, out_of)
+
+        monkeypatch.setattr(fake_cuda, name, counted)
+
+    def of_a_step(run: Run, bad: bool) -> dict[str, int]:
+        run.amp.backward(run.loss() * (math.inf if bad else 1.0))
+        moved.update(send=0, fetch=0)
+        run.optimizer.step()
+        found = dict(moved)
+        run.optimizer.zero_grad()
+        return found
+
+    nbytes = expected(72 + 12 + 36 + 3, 24)
+    runs = [Run("cuda", on, kind, state=state, backend="eager").steps(2) for on in (False, True)]
+    assert sum(x.nbytes for x in host_tensors(runs[1])) == nbytes
+    for bad in (False, True):
+        plain, offloaded = (of_a_step(run, bad) for run in runs)
+        assert offloaded == {name: nbytes + plain[name] for name in moved}
+    for run in runs:
+        run.amp.disable()
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+def test_memory_of_the_device(cuda: torch.device, state: str) -> None:
+    """Between steps: half parameters, gradients, and two buffers of the largest part."""
+    run = Run(cuda, state=state, backend="eager")
+    run.steps(2)
+    run.amp.backward(run.loss())
+    buffers = run.amp._parts.stepper.offload._buffers
+    sizes = [buffer.nbytes for buffer in buffers]
+    assert len(sizes) == 2
+    assert max(sizes) <= 3 * 512  # the largest parameter has 72 elements
+    assert all(x.device.type == "cpu" and x.is_pinned() for x in host_tensors(run))
+    parameters = sum(p.nbytes for p in run.model.parameters())
+    grads = sum(p.grad.nbytes for p in run.model.parameters() if p.grad is not None)
+    on_device = storage_bytes("cuda")
+    assert parameters + grads + sum(sizes) < on_device < parameters + grads + sum(sizes) + 3 * SMALL
+    run.amp.sleep()
+    assert not buffers
+    run.amp.wake()
+    run.finish()
+    run.amp.disable()
+
+
+SMALL = 1 << 10
+"""Bytes that stay for these few parameters: records, decisions, step counts, batches."""
+
+
+@pytest.mark.parametrize("part", [1, 300, 1024, 1 << 26])
+def test_parts(cuda: torch.device, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """Of any size, down to a parameter in each: the same bits, buffers no larger than needed."""
+    monkeypatch.setattr(offload, "PART", part)
+    plain, offloaded = Run(cuda, False, backend="eager"), Run(cuda, backend="eager")
+    for run in (plain, offloaded):
+        run.steps(4)
+    buffer = offloaded.amp._parts.stepper.offload._buffers[0].nbytes
+    assert buffer <= max(part, 3 * 512)  # the largest parameter has 72 elements
+    assert same_bits(plain.bits(), offloaded.bits())
+    for run in (plain, offloaded):
+        run.amp.disable()
+
+
+# streams
+
+
+class Streams:
+    """Streams that know what comes before what: each has a clock, and the clocks it has waited for.
+
+    Attributes:
+        races: what no wait has put in an order: names of two accesses to the same memory.
+        seen: name of an access to the clocks that it comes after.
+    """
+
+    def __init__(self) -> None:
+        self.races: list[tuple[str, str]] = []
+        self.seen: dict[str, dict[Any, int]] = {}
+        self._accesses: dict[int, list[tuple[str, Any, int, bool]]] = {}
+        streams = self
+
+        class Stream(torch.cuda.Stream):
+            def __init__(self, device: Any = None) -> None:
+                self.clocks: dict[Any, int] = {self: 0}
+
+            def wait_stream(self, other: Any) -> None:
+                self.wait_event(other)
+
+            def wait_event(self, event: Any) -> None:
+                self.clocks |= {s: max(at, self.clocks.get(s, 0)) for s, at in event.clocks.items()}
+
+        class Event(torch.cuda.Event):
+            def record(self, stream: Any = None) -> None:
+                super().record()
+                self.clocks = dict((stream or streams.current[-1]).clocks)
+
+        class on_stream:
+            def __init__(self, stream: Stream) -> None:
+                self._stream = stream
+
+            def __enter__(self) -> None:
+                streams.current.append(self._stream)
+
+            def __exit__(self, *exception: Any) -> None:
+                streams.current.pop()
+
+        self.stand_ins = {"Stream": Stream, "Event": Event, "stream": on_stream}
+        self.stand_ins["current_stream"] = lambda device=None: self.current[-1]  # type: ignore
+        self.current = [Stream()]
+
+    def access(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Note what the current stream does, and whom it races with."""
+        stream: Any = self.current[-1]
+        stream.clocks[stream] += 1
+        self.seen[name] = dict(stream.clocks)
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for memory in {x.untyped_storage().data_ptr() for x in tensors}:
+                accesses = self._accesses.setdefault(memory, [])
+                self.races += [
+                    (before, name)
+                    for before, other, at, wrote in accesses
+                    if (wrote or is_write) and stream.clocks.get(other, 0) < at
+                ]
+                accesses.append((name, stream, stream.clocks[stream], is_write))
+
+    def comes_after(self, name: str, other: str) -> bool:
+        """Tell whether one access waits for another."""
+        return all(self.seen[name].get(s, 0) >= at for s, at in self.seen[other].items())
+
+
+@pytest.fixture
+def streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Streams that note copies and steps, named "arrive", "step" and "leave" with a number."""
+    found, counts = Streams(), dict[str, int]()
+    for name, stand_in in found.stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    by_part, send, fetch = Offload.stream, fake_cuda.send, fake_cuda.fetch
+
+    def numbered(kind: str) -> str:
+        counts[kind] = counts.get(kind, -1) + 1
+        return f"{kind} {counts[kind]}"
+
+    def sent(into: Tensor, out_of: Tensor) -> None:
+        if len(found.current) > 1:  # not the records
+            found.access(numbered("leave"), [out_of], [into])
+        send(into, out_of)
+
+    def fetched(into: Tensor, out_of: Tensor) -> None:
+        found.access(numbered("arrive" if len(found.current) > 1 else "read"), [out_of], [into])
+        fetch(into, out_of)
+
+    def stepped(self: Offload, lists: Any) -> Iterator[Any]:
+        for part in by_part(self, lists):
+            written = [x for i in range(len(part)) for x in part.at(i)]
+            found.access(numbered("step"), [], written)
+            yield part
+
+    monkeypatch.setattr(fake_cuda, "send", sent)
+    monkeypatch.setattr(fake_cuda, "fetch", fetched)
+    monkeypatch.setattr(Offload, "stream", stepped)
+    return found
+
+
+def test_streams_wait_for_one_another(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they read and write, also where the next step has other parts; no more than that."""
+    monkeypatch.setattr(offload, "PART", 1)
+    run = Run("cuda", backend="eager", kind="plain SGD")
+    for frozen in ([], ["first"], ["last"], []):
+        for name, module in run.model.named_children():
+            module.requires_grad_(name not in ["frozen", *frozen])
+        run.step()
+    list(run.amp.master_params())
+    run.step()
+    assert streams.races == []
+    assert "leave 8" in streams.seen
+    run.amp.disable()
+
+
+def test_parts_overlap(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part arrives while the one before steps, and leaves while the next one steps."""
+    monkeypatch.setattr(offload, "PART", 1)
+    run = Run("cuda", level="O3", backend="eager", kind="SGD")  # each part is one moment
+    run.step()
+    for k in range(4):
+        assert streams.comes_after(f"step {k}", f"arrive {k}")
+        assert streams.comes_after(f"leave {k}", f"step {k}")
+        assert streams.comes_after(f"arrive {k + 2}", f"leave {k}")
+        assert not streams.comes_after(f"arrive {k + 1}", f"step {k}")
+        assert not streams.comes_after(f"step {k + 1}", f"leave {k}")
+    streams.access("backward", [], [])
+    run.step()
+    assert not streams.comes_after("arrive 6", "backward")
+    assert not streams.comes_after("arrive 7", "backward")
+    run.amp.disable()
+
+
+def test_the_host_waits_for_nobody(fake_cuda: FakeCuda) -> None:
+    run = Run("cuda")
+    for _ in range(3):
+        run.step()
+    with fake_cuda.watch("wait", "pageable") as records:
+        run.step()
+    assert records == []
+    with fake_cuda.watch("wait") as records:
+        run.optimizer.state_dict()
+    assert records
+    run.amp.disable()
+
+
+def test_host_memory_is_read_after_copies(fake_cuda: FakeCuda) -> None:
+    """Whoever asks for ``optimizer.state`` gets what the last step has written."""
+    plain, offloaded = Run("cuda", False, backend="eager"), Run("cuda", backend="eager")
+    found = []
+    for run in (plain, offloaded):
+        run.step()
+        run.step()
+        state = run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]
+        found.append(state["exp_avg"].clone())
+    assert torch.equal(found[0].cpu(), found[1])
+    for run in (plain, offloaded):
+        run.amp.disable()
+
+
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+def test_plans_are_found_again(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, plans: None, state: str
+) -> None:
+    """However many parts there are."""
+    monkeypatch.setattr(offload, "PART", 1)
+    monkeypatch.setattr(_multi_tensor, "_PLANS", 3)
+    run = runs(state=state)
+    run.steps(2)
+    built = []
+    original = _multi_tensor.Plan.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        built.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(_multi_tensor.Plan, "__init__", counted)
+    run.step()
+    run.step()
+    assert built == []
+
+
+# files
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", *more(["8bit"])])
+@pytest.mark.parametrize("saves", [False, True])
+def test_resume(runs: Callable[..., Run], tmp_path: Path, state: str, saves: bool) -> None:
+    """From either kind of run into the other, with the same bits as one that went on."""
+    plain, offloaded = pair(runs, state=state, backend="eager")
+    first = (plain, offloaded)[saves]
+    first.steps(4)
+    parts = {"model": first.model, "optimizer": first.optimizer, "amp": first.amp}
+    tritonamp.save(tmp_path / "checkpoint", **parts)
+    resumed = runs(not saves, state=state, backend="eager")
+    parts = {"model": resumed.model, "optimizer": resumed.optimizer, "amp": resumed.amp}
+    tritonamp.load(tmp_path / "checkpoint", **parts)
+    resumed.taken = 4
+    states = first.states()
+    again = runs(True, state=state, backend="eager").load(states)
+    again.taken = 4
+    for run in (first, resumed, again):
+        for _ in range(3):
+            run.step(bad=run.taken == 5)
+    assert same_bits(first.bits(), resumed.bits())
+    assert same_bits(first.bits(), again.bits())
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "our Adam"])
+def test_a_state_that_is_loaded_goes_to_host_memory(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not by way of the device, and in memory of its own."""
+    first, second = (Run(cuda, kind=kind, backend="eager") for _ in range(2))
+    first.step()
+    states = first.optimizer.state_dict()
+    before, meanwhile, keep = storage_bytes("cuda"), list[int](), Offload.keep
+
+    def noted(self: Offload, tensor: Tensor) -> Tensor:
+        meanwhile.append(storage_bytes("cuda"))
+        return keep(self, tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Offload, "keep", noted)
+        second.optimizer.load_state_dict(states)
+    assert meanwhile
+    assert max(meanwhile) <= before + 4 * len(states["state"])  # step counts
+    mine, theirs = (
+        [x for s in run.optimizer.state.values() for k, x in s.items() if k in HOST]
+        for run in (first, second)
+    )
+    assert all(x.device.type == "cpu" and x.is_pinned() for x in theirs)
+    assert not {x.data_ptr() for x in mine} & {x.data_ptr() for x in theirs}
+    for run in (first, second):
+        run.amp.disable()
+
+
+def test_masters_of_our_optimizers_files(cuda: torch.device) -> None:
+    """``master_param`` of an optimizer that trained half parameters by itself."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to(cuda).half()
+    optimizer = tritonamp.optim.AdamW(model.parameters(), lr=0.02)
+    model(torch.ones(2, 6, device=cuda).half()).float().sum().backward()
+    optimizer.step()
+    state = on_cpu(optimizer.state_dict())
+    for fields in ({}, {"state": "8bit"}, {"offload": "state"}):
+        other = copy.deepcopy(model)
+        theirs = tritonamp.optim.AdamW(other.parameters(), lr=0.02)
+        amp = tritonamp.enable(other, theirs, level="O2", **fields)
+        theirs.load_state_dict(state)
+        for i, master in enumerate(amp.master_params()):
+            assert torch.equal(master.cpu(), state["state"][i]["master_param"]), fields
+        amp.disable()
+
+
+def test_copies_are_plain(runs: Callable[..., Run]) -> None:
+    plain, offloaded = pair(runs, backend="eager")
+    found = []
+    for run in (plain, offloaded):
+        run.step()
+        copied = copy.deepcopy(run.optimizer)
+        assert type(copied) is torch.optim.AdamW
+        assert all(x.is_cuda for s in copied.state.values() for k, x in s.items() if k != "step")
+        found.append(on_cpu(copied.state_dict()))
+    assert same_bits(*found)
+
+
+def test_averages(runs: Callable[..., Run]) -> None:
+    plain, offloaded = pair(runs, backend="eager")
+    found = []
+    for run in (plain, offloaded):
+        average = run.amp.ema(0.75)
+        for bad in (False, True, False):
+            run.step(bad)
+            average.update()
+        found.append(on_cpu(average.state_dict()))
+    assert same_bits(*found)
+    assert same_bits(plain.bits(), offloaded.bits())
+
+
+def test_lost_updates_and_overflows(runs: Callable[..., Run]) -> None:
+    plain, offloaded = pair(runs, track_lost_updates=True)
+    for run in (plain, offloaded):
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-5
+        with torch.no_grad():
+            next(iter(run.amp.master_params()))[0] = 65519.0  # half a unit below what is inf
+            run.model.first.weight[0] = 65504.0
+        run.step()
+        for group in run.optimizer.param_groups:
+            group["lr"] = 2.0
+        run.step()
+    keys = "lost_updates", "overflowed_parameters", "steps", "grad_norm"
+    stats = [{key: run.amp.stats()[key] for key in keys} for run in (plain, offloaded)]
+    assert stats[0] == stats[1]
+
+
+# what is refused
+
+
+def test_refused(device: torch.device) -> None:
+    model = Net().to(device)
+    params = list(model.parameters())
+    refused: list[tuple[torch.optim.Optimizer, str]] = [
+        (torch.optim.Adagrad(params), "steps in parts, .* got a Adagrad, which runs its own step"),
+        (tritonamp.optim.Muon([model.last.weight]), "got a Muon, which works on whole matrices"),
+    ]
+    if device.type == "cpu":
+        host = "a CUDA device, got one on cpu, whose state is in host memory already"
+        refused.append((torch.optim.AdamW(params), host))
+    before = on_cpu(model.state_dict())
+    for optimizer, message in refused:
+        with pytest.raises(ValueError, match=rf"offload='state': expected .*{message}"):
+            tritonamp.enable(model, optimizer, level="O2", offload="state")
+        assert type(optimizer).__module__ in (
+            "torch.optim.adagrad",
+            "tritonamp.optim",
+            "torch.optim.adamw",
+        )
+    assert same_bits(on_cpu(model.state_dict()), before)
+    with pytest.raises(ValueError, match="offload: expected None or 'state', got 'params'"):
+        tritonamp.enable(model, level="O2", offload="params")
+
+
+def test_a_model_without_optimizer(device: torch.device) -> None:
+    model = Net().to(device)
+    amp = tritonamp.enable(model, level="O2", offload="state")
+    with torch.no_grad():
+        model(torch.ones(2, 6, device=device))
+    amp.disable()
+
+
+def test_graphs(fake_cuda: FakeCuda) -> None:
+    run = Run("cuda", backend="eager")
+    run.step()
+    run.amp.backward(run.loss())
+    message = r"step\(\) outside of a CUDA graph, got a capture"
+    with pytest.raises(RuntimeError, match=message), fake_cuda.capture():
+        run.optimizer.step()
+    run.finish(clip=False)
+    run.amp.disable()
+
+
+def test_sparse_gradients(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own step would work on host memory."""
+    run = Run(cuda, kind="SGD", backend="eager")
+    monkeypatch.setattr(type(run.amp._parts.weights[run.optimizer]), "any_sparse", lambda w: True)
+    run.amp.backward(run.loss())
+    with pytest.raises(RuntimeError, match="dense gradients, got sparse ones"):
+        run.optimizer.step()
+    monkeypatch.undo()
+    run.finish(clip=False)
+    run.amp.disable()
+
+
+def test_the_policy_as_text() -> None:
+    policy = tritonamp.Policy(offload="state")
+    assert tritonamp.Policy.from_json(policy.to_json()) == policy

@@ -1,0 +1,139 @@
+"""An FP32 value that is no tensor by itself, and is lent to others as one."""
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels.cast import fp32_value
+from tritonamp.policy import HALF_DTYPES
+
+
+class Home(Protocol):
+    """Host memory that steps stream to the device and back: ``step.offload.Offload``."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in that memory."""
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device; the host does not wait."""
+
+    def wait(self) -> None:
+        """Wait for all that the device still reads or writes there."""
+
+
+class LentValue(ABC):
+    """The FP32 value of a half tensor, kept beside it in a form of its own.
+
+    ``get`` makes an FP32 tensor. What is written into it counts at the next ``settle``, which comes
+    before each forward, step and save; after a step it is out of date, and a write to it raises.
+
+    Args:
+        half: float16 or bfloat16.
+
+    Attributes:
+        half: the half tensor; FP32 while its module is healed, and then its own value.
+        made_by: the field of the policy that has made it so, for messages.
+    """
+
+    made_by: str
+
+    def __init__(self, half: Tensor) -> None:
+        self.half = half
+        self._view: Tensor | None = None
+        self._versions = 0, 0  # of half tensor and view when they agreed
+        self._stale: tuple[weakref.ref[Tensor], int] | None = None
+
+    @abstractmethod
+    def beside(self) -> Tensor:
+        """Return what is kept beside the half tensor; the tensor itself while it is FP32."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Return the FP32 value in a tensor that nobody writes to, and that nothing here keeps."""
+
+    @abstractmethod
+    def load(self, value: Tensor) -> None:
+        """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.
+
+        Args:
+            value: of the half tensor's shape, on any device.
+        """
+
+    @abstractmethod
+    def _set(self, value: Tensor) -> None:
+        """Keep an FP32 value, and round it into the half tensor."""
+
+    @torch.no_grad()
+    def get(self) -> Tensor:
+        """Return the FP32 value to read and write; until the next step always the same tensor."""
+        value = self.read()
+        if self.half.dtype not in HALF_DTYPES:
+            return value
+        if self._view is None:
+            self._view = value
+        else:  # a CUDA graph that ran again is no write that torch counts
+            self._view.copy_(value)
+        self._agree()
+        return self._view
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether somebody may hold an FP32 tensor of it."""
+        return self._view is not None or self._stale is not None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take over what somebody has written into the FP32 tensor.
+
+        Raises:
+            RuntimeError: it was written to after a step.
+        """
+        self._check_stale()
+        view, (half_version, view_version) = self._view, self._versions
+        if view is None:
+            return
+        moved = self.half._version != half_version
+        if view._version != view_version:
+            if moved:
+                view.copy_(fp32_value(self.half.detach(), view))
+            self._set(view)
+            self._agree()
+        elif moved:
+            self._release()
+
+    def note_step(self) -> None:
+        """Give up the FP32 tensor: a step has written to the half tensor and to what is beside."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._view is not None:
+            self._stale = weakref.ref(self._view), self._view._version
+            self._view = None
+
+    def _agree(self) -> None:
+        assert self._view is not None
+        self._versions = self.half._version, self._view._version
+
+    def _check_stale(self) -> None:
+        if self._stale is None:
+            return
+        view = self._stale[0]()
+        if view is not None and view._version != self._stale[1]:
+            self._stale = None
+            raise RuntimeError(
+                f"an FP32 value of {self.made_by} was written to after a step (or amp.sleep()): "
+                "expected a tensor from amp.master_params() or amp.named_master_params() after "
+                "that, got an earlier one, whose values nobody reads any more: ask for it again, "
+                "then write"
+            )
+        if view is None:
+            self._stale = None
+
+    def _wrong_device(self, where: torch.device) -> RuntimeError:
+        return RuntimeError(
+            f"a parameter of the model is on {self.half.device}, its value of {self.made_by} is "
+            f"for one on {where}: move the model to its device before tritonamp.enable"
+        )

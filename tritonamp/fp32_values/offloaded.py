@@ -1,0 +1,95 @@
+"""An FP32 value in host memory."""
+
+import torch
+from torch import Tensor
+
+from tritonamp.fp32_values.lent import Home, LentValue
+from tritonamp.kernels.cast import fp32_value
+from tritonamp.policy import HALF_DTYPES
+
+
+class OffloadedValue(LentValue):
+    """The FP32 value of a half tensor, in host memory between steps.
+
+    A half tensor that somebody else wrote to, or gave other memory, overrides the value where the
+    two no longer agree, as for a master beside it.
+
+    Args:
+        half: float16 or bfloat16, on the device.
+        value: its FP32 value, on any device.
+        home: the host memory.
+    """
+
+    made_by = "offload='state'"
+
+    def __init__(self, half: Tensor, value: Tensor, home: Home) -> None:
+        super().__init__(half)
+        self._home = home
+        self._device = half.device
+        self._master = home.keep(value.detach())
+        self._known = self._place()  # of the half tensor, when master and half tensor agreed
+
+    def beside(self) -> Tensor:
+        """Return the FP32 value in host memory.
+
+        Returns:
+            the half tensor itself while it is FP32.
+        """
+        if self.half.device != self._device:
+            raise self._wrong_device(self._device)
+        return self._master if self.half.dtype in HALF_DTYPES else self.half
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Return the FP32 value in a tensor that nobody writes to, and that nothing here keeps."""
+        self.settle()
+        if self.half.dtype not in HALF_DTYPES:
+            return self.half.detach()
+        return self._home.fetch(self._master)
+
+    @torch.no_grad()
+    def load(self, value: Tensor) -> None:
+        """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.
+
+        Args:
+            value: of the half tensor's shape, on any device.
+        """
+        self._release()
+        self._keep(value)
+        self._known = 0, 0  # the half tensor is about to be written
+
+    @property
+    def needs_settling(self) -> bool:
+        """True: anybody may write to the half tensor."""
+        return True
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take over what somebody has written into the FP32 tensor, or into the half tensor.
+
+        Raises:
+            RuntimeError: the FP32 tensor was written to after a step.
+        """
+        super().settle()
+        if self._known != self._place() and self.half.dtype in HALF_DTYPES:
+            self._keep(fp32_value(self.half.detach(), self._home.fetch(self._master)))
+            self._known = self._place()
+
+    def note_step(self) -> None:
+        """Give up the FP32 tensor: a step has written to the half tensor and to what is beside."""
+        super().note_step()
+        self._known = self._place()
+
+    def _set(self, value: Tensor) -> None:
+        half = self.half.detach()
+        half.copy_(value)
+        if half.dtype in HALF_DTYPES:
+            self._keep(value)
+            self._known = self._place()
+
+    def _keep(self, value: Tensor) -> None:
+        self._home.wait()
+        self._master.copy_(value)
+
+    def _place(self) -> tuple[int, int]:
+        return self.half.data_ptr(), self.half._version

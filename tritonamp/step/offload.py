@@ -1,0 +1,239 @@
+"""Masters and optimizer state in host memory, and their way through the device in each step."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._shards import is_sharded
+from tritonamp.kernels.device import is_capturing
+from tritonamp.step.small_state import PACKED
+
+PART = 1 << 26
+"""Bytes of host memory that a part of a step takes through the device; a larger tensor is whole."""
+_ALIGNED = 256  # bytes: where a tensor begins in a buffer, as in memory of torch's own
+
+
+class _Rule(Protocol):
+    """The rule of an optimizer, as this file knows it: a ``FusedRule``."""
+
+    @property
+    def offloads(self) -> bool: ...
+
+    @property
+    def state_keys(self) -> Mapping[str, str]: ...
+
+
+def check_offload(optimizer: Optimizer, rule: _Rule | None, device: torch.device) -> None:
+    """Raise ValueError unless the masters and the state of ``optimizer`` can be offloaded.
+
+    Args:
+        optimizer: its groups are looked at.
+        rule: its rule; None: it runs its own step.
+        device: of the model.
+    """
+    kind = type(optimizer).__name__
+    if rule is None or not rule.offloads:
+        why = "which runs its own step" if rule is None else "which works on whole matrices at once"
+        raise ValueError(
+            "offload='state': expected an optimizer that steps in parts, Adam, AdamW, SGD or Lion "
+            f"(torch's, or of tritonamp.optim), got a {kind}, {why}"
+        )
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(map(is_sharded, params)):
+        raise ValueError(
+            "offload='state': expected parameters in one piece, got sharded ones (FSDP2, DTensor): "
+            "leave offload out, and divide the state among more ranks"
+        )
+    if device.type != "cuda":
+        raise ValueError(
+            f"offload='state': expected a model on a CUDA device, got one on {device}, whose state "
+            "is in host memory already: leave offload out, or move the model first"
+        )
+    others = [str(p.device) for p in params if p.device != device]
+    if others:
+        raise ValueError(
+            f"offload='state': expected all parameters on one device, got {device} and {others[0]}"
+        )
+
+
+def host_keys(rule: _Rule) -> frozenset[str]:
+    """Return the keys in an optimizer's state of tensors that are in host memory."""
+    return frozenset((*rule.state_keys.values(), PACKED))
+
+
+class _Part(NamedTuple):
+    """Parameters whose tensors go through a buffer together.
+
+    Attributes:
+        places: of the parameters, in the lists of the step.
+        begins: host tensor to its first byte in the buffer.
+        nbytes: of the buffer.
+    """
+
+    places: range
+    begins: dict[Tensor, int]
+    nbytes: int
+
+
+class _Staged(NamedTuple):
+    """A part on its way through a buffer.
+
+    Attributes:
+        copies: host tensors and their copies, flat, in the order of memory.
+        views: host tensor to its copy, laid out the same.
+        arrived: recorded behind the copies to the device.
+    """
+
+    copies: list[tuple[Tensor, Tensor]]
+    views: dict[Tensor, Tensor]
+    arrived: torch.cuda.Event
+
+
+class Offload:
+    """Pinned host memory of masters and optimizer state, which a step takes through the device.
+
+    ::
+
+        buffer 0   arrive 0 | step 0 | leave 0   arrive 2 | step 2 | leave 2 ...
+        buffer 1              arrive 1 | step 1 | leave 1   arrive 3 | step 3 ...
+
+    One stream brings parts in, another takes them out, and the current one steps: the host waits
+    for none of them. So host memory may be read after ``wait`` only. A step that is skipped moves
+    the same bytes, since the device decides it.
+
+    Args:
+        device: of all parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arriving = torch.cuda.Stream(device)
+        self._leaving = torch.cuda.Stream(device)
+        self._buffers: list[Tensor] = []
+
+    # host memory
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the tensor in pinned memory."""
+        kept = torch.empty_strided(
+            tensor.shape, memory_strides(tensor), dtype=tensor.dtype, device="cpu", pin_memory=True
+        )
+        return kept.copy_(tensor.detach())
+
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether the tensor is in pinned memory."""
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device of a tensor in host memory; the host does not wait."""
+        torch.cuda.current_stream(self._device).wait_stream(self._leaving)
+        return tensor.to(self._device, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the device: afterwards host memory can be read and written."""
+        torch.cuda.synchronize(self._device)
+
+    def give_up_buffers(self) -> None:
+        """Free the memory on the device, until the next step."""
+        self.wait()
+        self._buffers.clear()
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """Move the state of an optimizer that was enabled to its parameters."""
+        self.wait()
+        for param, state in optimizer.state.items():
+            state |= on_device(state, param)
+
+    # a step
+
+    def stream(self, lists: TensorLists) -> Iterator[TensorLists]:
+        """Yield the parts of a step's lists, on the device; what is written there gets back.
+
+        Args:
+            lists: of parameters on the device, and state in host memory or on the device.
+        """
+        parts = list(_parts(lists, self.has))
+        lists.memory.make_room(len(parts))
+        self._make_buffers(max(part.nbytes for part in parts))
+        current = torch.cuda.current_stream(self._device)
+        self._arriving.wait_stream(self._leaving)  # what the step before has written
+        staged = [self._arrive(part, k) for k, part in enumerate(parts[:2])]
+        for k, part in enumerate(parts):
+            copies, views, arrived = staged.pop(0)
+            current.wait_event(arrived)
+            try:
+                yield lists.part(part.places, views)
+            finally:  # where the step raised, the next one must not fill the buffer too early
+                self._leaving.wait_event(_recorded(current))
+            with torch.cuda.stream(self._leaving):
+                for host, copy in copies:
+                    host.copy_(copy, non_blocking=True)
+            if k + 2 < len(parts):
+                self._arriving.wait_event(_recorded(self._leaving))
+                staged.append(self._arrive(parts[k + 2], k))
+
+    def _arrive(self, part: _Part, k: int) -> _Staged:
+        """Start to fill a buffer, of which there are two."""
+        copies, views, buffer = [], {}, self._buffers[k % 2]
+        for host, begin in part.begins.items():
+            copy = buffer[begin : begin + host.nbytes].view(host.dtype)
+            copies.append((host.as_strided((host.numel(),), (1,)), copy))
+            views[host] = copy.as_strided(host.shape, host.stride())
+        with torch.cuda.stream(self._arriving):
+            for flat, copy in copies:
+                copy.copy_(flat, non_blocking=True)
+        return _Staged(copies, views, _recorded(self._arriving))
+
+    def _make_buffers(self, nbytes: int) -> None:
+        if self._buffers and self._buffers[0].numel() >= nbytes:
+            return
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._leaving)  # the memory of smaller ones goes to other tensors
+        self._buffers.clear()
+        self._buffers += [
+            torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        ]
+        self._arriving.wait_stream(current)  # whose memory it was
+
+    def refuse_capture(self) -> None:
+        """Raise RuntimeError where a CUDA graph is being captured."""
+        if is_capturing(self._device):
+            raise RuntimeError(
+                "offload='state': expected optimizer.step() outside of a CUDA graph, got a "
+                "capture: its replays would read host memory that other steps write. Capture "
+                "forward and backward, and step outside, or leave offload out"
+            )
+
+
+def on_device(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return the tensors of a parameter's state by key, on its device; step counts excluded."""
+    return {
+        key: value.to(param.device)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key != "step"
+    }
+
+
+def _parts(lists: TensorLists, is_host: Callable[[Tensor], bool]) -> Iterator[_Part]:
+    """Yield parts of at most ``PART`` bytes, or of one parameter."""
+    begin, begins, nbytes = 0, dict[Tensor, int](), 0
+    for i in range(len(lists)):
+        hosts = [t for t in dict.fromkeys(lists.at(i)) if is_host(t)]
+        sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in hosts]
+        if begins and nbytes + sum(sizes) > PART:
+            yield _Part(range(begin, i), begins, nbytes)
+            begin, begins, nbytes = i, {}, 0
+        for host, size in zip(hosts, sizes, strict=True):
+            begins[host], nbytes = nbytes, nbytes + size
+    yield _Part(range(begin, len(lists)), begins, nbytes)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
