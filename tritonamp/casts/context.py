@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from tritonamp.casts import active, dispatch
 from tritonamp.casts.rounded_inputs import InputLook
@@ -35,8 +37,15 @@ class ForwardObserver(Protocol):
 class RanksInForward(Protocol):
     """The ranks that a model is trained on, which become known in its forwards."""
 
+    @property
+    def gathered(self) -> bool:
+        """Whether FSDP2 gathers the parameters."""
+
     def on_forward(self) -> None:
         """Take note of the DistributedDataParallel that this forward runs in."""
+
+    def inputs_in_fp32(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Have FSDP2 cast what modules are called with to FP32 inside of the block."""
 
 
 class Entry(NamedTuple):

@@ -41,8 +41,7 @@ class Trials:
         """Have modules of these names compute in FP32 inside the block; None: everything."""
         modules = self._models if names is None else [self._find(name) for name in names]
         with contextlib.ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(self._model_dtypes.widened(module, self._models))
+            self._widen(modules, stack)
             if names is None:  # else FP32 modules inside would make half outputs at O3
                 policy = resolve("O1", self._context.policy.dtype)
                 stack.enter_context(self._context.under(policy))
@@ -66,7 +65,13 @@ class Trials:
             for device in {p.device for p in model.parameters()}:
                 check_dtype(torch.bfloat16, device)
         with contextlib.ExitStack() as stack:
-            for model in self._models:
-                stack.enter_context(self._model_dtypes.widened(model, self._models))
+            self._widen(self._models, stack)
             stack.enter_context(self._context.under(resolve("O1", torch.bfloat16)))
             yield
+
+    def _widen(self, modules: Sequence[nn.Module], stack: contextlib.ExitStack) -> None:
+        """Give modules FP32 tensors, and FP32 inputs where FSDP2 would cast them, for a stack."""
+        for module in modules:
+            stack.enter_context(self._model_dtypes.widened(module, self._models))
+        if self._context.ranks is not None:
+            stack.enter_context(self._context.ranks.inputs_in_fp32(modules))

@@ -1,10 +1,12 @@
 """The processes that train one model together: they agree on every step, and detect divergence."""
 
+import contextlib
 import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,12 +15,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import install, is_installed, uninstall
-from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
+from tritonamp.distributed.ddp import (
+    EnabledDDP,
+    has_wide_gradients,
+    rebuild_buckets,
+    unsynchronised,
+)
 from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
-from tritonamp.distributed.sharding import Sharding, find_sharding
+from tritonamp.distributed.sharding import Sharding, find_sharding, full_tensor
+from tritonamp.distributed.unsharded import inputs_in_fp32, missing_memory, unsharded
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.decide import Evidence
+from tritonamp.kernels.device import rank
 from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
@@ -99,6 +108,7 @@ class Ranks:
         self._readback: Readback | None = None
         self._decisions = 0
         self._warned = False
+        self._hindrance: str | None = None  # what ``alone`` has yielded; None: outside of it
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
                 self._attach(module)
@@ -190,11 +200,16 @@ class Ranks:
         """Whether other ranks may have run out of batches: inside ``with wrapper.join()``."""
         return any(map(self._in_join, self._wrappers))
 
-    def rebuild(self) -> None:
+    def rebuild(self, healed: Iterable[nn.Module] = ()) -> None:
         """Have DDPs make buckets and hooks anew, and FSDP2 take over its shards.
 
         For parameters that have another dtype now.
+
+        Args:
+            healed: modules that compute in FP32 from now on; what FSDP2 gathers inside of them
+                becomes FP32.
         """
+        self._sharded_modules.gather_in_fp32(healed)
         self._sharded_modules.refresh()
         for wrapper in self._wrappers:
             if dist.is_initialized():  # else no rank is left to reduce gradients with
@@ -254,11 +269,60 @@ class Ranks:
         by_rank = zero.expand(len(self.members))
         return Evidence(torch.cat([mine.amax, by_rank]), mine.square_sum, zero, earlier)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return what each rank has given, in the same order on all. Waits for all ranks."""
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Return by rank what each has given, in the same order on all. Waits for all ranks.
+
+        Only this one's where there are no others, or some may be missing.
+        """
+        if not self.several or self.may_be_missing:
+            return {rank(): value}
         values: list[Any] = [None] * len(self.members)
         dist.all_gather_object(values, value, group=self._group)
-        return values
+        return dict(zip(self.members, values, strict=True))
+
+    # a batch runs again on each rank
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[str]:
+        """Have forwards and backwards of this rank wait for no other inside the block.
+
+        All ranks enter it together: what FSDP2 shards is gathered once. Yields "", or why that is
+        impossible, the same on all ranks. A block inside of another adds nothing.
+        """
+        if self._hindrance is not None:
+            yield self._hindrance
+            return
+        sharded = self._sharded_modules.found()
+        lacking = missing_memory(sharded, sharded[0]._get_fsdp_state()._device) if sharded else ""
+        found = self.gather(lacking) if sharded else {}
+        self._hindrance = "; ".join(f"{text} on rank {r}" for r, text in found.items() if text)
+        try:
+            with contextlib.ExitStack() as stack:
+                for wrapper in self._wrappers:
+                    stack.enter_context(unsynchronised(wrapper))
+                if not self._hindrance:
+                    stack.enter_context(unsharded(sharded))
+                yield self._hindrance
+        finally:
+            self._hindrance = None
+
+    def inputs_in_fp32(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Have FSDP2 cast what modules are called with to FP32 inside the block, not to half."""
+        return inputs_in_fp32(modules)
+
+    def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
+        """Return the state of a model, sharded tensors whole. All ranks take part.
+
+        Args:
+            model: an enabled one.
+            keep: on this rank; elsewhere the state is empty.
+        """
+        state = {}
+        for name, value in model.state_dict().items():
+            whole = full_tensor(value) if isinstance(value, Tensor) else value
+            if keep:
+                state[name] = whole.cpu() if is_sharded(value) else whole
+        return state
 
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
         """Give all ranks the FP32 values of the one whose parameters DDP gave them."""

@@ -633,7 +633,7 @@ class Amp:
         """
         self._check_enabled("heal")
         self._parts.healing.heal(module)
-        self._parts.ranks.rebuild()
+        self._parts.ranks.rebuild(self._parts.healing.modules)
 
     def unheal(self, module: str) -> None:
         """Undo ``heal``: have a module follow the policy again.
@@ -646,7 +646,7 @@ class Amp:
         """
         self._check_enabled("unheal")
         self._parts.healing.unheal(module)
-        self._parts.ranks.rebuild()
+        self._parts.ranks.rebuild(self._parts.healing.modules)
 
     @property
     def policy(self) -> Policy:
@@ -684,7 +684,7 @@ class Amp:
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
         if state.healed != self._parts.healing.names:
             self._parts.healing.load(state.healed)
-            self._parts.ranks.rebuild()
+            self._parts.ranks.rebuild(self._parts.healing.modules)
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
             self._scalers = kept | {
@@ -765,10 +765,11 @@ class Amp:
         self._enabled = False
 
     def _check_replay(self, caller: str) -> None:
-        if self._parts.ranks.sharded:
+        sharding = self._parts.ranks.sharding
+        if sharding is not None and sharding.splits_layers:
             raise RuntimeError(
-                f"{caller}: running a batch again takes all ranks of a sharded model: save the "
-                "batch and a full state dict, and replay in one process"
+                f"{caller}: under tensor parallelism no rank can run a batch again by itself: save "
+                "the batch and a full state dict, and replay in one process"
             )
 
     def _check_enabled(self, caller: str) -> None:
