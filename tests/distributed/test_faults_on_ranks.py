@@ -1,0 +1,533 @@
+"""A fault in one rank's batch, under DDP and FSDP2: all ranks run theirs again together, have one
+report, and heal or raise alike.
+
+The ranks are this file run as a script, see two_ranks.py.
+"""
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import Pair, on_ranks, serve
+
+import tritonamp
+from tritonamp.diagnosis.replay import find_fault, load_bundle
+from tritonamp.distributed import unsharded
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
+
+STEPS = 6
+ENGINES = "DDP", "FSDP2"
+
+
+class Entropy(nn.Module):
+    """NaN where an input is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = x.abs()
+        return -p * p.log()
+
+
+class Scores(nn.Module):
+    """Beyond what float16 holds where inputs are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q(x) @ self.k(x).mT).softmax(-1)
+
+
+class Root(nn.Module):
+    """Its weight gets NaN where an input is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x.abs()).sqrt()
+
+
+class Net(nn.Module):
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.before, self.first, self.scores = first, nn.Linear(6, 8), Scores()
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.scores(x) @ self.first(self.before(x))
+        return self.last(torch.tanh(h))
+
+
+def net(kind: str = "log") -> Net:
+    torch.manual_seed(0)
+    return Net(Root() if kind == "root" else Entropy())
+
+
+def wrapped(engine: str, model: nn.Module, own: bool = True) -> nn.Module:
+    """``own``: the scores are sharded by themselves, else gathered with the rest."""
+    if engine == "DDP":
+        return DistributedDataParallel(model)
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    for part in ([model.scores] if own else []) + [model.last, model]:
+        fully_shard(part, mp_policy=half)
+    return model
+
+
+def batch(step: int, kind: str = "", here: bool = True) -> Tensor:
+    """Of this rank, perhaps with a fault of a kind."""
+    generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
+    x = torch.randn(4, 6, generator=generator)
+    if here and kind == "scores":
+        return x * 1000
+    if here and kind in ("log", "root"):
+        x[1, 2] = 0.0
+    return x
+
+
+def run(model: nn.Module, **fields: Any) -> tuple[torch.optim.Optimizer, tritonamp.Amp]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.25)
+    fields = {"level": "O2", **fields}
+    if "loss_scale" not in fields:
+        fields["scaler"] = tritonamp.GradScaler("cpu", init_scale=2.0**10)
+    return optimizer, tritonamp.enable(model, optimizer, **fields)
+
+
+def step(amp: tritonamp.Amp, optimizer: Any, model: nn.Module, x: Tensor) -> float:
+    loss = (model(x) - 1).square().mean()
+    amp.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def masters(amp: tritonamp.Amp) -> list[list[float]]:
+    found: list[Any] = [p.detach() for p in amp.master_params()]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
+    return [p.double().flatten().tolist() for p in whole]
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the library says in its log."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tritonamp")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield texts
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+# One report
+
+
+@on_ranks
+def explained(engine: str, kind: str, culprit: int = 1, **fields: Any) -> dict[str, Any]:
+    """In the third step a rank has a fault."""
+    model = wrapped(engine, net(kind))
+    optimizer, amp = run(model, **{"on_nonfinite": "explain", **fields})
+    with listening() as texts:
+        for i in range(STEPS):
+            step(amp, optimizer, model, batch(i, kind, i == 2 and dist.get_rank() == culprit))
+    found = {
+        "said": [text for text in texts if text.startswith("step 3 skipped")],
+        "explained": amp.explain(),
+        "detail": amp.history[2].detail,
+        "skipped": amp.stats()["skipped"],
+        "masters": masters(amp),
+    }
+    amp.disable()
+    return found
+
+
+def line_of(function: Any, code: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    start = function.__code__.co_firstlineno
+    return f"{__file__}:{next(i for i in range(start, len(lines)) if code in lines[i]) + 1}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_nan_is_explained_by_all_ranks_alike(pair: Pair, engine: str, culprit: int) -> None:
+    first, second = explained(pair, engine=engine, kind="log", culprit=culprit)
+    assert first == second
+    (said,) = first["said"]
+    assert f"forward fault: the loss itself was inf or NaN (loss scale 1024) on rank {culprit}" in (
+        said
+    )
+    line = line_of(Entropy.forward, "p.log()")
+    assert f"domain error, forward: before, op log at {line}, on rank {culprit}" in said
+    assert first["explained"] == said
+    assert said.startswith(first["detail"])
+    assert first["skipped"] == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_overflow_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> None:
+    first, second = explained(pair, engine=engine, kind="scores")
+    assert first == second
+    line = line_of(Scores.forward, "softmax")
+    (said,) = first["said"]
+    assert f"matmul overflow, forward: scores, op matmul at {line}, on rank 1\n" in said
+    assert "keep it in FP32: fp32_modules=['scores'] (tried: the batch passes)" in said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_gradient_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> None:
+    """DDP and FSDP2 give all ranks the NaN: whose batch it was, only running them again tells."""
+    first, second = explained(pair, engine=engine, kind="root", level="O1", loss_scale=1.0)
+    assert first == second
+    (said,) = first["said"]
+    assert "backward fault: the loss was finite, but at loss scale 1 the gradients of" in said
+    assert "before.weight (NaN)" in said
+    line = line_of(Root.forward, "sqrt()")
+    assert f"backward nan, backward: before, op sqrt at {line}, on rank 1\n" in said
+    assert first["skipped"] == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_running_again_leaves_no_trace(pair: Pair, engine: str) -> None:
+    watched = explained(pair, engine=engine, kind="scores")[0]["masters"]
+    plain = explained(pair, engine=engine, kind="scores", on_nonfinite="skip")[0]["masters"]
+    assert watched == plain
+
+
+@on_ranks
+def both(engine: str) -> dict[str, Any]:
+    """Each rank has a fault of its own, twice, in the same steps."""
+    model = wrapped(engine, net())
+    optimizer, amp = run(model, on_nonfinite="heal")
+    kind = ("log", "scores")[dist.get_rank()]
+    with listening() as texts:
+        for i in range(STEPS):
+            step(amp, optimizer, model, batch(i, kind, i in (1, 3)))
+    found = {"said": texts, "healed": amp.stats()["healed"], "masters": masters(amp)}
+    amp.disable()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_faults_of_several_ranks_are_one_report(pair: Pair, engine: str) -> None:
+    first, second = both(pair, engine=engine)
+    assert first == second
+    said = next(text for text in first["said"] if text.startswith("step 2 skipped"))
+    assert "the loss itself was inf or NaN (loss scale 1024) on ranks 0, 1" in said
+    log, scores = line_of(Entropy.forward, "p.log()"), line_of(Scores.forward, "softmax")
+    assert f"\ndomain error, forward: before, op log at {log}, on rank 0\n" in said
+    assert said.endswith(
+        f"  also:    matmul overflow, forward: scores, op matmul at {scores}, on rank 1"
+    )
+    assert first["healed"] == ["scores"]  # no precision has a logarithm of 0
+
+
+# What is done about it
+
+
+@on_ranks
+def healed(engine: str, own: bool, module: str | None, level: str, kind: str) -> dict[str, Any]:
+    """Rank 1 has a fault in three steps: the third is none any more.
+
+    ``module``: one that is healed by hand before.
+    """
+    model = wrapped(engine, net(), own)
+    optimizer, amp = run(model, level=level, on_nonfinite="heal")
+    dtypes: list[str] = []
+    scores: Any = amp._parts.models[0].scores
+    scores.q.register_forward_hook(
+        lambda q, _, output: dtypes.append(f"{q.weight.dtype} {output.dtype}")
+    )
+    if module is not None:
+        amp.heal(module)
+    losses = []
+    with listening() as texts:
+        for i in range(STEPS):
+            bad = i in (1, 2, 4) and dist.get_rank() == 1
+            losses.append(step(amp, optimizer, model, batch(i, kind, bad)))
+    stats = amp.stats()
+    found = {
+        "said": texts,
+        "masters": masters(amp),
+        "healed": stats["healed"],
+        "skipped": stats["skipped"],
+        "state": amp.state_dict()["healed"],
+        "counts": amp.state_dict()["faults"],
+    }
+    last = dtypes[-1]
+    if stats["healed"]:
+        amp.unheal(stats["healed"][0])
+    step(amp, optimizer, model, batch(STEPS))
+    after, steps = dtypes[-1], amp.stats()["steps"]
+    amp.disable()
+    policies = [
+        str(m._get_fsdp_state()._mp_policy.param_dtype)
+        for m in model.modules()
+        if hasattr(m, "_get_fsdp_state")
+    ]
+    return {
+        "found": found,
+        "finite": all(map(math.isfinite, losses[3:])),
+        "last": last,
+        "after": after,
+        "steps": steps,
+        "policies": sorted(set(policies)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "own"),
+    [("DDP", False), ("FSDP2", True), ("FSDP2", False)],  # the last: copies of what came in float16
+)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_all_ranks_heal_what_one_has_shown(pair: Pair, engine: str, own: bool, level: str) -> None:
+    first, second = healed(pair, engine=engine, own=own, module=None, level=level, kind="scores")
+    assert first == second
+    found = first["found"]
+    assert (found["healed"], found["state"], found["skipped"]) == (["scores"], ["scores"], 2)
+    assert found["counts"]["by_module"] == {"scores": 2}
+    assert first["finite"]
+    assert first["last"] == "torch.float32 torch.float32"
+    narrow = "torch.float32" if (engine, level) == ("DDP", "O1") else "torch.float16"
+    assert first["after"] == f"{narrow} torch.float16"
+    assert first["steps"] == STEPS - 2 + 1
+    assert any("Healed: scores computes in FP32 from now on" in text for text in found["said"])
+    assert first["policies"] == (["torch.float16"] if engine == "FSDP2" else [])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_whole_model_is_healed_by_hand(pair: Pair, engine: str) -> None:
+    first, second = healed(pair, engine=engine, own=True, module="", level="O2", kind="scores")
+    assert first == second
+    assert (first["found"]["healed"], first["found"]["skipped"]) == ([""], 0)
+    assert first["last"] == "torch.float32 torch.float32"
+    assert first["after"] == "torch.float16 torch.float16"
+    assert first["finite"]
+
+
+@on_ranks
+def raised(engine: str, after: int) -> list[Any]:
+    model = wrapped(engine, net())
+    optimizer, amp = run(model, on_nonfinite="raise", raise_after=after)
+    try:
+        for i in range(STEPS):
+            step(amp, optimizer, model, batch(i, "log", i >= 2 and dist.get_rank() == 1))
+    except tritonamp.NonFiniteError as error:
+        return [i, str(error), masters(amp)]
+    finally:
+        amp.disable()
+    return []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("after", [1, 2])
+def test_all_ranks_raise_the_same_error(pair: Pair, engine: str, after: int) -> None:
+    first, second = raised(pair, engine=engine, after=after)
+    assert first == second
+    assert first[0] == 1 + after
+    assert f"op log at {line_of(Entropy.forward, 'p.log()')}, on rank 1" in first[1]
+
+
+# Replays that are asked for
+
+
+class Meddler(nn.Module):
+    """Does in its forward what a test says, in the place of the scores."""
+
+    def __init__(self, scores: nn.Module) -> None:
+        super().__init__()
+        self.inner = scores
+        self.does: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.does()
+        return self.inner(x)
+
+
+@on_ranks
+def asked(engine: str, how: str) -> dict[str, Any]:
+    """``how`` the last step's fault, of rank 1, is run again, by ``on_nonfinite="skip"``."""
+    rank, plain = dist.get_rank(), net()
+    plain.scores = Meddler(plain.scores)  # type: ignore[assignment]
+    model = wrapped(engine, plain)
+    optimizer, amp = run(model)
+    meddler: Any = plain.scores
+    if how == "communicates":
+        meddler.does = lambda: dist.all_reduce(torch.zeros(2))
+    for i in range(2):
+        step(amp, optimizer, model, batch(i))
+    x = batch(2, "log", rank == 1)
+    if how == "nothing was skipped":
+        x = batch(2)
+    step(amp, optimizer, model, x)
+    replay: Any = True
+    if how in ("function", "fails"):
+        replay = lambda: (model(x) - 1).square().mean()  # noqa: E731
+    if how == "fails" and rank == 1:
+        meddler.does = lambda: [][0]
+    if how == "changed" and rank == 1:
+        x.add_(1)
+    if how == "memory" and rank == 1:
+        unsharded.free_memory = lambda device: 100
+    try:
+        texts = [amp.explain(replay=replay)]
+    finally:
+        unsharded.free_memory = FREE_MEMORY
+    meddler.does = lambda: None
+    texts.append(amp.explain(replay=True) if how == "fails" else "")
+    for i in (3, 4):
+        step(amp, optimizer, model, batch(i))
+    found = {"texts": texts, "masters": masters(amp), "steps": amp.stats()["steps"]}
+    amp.disable()
+    return found
+
+
+FREE_MEMORY = unsharded.free_memory
+LOG = "domain error, forward: before, op log at "
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("how", ["last batch", "function"])
+def test_a_replay_of_all_ranks(pair: Pair, engine: str, how: str) -> None:
+    first, second = asked(pair, engine=engine, how=how)
+    assert first == second
+    text = first["texts"][0]
+    assert "on rank 1, and the input batch was not" in text
+    assert f"\n{LOG}{line_of(Entropy.forward, 'p.log()')}, on rank 1\n" in text
+    assert first["steps"] == 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_ranks_leave_a_replay_that_raises_on_one(pair: Pair, engine: str) -> None:
+    first, second = asked(pair, engine=engine, how="fails")
+    assert first == second
+    failed, again = first["texts"]
+    assert "\nrank 0: not reproduced: run again, forward and backward are finite" in failed
+    assert "\nrank 1: The replay failed: IndexError: list index out of range" in failed
+    assert LOG in again  # what was raised in the middle of a forward has left nothing behind
+    assert first["masters"] == asked(pair, engine=engine, how="function")[0]["masters"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "how", "text"),
+    [
+        ("DDP", "communicates", "Not replayed: its forward or backward communicates with other"),
+        ("FSDP2", "communicates", "Not replayed: its forward or backward communicates with other"),
+        ("DDP", "changed", "rank 1: Not replayed: the batch was changed in place"),
+        ("DDP", "nothing was skipped", "Run again, nothing overflows"),
+        # FSDP2 has cast it, and keeps nothing
+        ("FSDP2", "nothing was skipped", "Not replayed: the batch of this forward is gone"),
+    ],
+)
+def test_all_ranks_say_why_there_is_no_fault(pair: Pair, engine: str, how: str, text: str) -> None:
+    first, second = asked(pair, engine=engine, how=how)
+    assert first == second
+    assert f"\n{text}" in first["texts"][0]
+    assert first["steps"] == (5 if how == "nothing was skipped" else 4)
+
+
+def test_parameters_that_do_not_fit_are_not_gathered(pair: Pair) -> None:
+    first, second = asked(pair, engine="FSDP2", how="memory")
+    assert first == second
+    text = first["texts"][0]
+    assert "Not replayed: a batch would run again on each rank by itself, which takes" in text
+    assert "GiB of whole parameters, 9.31e-08 GiB are free on rank 1." in text
+    assert first["steps"] == 4
+
+
+@on_ranks
+def written(engine: str, folder: str, what: str) -> list[Any]:
+    """``what``: the batch of rank 1, or one that cannot be written, or none."""
+    torch.manual_seed(0)
+    plain = net()
+    model = wrapped(engine, plain)
+    optimizer, amp = run(model, on_nonfinite="explain")
+    rank = dist.get_rank()
+    for i in range(3):
+        bad = "scores" if what != "nothing" else ""
+        step(amp, optimizer, model, batch(i, bad, i == 2 and rank == 1))
+    try:
+        target = f"{folder}/rank{rank}"
+        if what == "cannot" and rank == 1:
+            Path(target).write_text("a file")
+        amp.write_bundle(target)
+        return [sorted(path.name for path in Path(target).glob("*")), masters(amp)]
+    except (RuntimeError, OSError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    finally:
+        amp.disable()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bundle_is_replayed_in_one_process(pair: Pair, engine: str, tmp_path: Path) -> None:
+    first, second = written(pair, engine=engine, folder=str(tmp_path), what="batch")
+    assert first[0] == [] and first[1] == second[1]
+    folder = tmp_path / "rank1"
+    assert {"inputs.pt", "weights.pt", "policy.json", "report.txt"} < set(second[0])
+    report = (folder / "report.txt").read_text()
+    assert "matmul overflow, forward: scores" in report and "on rank 1" in report
+    model = net()
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    model.load_state_dict(weights)
+    names = [name for name, _ in model.named_parameters()]
+    ours = [weights[name].double().flatten().tolist() for name in names]
+    assert ours == first[1] if engine == "FSDP2" else sorted(ours) == sorted(first[1])
+    policy = tritonamp.Policy.from_json((folder / "policy.json").read_text())
+    amp = tritonamp.enable(model, policy=policy)
+    fault = find_fault(model, load_bundle(folder, model).run)
+    assert fault is not None
+    assert (fault.kind, fault.module, fault.rank) == ("matmul_overflow", "scores", None)
+    amp.disable()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bundles_that_cannot_be_written(pair: Pair, engine: str, tmp_path: Path) -> None:
+    for text in written(pair, engine=engine, folder=str(tmp_path), what="nothing"):
+        assert text[0].startswith("RuntimeError: write_bundle: expected a failing batch, got none")
+    first, second = written(pair, engine=engine, folder=str(tmp_path), what="cannot")
+    assert first[0].startswith("RuntimeError: write_bundle: rank 1 could not write: [Errno 17]")
+    assert second[0].startswith("FileExistsError: [Errno 17]")
+
+
+@on_ranks
+def joined() -> list[Any]:
+    """Rank 0 has run out of batches when rank 1 meets the faults."""
+    model: Any = wrapped("DDP", net())
+    optimizer, amp = run(model, on_nonfinite="heal", loss_scale=1.0)
+    with listening() as texts, model.join():
+        for i in range(2 + 3 * dist.get_rank()):
+            step(amp, optimizer, model, batch(i, "scores", i in (2, 3)))
+    stats = amp.stats()
+    found = [texts, stats["steps"], stats["healed"], masters(amp)]
+    amp.disable()
+    return found
+
+
+def test_nothing_runs_again_where_ranks_may_be_missing(pair: Pair) -> None:
+    first, second = joined(pair)
+    assert first[1:] == second[1:]
+    assert first[1:3] == [3, []]
+    assert "Nothing runs again inside of model.join()" in second[0][-1]
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
