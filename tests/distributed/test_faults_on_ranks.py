@@ -5,6 +5,8 @@ The ranks are this file run as a script, see two_ranks.py.
 """
 
 import contextlib
+import functools
+import importlib
 import logging
 import math
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import Pair, on_ranks, serve
@@ -64,13 +67,16 @@ class Root(nn.Module):
 
 
 class Net(nn.Module):
+    gain = 0.0  # else what the scores are given is FP32, and larger
+
     def __init__(self, first: nn.Module) -> None:
         super().__init__()
         self.before, self.first, self.scores = first, nn.Linear(6, 8), Scores()
         self.last = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.scores(x) @ self.first(self.before(x))
+        scores = self.scores(x.float() * self.gain if self.gain else x)
+        h = scores @ self.first(self.before(x))
         return self.last(torch.tanh(h))
 
 
@@ -122,6 +128,12 @@ def masters(amp: tritonamp.Amp) -> list[list[float]]:
     return [p.double().flatten().tolist() for p in whole]
 
 
+def alike(answers: list[Any]) -> Any:
+    """What all ranks have answered."""
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
     """What the library says in its log."""
@@ -170,8 +182,7 @@ def line_of(function: Any, code: str) -> str:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_nan_is_explained_by_all_ranks_alike(pair: Pair, engine: str, culprit: int) -> None:
-    first, second = explained(pair, engine=engine, kind="log", culprit=culprit)
-    assert first == second
+    first = alike(explained(pair, engine=engine, kind="log", culprit=culprit))
     (said,) = first["said"]
     assert f"forward fault: the loss itself was inf or NaN (loss scale 1024) on rank {culprit}" in (
         said
@@ -185,8 +196,7 @@ def test_a_nan_is_explained_by_all_ranks_alike(pair: Pair, engine: str, culprit:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_overflow_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> None:
-    first, second = explained(pair, engine=engine, kind="scores")
-    assert first == second
+    first = alike(explained(pair, engine=engine, kind="scores"))
     line = line_of(Scores.forward, "softmax")
     (said,) = first["said"]
     assert f"matmul overflow, forward: scores, op matmul at {line}, on rank 1\n" in said
@@ -196,8 +206,7 @@ def test_an_overflow_is_explained_by_all_ranks_alike(pair: Pair, engine: str) ->
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_gradient_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> None:
     """DDP and FSDP2 give all ranks the NaN: whose batch it was, only running them again tells."""
-    first, second = explained(pair, engine=engine, kind="root", level="O1", loss_scale=1.0)
-    assert first == second
+    first = alike(explained(pair, engine=engine, kind="root", level="O1", loss_scale=1.0))
     (said,) = first["said"]
     assert "backward fault: the loss was finite, but at loss scale 1 the gradients of" in said
     assert "before.weight (NaN)" in said
@@ -229,8 +238,7 @@ def both(engine: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_faults_of_several_ranks_are_one_report(pair: Pair, engine: str) -> None:
-    first, second = both(pair, engine=engine)
-    assert first == second
+    first = alike(both(pair, engine=engine))
     said = next(text for text in first["said"] if text.startswith("step 2 skipped"))
     assert "the loss itself was inf or NaN (loss scale 1024) on ranks 0, 1" in said
     log, scores = line_of(Entropy.forward, "p.log()"), line_of(Scores.forward, "softmax")
@@ -300,8 +308,7 @@ def healed(engine: str, own: bool, module: str | None, level: str, kind: str) ->
 )
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_all_ranks_heal_what_one_has_shown(pair: Pair, engine: str, own: bool, level: str) -> None:
-    first, second = healed(pair, engine=engine, own=own, module=None, level=level, kind="scores")
-    assert first == second
+    first = alike(healed(pair, engine=engine, own=own, module=None, level=level, kind="scores"))
     found = first["found"]
     assert (found["healed"], found["state"], found["skipped"]) == (["scores"], ["scores"], 2)
     assert found["counts"]["by_module"] == {"scores": 2}
@@ -316,8 +323,7 @@ def test_all_ranks_heal_what_one_has_shown(pair: Pair, engine: str, own: bool, l
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_whole_model_is_healed_by_hand(pair: Pair, engine: str) -> None:
-    first, second = healed(pair, engine=engine, own=True, module="", level="O2", kind="scores")
-    assert first == second
+    first = alike(healed(pair, engine=engine, own=True, module="", level="O2", kind="scores"))
     assert (first["found"]["healed"], first["found"]["skipped"]) == ([""], 0)
     assert first["last"] == "torch.float32 torch.float32"
     assert first["after"] == "torch.float16 torch.float16"
@@ -341,8 +347,7 @@ def raised(engine: str, after: int) -> list[Any]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("after", [1, 2])
 def test_all_ranks_raise_the_same_error(pair: Pair, engine: str, after: int) -> None:
-    first, second = raised(pair, engine=engine, after=after)
-    assert first == second
+    first = alike(raised(pair, engine=engine, after=after))
     assert first[0] == 1 + after
     assert f"op log at {line_of(Entropy.forward, 'p.log()')}, on rank 1" in first[1]
 
@@ -408,8 +413,7 @@ LOG = "domain error, forward: before, op log at "
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("how", ["last batch", "function"])
 def test_a_replay_of_all_ranks(pair: Pair, engine: str, how: str) -> None:
-    first, second = asked(pair, engine=engine, how=how)
-    assert first == second
+    first = alike(asked(pair, engine=engine, how=how))
     text = first["texts"][0]
     assert "on rank 1, and the input batch was not" in text
     assert f"\n{LOG}{line_of(Entropy.forward, 'p.log()')}, on rank 1\n" in text
@@ -418,8 +422,7 @@ def test_a_replay_of_all_ranks(pair: Pair, engine: str, how: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_leave_a_replay_that_raises_on_one(pair: Pair, engine: str) -> None:
-    first, second = asked(pair, engine=engine, how="fails")
-    assert first == second
+    first = alike(asked(pair, engine=engine, how="fails"))
     failed, again = first["texts"]
     assert "\nrank 0: not reproduced: run again, forward and backward are finite" in failed
     assert "\nrank 1: The replay failed: IndexError: list index out of range" in failed
@@ -439,15 +442,13 @@ def test_all_ranks_leave_a_replay_that_raises_on_one(pair: Pair, engine: str) ->
     ],
 )
 def test_all_ranks_say_why_there_is_no_fault(pair: Pair, engine: str, how: str, text: str) -> None:
-    first, second = asked(pair, engine=engine, how=how)
-    assert first == second
+    first = alike(asked(pair, engine=engine, how=how))
     assert f"\n{text}" in first["texts"][0]
     assert first["steps"] == (5 if how == "nothing was skipped" else 4)
 
 
 def test_parameters_that_do_not_fit_are_not_gathered(pair: Pair) -> None:
-    first, second = asked(pair, engine="FSDP2", how="memory")
-    assert first == second
+    first = alike(asked(pair, engine="FSDP2", how="memory"))
     text = first["texts"][0]
     assert "Not replayed: a batch would run again on each rank by itself, which takes" in text
     assert "GiB of whole parameters, 9.31e-08 GiB are free on rank 1." in text
@@ -527,6 +528,153 @@ def test_nothing_runs_again_where_ranks_may_be_missing(pair: Pair) -> None:
     assert first[1:] == second[1:]
     assert first[1:3] == [3, []]
     assert "Nothing runs again inside of model.join()" in second[0][-1]
+
+
+# Ways to shard, and to train
+
+
+def prepared(way: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A sharded model, and options of enable."""
+    model, half = net(), MixedPrecisionPolicy(param_dtype=torch.float16)
+    fields: dict[str, Any] = {"level": "O1" if way == "O1 without a policy" else "O2"}
+    mesh = None
+    if way in ("copies", "copies of shards"):
+        shape = (dist.get_world_size(), 1) if way == "copies" else (1, dist.get_world_size())
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    elif way == "checkpoint":
+        wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        model.scores = importlib.import_module(wrapper).checkpoint_wrapper(model.scores)
+    elif way == "half":
+        model.half()
+    elif way == "frozen":
+        model.first.half().requires_grad_(False)
+    elif way == "bfloat16":
+        half, fields["dtype"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16
+    if "without a policy" in way:
+        half = MixedPrecisionPolicy()
+    together = way == "two in a group"
+    shards = functools.partial(fully_shard, mesh=mesh, mp_policy=half)
+    for part in [[model.scores, model.last]] if together else [model.scores, model]:
+        shards(part, **{"reshard_after_forward": False} if way == "no reshard" else {})
+    if together:
+        shards(model)
+    return model, fields
+
+
+@on_ranks
+def trained(way: str, on_nonfinite: str, kind: str) -> list[Any]:
+    """Two batches a step; rank 1 has a fault in the second step."""
+    model: Any
+    model, fields = prepared(way)
+    optimizer, amp = run(model, on_nonfinite=on_nonfinite, **fields)
+    for i in range(2 * STEPS):
+        last = i % 2 == 1
+        if way == "no sync":
+            model.set_requires_gradient_sync(last)
+        bad = i in (2, 6) and dist.get_rank() == 1
+        amp.backward((model(batch(i, kind, bad)) - 1).square().mean() / 2)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [masters(amp), amp.stats()["skipped"], amp.history[1].cause]
+    text = amp.explain() if on_nonfinite == "explain" else ""
+    healed = amp.stats()["healed"]
+    amp.disable()
+    return [found, text, healed]
+
+
+WAYS = [
+    "copies",
+    "copies of shards",
+    "checkpoint",
+    "half",
+    "frozen",
+    "no reshard",
+    "no sync",
+    "two in a group",
+    "O1 without a policy",
+    "O2 without a policy",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_shard(pair: Pair, way: str) -> None:
+    found, text, _ = alike(trained(pair, way=way, on_nonfinite="explain", kind="scores"))
+    assert "\nmatmul overflow, forward: scores" in text and ", on rank 1\n" in text
+    assert found[1:] == [2, "forward fault"]
+    plain = alike(trained(pair, way=way, on_nonfinite="skip", kind="scores"))[0]
+    assert found == plain
+    found, _, healed = alike(trained(pair, way=way, on_nonfinite="heal", kind="scores"))
+    name = "scores._checkpoint_wrapped_module" if way == "checkpoint" else "scores"
+    assert healed == [name]
+    assert found[1] == 2
+
+
+def test_a_nan_in_bfloat16(pair: Pair) -> None:
+    found, text, _ = alike(trained(pair, way="bfloat16", on_nonfinite="explain", kind="log"))
+    assert f"\n{LOG}{line_of(Entropy.forward, 'p.log()')}, on rank 1\n" in text
+    assert found[1] == 2
+
+
+@on_ranks
+def cast_by_fsdp2() -> list[Any]:
+    """FSDP2 casts what the scores are given to float16, where it is inf on rank 1 from step 2."""
+    model: Any = wrapped("FSDP2", net())
+    optimizer, amp = run(model, on_nonfinite="heal")
+    with listening() as texts:
+        for i in range(STEPS):
+            model.gain = 1e6 if i >= 2 and dist.get_rank() == 1 else 1.0
+            step(amp, optimizer, model, batch(i))
+    found = [texts, amp.stats()["healed"], amp.stats()["skipped"], masters(amp)]
+    amp.disable()
+    return found
+
+
+def test_what_fsdp2_casts_is_healed_with_the_module(pair: Pair) -> None:
+    texts, healed, skipped, values = alike(cast_by_fsdp2(pair))
+    (report, *_) = [text for text in texts if text.startswith("step 3 skipped")]
+    line = line_of(Net.forward, "self.scores(")
+    assert f"\ncast overflow, forward: scores, op to_copy at {line}, on rank 1\n" in report
+    assert "fp32_modules=['scores'] (tried: the batch passes)" in report
+    assert (healed, skipped) == (["scores"], 2)
+    assert all(math.isfinite(x) for p in values for x in p)
+
+
+@on_ranks
+def in_fp32(engine: str, own: bool, names: list[str]) -> list[Any]:
+    """Modules are healed from the beginning; then another model that loads their names."""
+    state, found = None, list[Any]()
+    for _ in range(2):
+        model = wrapped(engine, net(), own)
+        optimizer, amp = run(model, level="O2")
+        for name in names if state is None else []:
+            amp.heal(name)
+        if state is not None:
+            amp.load_state_dict(state)
+        largest = 0.0
+        for i in range(STEPS):
+            amp.backward((model(batch(i)) - 1).square().mean())
+            largest = max(largest, float(amp.clip_grad_norm_(math.inf)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [sorted(masters(amp)), largest]
+        state = amp.state_dict()
+        amp.disable()
+    return found
+
+
+@pytest.mark.parametrize(("own", "names"), [(True, [""]), (False, ["scores"]), (True, ["scores"])])
+def test_healed_modules_train_as_under_ddp(pair: Pair, own: bool, names: list[str]) -> None:
+    """Of FP32 weights that means: the same bits."""
+    ours, largest, *loaded = alike(in_fp32(pair, engine="FSDP2", own=own, names=names))
+    theirs = alike(in_fp32(pair, engine="DDP", own=own, names=names))[0]
+    assert loaded == [ours, largest]
+    if own:
+        assert ours == theirs
+    # weights that were gathered in float16; as in test_fsdp.py
+    bound = STEPS * 2 * 0.01 / 0.25 * largest * 10 * 2.0**-11
+    pairs = zip(ours, theirs, strict=True)
+    assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
 
 
 if __name__ == "__main__":
