@@ -544,6 +544,8 @@ def prepared(way: str) -> tuple[nn.Module, dict[str, Any]]:
     elif way == "checkpoint":
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         model.scores = importlib.import_module(wrapper).checkpoint_wrapper(model.scores)
+    elif way == "compiled block":
+        model.scores.compile(backend="aot_eager")
     elif way == "half":
         model.half()
     elif way == "frozen":
@@ -587,6 +589,7 @@ WAYS = [
     "copies",
     "copies of shards",
     "checkpoint",
+    "compiled block",
     "half",
     "frozen",
     "no reshard",

@@ -2,12 +2,10 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from tritonamp.casts import active, dispatch
 from tritonamp.casts.rounded_inputs import InputLook
@@ -43,9 +41,6 @@ class RanksInForward(Protocol):
 
     def on_forward(self) -> None:
         """Take note of the DistributedDataParallel that this forward runs in."""
-
-    def inputs_in_fp32(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Have FSDP2 cast what modules are called with to FP32 inside of the block."""
 
 
 class Entry(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ class Trials:
         context: of them.
         model_dtypes: of their tensors.
         find: gives the module of a name.
+        inputs_in_fp32: gives a block in which modules are called with FP32 where FSDP2 casts.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class Trials:
         context: EnabledContext,
         model_dtypes: ModelDtypes,
         find: Callable[[str], nn.Module],
+        inputs_in_fp32: Callable[[Sequence[nn.Module]], AbstractContextManager[None]],
     ) -> None:
         self._models = models
         self._context = context
         self._model_dtypes = model_dtypes
         self._find = find
+        self._inputs_in_fp32 = inputs_in_fp32
 
     @contextlib.contextmanager
     def in_fp32(self, names: Sequence[str] | None = None) -> Iterator[None]:
@@ -73,5 +77,4 @@ class Trials:
         """Give modules FP32 tensors, and FP32 inputs where FSDP2 would cast them, for a stack."""
         for module in modules:
             stack.enter_context(self._model_dtypes.widened(module, self._models))
-        if self._context.ranks is not None:
-            stack.enter_context(self._context.ranks.inputs_in_fp32(modules))
+        stack.enter_context(self._inputs_in_fp32(modules))

@@ -1,12 +1,10 @@
 """The processes that train one model together: they agree on every step, and detect divergence."""
 
-import contextlib
 import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,15 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonamp.class_swap import install, is_installed, uninstall
-from tritonamp.distributed.ddp import (
-    EnabledDDP,
-    has_wide_gradients,
-    rebuild_buckets,
-    unsynchronised,
-)
+from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
-from tritonamp.distributed.sharding import Sharding, find_sharding, full_tensor
-from tritonamp.distributed.unsharded import inputs_in_fp32, missing_memory, unsharded
+from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.decide import Evidence
@@ -78,6 +70,8 @@ class Ranks:
     Attributes:
         members: their numbers in the job; none where there is one process.
         sharding: how parameters and gradients are spread over them; None: each rank has all.
+        sharded_modules: what ``fully_shard`` was called on.
+        wrappers: the DDPs.
 
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
@@ -96,11 +90,11 @@ class Ranks:
         self._group: Any = None
         self.members: Sequence[int] = ()
         self.sharding: Sharding | None = find_sharding(models)
-        self._sharded_modules = ShardedModules(models)
+        self.sharded_modules = ShardedModules(models)
         if self.sharding is not None:
             self._join(self.sharding.group)
         self._before_forward = [weakref.ref(model) for model in models]
-        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._to_align: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = (
             weakref.WeakKeyDictionary()
@@ -108,9 +102,8 @@ class Ranks:
         self._readback: Readback | None = None
         self._decisions = 0
         self._warned = False
-        self._hindrance: str | None = None  # what ``alone`` has yielded; None: outside of it
         for module in (m for model in models for m in model.modules()):
-            if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
+            if isinstance(module, DistributedDataParallel) and module not in self.wrappers:
                 self._attach(module)
 
     def on_forward(self) -> None:
@@ -124,7 +117,7 @@ class Ranks:
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and wrapper not in self._wrappers:
+        if wrapper is not None and wrapper not in self.wrappers:
             if has_wide_gradients(wrapper):
                 rebuild_buckets(wrapper)
             self._attach(wrapper)
@@ -151,18 +144,18 @@ class Ranks:
 
     def _attach(self, wrapper: DistributedDataParallel) -> None:
         self._join(wrapper.process_group)
-        self._wrappers.add(wrapper)
+        self.wrappers.add(wrapper)
         if not is_installed(wrapper):
             install(wrapper, EnabledDDP, self)
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
         """Have FSDP2 gather and reduce modules as said, until ``detach``."""
-        self._sharded_modules.assume(policies)
+        self.sharded_modules.assume(policies)
 
     def detach(self) -> None:
         """Put the DDPs' own classes and FSDP2's own policies back: the models are disabled."""
-        self._sharded_modules.give_back()
-        for wrapper in self._wrappers:
+        self.sharded_modules.give_back()
+        for wrapper in self.wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
                 uninstall(wrapper)
 
@@ -198,7 +191,7 @@ class Ranks:
     @property
     def may_be_missing(self) -> bool:
         """Whether other ranks may have run out of batches: inside ``with wrapper.join()``."""
-        return any(map(self._in_join, self._wrappers))
+        return any(map(self._in_join, self.wrappers))
 
     def rebuild(self, healed: Iterable[nn.Module] = ()) -> None:
         """Have DDPs make buckets and hooks anew, and FSDP2 take over its shards.
@@ -209,9 +202,9 @@ class Ranks:
             healed: modules that compute in FP32 from now on; what FSDP2 gathers inside of them
                 becomes FP32.
         """
-        self._sharded_modules.gather_in_fp32(healed)
-        self._sharded_modules.refresh()
-        for wrapper in self._wrappers:
+        self.sharded_modules.gather_in_fp32(healed)
+        self.sharded_modules.refresh()
+        for wrapper in self.wrappers:
             if dist.is_initialized():  # else no rank is left to reduce gradients with
                 rebuild_buckets(wrapper)
 
@@ -279,50 +272,6 @@ class Ranks:
         values: list[Any] = [None] * len(self.members)
         dist.all_gather_object(values, value, group=self._group)
         return dict(zip(self.members, values, strict=True))
-
-    # a batch runs again on each rank
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[str]:
-        """Have forwards and backwards of this rank wait for no other inside the block.
-
-        All ranks enter it together: what FSDP2 shards is gathered once. Yields "", or why that is
-        impossible, the same on all ranks. A block inside of another adds nothing.
-        """
-        if self._hindrance is not None:
-            yield self._hindrance
-            return
-        sharded = self._sharded_modules.found()
-        lacking = missing_memory(sharded, sharded[0]._get_fsdp_state()._device) if sharded else ""
-        found = self.gather(lacking) if sharded else {}
-        self._hindrance = "; ".join(f"{text} on rank {r}" for r, text in found.items() if text)
-        try:
-            with contextlib.ExitStack() as stack:
-                for wrapper in self._wrappers:
-                    stack.enter_context(unsynchronised(wrapper))
-                if not self._hindrance:
-                    stack.enter_context(unsharded(sharded))
-                yield self._hindrance
-        finally:
-            self._hindrance = None
-
-    def inputs_in_fp32(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Have FSDP2 cast what modules are called with to FP32 inside the block, not to half."""
-        return inputs_in_fp32(modules)
-
-    def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
-        """Return the state of a model, sharded tensors whole. All ranks take part.
-
-        Args:
-            model: an enabled one.
-            keep: on this rank; elsewhere the state is empty.
-        """
-        state = {}
-        for name, value in model.state_dict().items():
-            whole = full_tensor(value) if isinstance(value, Tensor) else value
-            if keep:
-                state[name] = whole.cpu() if is_sharded(value) else whole
-        return state
 
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
         """Give all ranks the FP32 values of the one whose parameters DDP gave them."""
@@ -393,7 +342,7 @@ class Ranks:
         if (
             self._warned
             or self.sharded
-            or any(wrapper.parameters_to_ignore for wrapper in self._wrappers)
+            or any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
         ):
             return
         norms = [row.square_sum**0.5 for row in rows]

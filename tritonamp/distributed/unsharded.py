@@ -74,7 +74,7 @@ def inputs_in_fp32(modules: Iterable[nn.Module]) -> Iterator[None]:
             state._mp_policy = policy
 
 
-def missing_memory(modules: Sequence[Any], device: torch.device) -> str:
+def missing_memory(modules: Sequence[Any]) -> str:
     """Return in words which memory the whole parameters of modules would need and lack; else ""."""
     of_groups = {group: mp_policy(module) for module in modules for group in groups_of(module)}
     needed = sum(
@@ -82,7 +82,7 @@ def missing_memory(modules: Sequence[Any], device: torch.device) -> str:
         for group, policy in of_groups.items()
         for param in (p.sharded_param for p in group.fsdp_params)
     )
-    free = free_memory(device)
+    free = free_memory(modules[0]._get_fsdp_state()._device)
     if free is None or needed <= free:
         return ""
     return f"{needed / 2**30:.3g} GiB of whole parameters, {free / 2**30:.3g} GiB are free"

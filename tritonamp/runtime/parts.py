@@ -27,7 +27,9 @@ from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
+from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.distributed.sharding import Sharding
+from tritonamp.distributed.unsharded import inputs_in_fp32
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
@@ -149,7 +151,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
     )
     enabled_models, weights = _enable(request, context, ranks)
     healing = Healing(models, policy, context, enabled_models.dtypes)
-    trials = Trials(models, context, enabled_models.dtypes, healing.find)
+    trials = Trials(models, context, enabled_models.dtypes, healing.find, inputs_in_fp32)
     log, replays, response = _diagnosis(request, weights, healing, forwards, trials, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
     stepper = Stepper(
@@ -209,10 +211,10 @@ def _diagnosis(
         healing.heal(name)
         ranks.rebuild(healing.modules)
 
-    fp32_runs = Fp32Runs(models, trials)
+    fp32_runs, together = Fp32Runs(models, trials), ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
-    replays = Replays(models, policy, log, forwards, trials, ranks)
-    return log, replays, Response(policy, log, heal, forwards, replays, fp32_runs, ranks)
+    replays = Replays(models, policy, log, forwards, trials, together)
+    return log, replays, Response(policy, log, heal, forwards, replays, fp32_runs, together)
 
 
 def _enable(
