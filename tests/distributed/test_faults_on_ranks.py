@@ -101,8 +101,8 @@ def batch(step: int, kind: str = "", here: bool = True) -> Tensor:
     x = torch.randn(4, 6, generator=generator)
     if here and kind == "scores":
         return x * 1000
-    if here and kind in ("log", "root"):
-        x[1, 2] = 0.0
+    if here and kind in ("log", "root", "data"):
+        x[1, 2] = math.nan if kind == "data" else 0.0
     return x
 
 
@@ -161,13 +161,16 @@ def explained(engine: str, kind: str, culprit: int = 1, **fields: Any) -> dict[s
     optimizer, amp = run(model, **{"on_nonfinite": "explain", **fields})
     with listening() as texts:
         for i in range(STEPS):
-            step(amp, optimizer, model, batch(i, kind, i == 2 and dist.get_rank() == culprit))
+            here = i == 2 and dist.get_rank() == culprit
+            if here and kind == "weights":
+                next(model.first.parameters())._local_tensor[0] = math.nan  # type: ignore
+            step(amp, optimizer, model, batch(i, kind, here))
     found = {
         "said": [text for text in texts if text.startswith("step 3 skipped")],
         "explained": amp.explain(),
         "detail": amp.history[2].detail,
         "skipped": amp.stats()["skipped"],
-        "masters": masters(amp),
+        "masters": masters(amp) if kind != "weights" else [],
     }
     amp.disable()
     return found
@@ -203,6 +206,19 @@ def test_an_overflow_is_explained_by_all_ranks_alike(pair: Pair, engine: str) ->
     assert "keep it in FP32: fp32_modules=['scores'] (tried: the batch passes)" in said
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    ranks = Pair(tmp_path_factory.mktemp("three"), __file__, 3)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_last_of_three_ranks_is_named(three: Pair, engine: str) -> None:
+    (said,) = alike(explained(three, engine=engine, kind="scores", culprit=2))["said"]
+    assert said.count("on rank 2") == 2 and "on rank 0" not in said and "on rank 1" not in said
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_gradient_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> None:
     """DDP and FSDP2 give all ranks the NaN: whose batch it was, only running them again tells."""
@@ -213,6 +229,19 @@ def test_a_gradient_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> 
     line = line_of(Root.forward, "sqrt()")
     assert f"backward nan, backward: before, op sqrt at {line}, on rank 1\n" in said
     assert first["skipped"] == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_one_rank_has_seen_is_the_cause_on_all(pair: Pair, engine: str) -> None:
+    (said,) = alike(explained(pair, engine=engine, kind="data"))["said"]
+    text = "data: the input batch itself of rank 1 held inf or NaN, and the loss became so, too: "
+    assert f"step 3 skipped (1 of 3): {text}input 0: inf or NaN in sample(s) 1" in said
+
+
+def test_a_shard_of_one_rank_is_the_cause_on_all(pair: Pair) -> None:
+    (said,) = alike(explained(pair, engine="FSDP2", kind="weights"))["said"]
+    assert "bad parameters: 1 parameter(s) of the model were inf or NaN already" in said
+    assert "first.weight" in said
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -544,7 +573,7 @@ def prepared(way: str) -> tuple[nn.Module, dict[str, Any]]:
     elif way == "checkpoint":
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         model.scores = importlib.import_module(wrapper).checkpoint_wrapper(model.scores)
-    elif way == "compiled block":
+    elif way.startswith("compiled block"):
         model.scores.compile(backend="aot_eager")
     elif way == "half":
         model.half()
@@ -555,8 +584,9 @@ def prepared(way: str) -> tuple[nn.Module, dict[str, Any]]:
     if "without a policy" in way:
         half = MixedPrecisionPolicy()
     together = way == "two in a group"
+    parts = [model] if way == "compiled block, not its own" else [model.scores, model]
     shards = functools.partial(fully_shard, mesh=mesh, mp_policy=half)
-    for part in [[model.scores, model.last]] if together else [model.scores, model]:
+    for part in [[model.scores, model.last]] if together else parts:
         shards(part, **{"reshard_after_forward": False} if way == "no reshard" else {})
     if together:
         shards(model)
@@ -590,6 +620,7 @@ WAYS = [
     "copies of shards",
     "checkpoint",
     "compiled block",
+    "compiled block, not its own",
     "half",
     "frozen",
     "no reshard",

@@ -165,6 +165,8 @@ class Response:
 
     def _told(self, explanation: Explanation | None, replay: bool | Callable[[], Any]) -> str:
         drift = self._log.drift()
+        if replay is not False:
+            drift = next(filter(None, self._ranks.gather(drift).values()), "")
         if explanation is None:
             found = [drift] if drift else []
             held = bool(self._forwards.recent)

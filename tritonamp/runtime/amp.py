@@ -603,7 +603,8 @@ class Amp:
                 than "skip" its backward, too; there it has run already, at the first faults); a
                 function that computes the loss: that, with its backward. Where no step was skipped
                 the last batch runs, if it is still there. Parameters, buffers, gradients and random
-                numbers stay as they are.
+                numbers stay as they are. Where ranks train together, call it on all of them: each
+                runs its own batch, and all return the same.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
@@ -613,10 +614,11 @@ class Amp:
         """Write all that replays the last skip elsewhere into a folder, and return the folder.
 
         It holds the failing batch, the weights, the policy, the report, and a ``replay.py`` in
-        which only the model is still to be made.
+        which only the model is still to be made. Where ranks train together, call it on all of
+        them: the one whose batch the report is about writes, weights are whole.
 
         Raises:
-            RuntimeError: there is no such batch.
+            RuntimeError: there is no such batch, or another rank could not write.
         """
         self._check_enabled("write_bundle")
         self._check_replay("write_bundle")
@@ -624,6 +626,9 @@ class Amp:
 
     def heal(self, module: str) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
+
+        Where ranks train together, call it on all of them. Parameters that FSDP2 gathers with those
+        of a module around it are still gathered in half.
 
         Args:
             module: its name; "" is the model.
