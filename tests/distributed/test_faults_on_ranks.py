@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import Collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,6 +27,7 @@ from two_ranks import Pair, on_ranks, serve
 import tritonamp
 from tritonamp.diagnosis.replay import find_fault, load_bundle
 from tritonamp.distributed import unsharded
+from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 
 pytestmark = [
     pytest.mark.ranks,
@@ -73,6 +75,7 @@ class Net(nn.Module):
         super().__init__()
         self.before, self.first, self.scores = first, nn.Linear(6, 8), Scores()
         self.last = nn.Linear(8, 1)
+        self.register_buffer("offset", torch.zeros(6))  # which DDP sends to all
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(x.float() * self.gain if self.gain else x)
@@ -281,6 +284,11 @@ def test_faults_of_several_ranks_are_one_report(pair: Pair, engine: str) -> None
 # What is done about it
 
 
+def param_dtypes(model: nn.Module) -> list[str]:
+    """What FSDP2 gathers in."""
+    return [str(mp_policy(module).param_dtype) for module in fsdp2_modules(model)]
+
+
 @on_ranks
 def healed(engine: str, own: bool, module: str | None, level: str, kind: str) -> dict[str, Any]:
     """Rank 1 has a fault in three steps: the third is none any more.
@@ -316,18 +324,13 @@ def healed(engine: str, own: bool, module: str | None, level: str, kind: str) ->
     step(amp, optimizer, model, batch(STEPS))
     after, steps = dtypes[-1], amp.stats()["steps"]
     amp.disable()
-    policies = [
-        str(m._get_fsdp_state()._mp_policy.param_dtype)
-        for m in model.modules()
-        if hasattr(m, "_get_fsdp_state")
-    ]
     return {
         "found": found,
         "finite": all(map(math.isfinite, losses[3:])),
         "last": last,
         "after": after,
         "steps": steps,
-        "policies": sorted(set(policies)),
+        "policies": sorted(set(param_dtypes(model))),
     }
 
 
@@ -423,16 +426,29 @@ def asked(engine: str, how: str) -> dict[str, Any]:
     if how == "memory" and rank == 1:
         unsharded.free_memory = lambda device: 100
     try:
-        texts = [amp.explain(replay=replay)]
+        with Collectives() as collectives:
+            texts = [amp.explain(replay=replay)]
     finally:
         unsharded.free_memory = FREE_MEMORY
+    for module in fsdp2_modules(model):
+        check_between_steps(module._get_fsdp_state())
     meddler.does = lambda: None
     texts.append(amp.explain(replay=True) if how == "fails" else "")
     for i in (3, 4):
         step(amp, optimizer, model, batch(i))
     found = {"texts": texts, "masters": masters(amp), "steps": amp.stats()["steps"]}
     amp.disable()
-    return found
+    # those of objects are of another kind
+    gathers = sum(n for name, n in collectives.found.items() if "_allgather_base_" in name)
+    return {**found, "gathers": gathers}
+
+
+def check_between_steps(state: Any) -> None:
+    """FSDP2 is where it is before a forward; on a GPU it would not wait for the optimizer else."""
+    context = state._state_ctx
+    assert context.iter_forward_root is None and not context.post_backward_final_callback_queued
+    assert not state._modules_to_run_forward and not state._comm_ctx.post_forward_order
+    assert state._training_state.name == "IDLE"
 
 
 FREE_MEMORY = unsharded.free_memory
@@ -446,7 +462,8 @@ def test_a_replay_of_all_ranks(pair: Pair, engine: str, how: str) -> None:
     text = first["texts"][0]
     assert "on rank 1, and the input batch was not" in text
     assert f"\n{LOG}{line_of(Entropy.forward, 'p.log()')}, on rank 1\n" in text
-    assert first["steps"] == 4
+    # each group of parameters once, however often the batch has run
+    assert (first["steps"], first["gathers"]) == (4, 3 if engine == "FSDP2" else 0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -481,7 +498,7 @@ def test_parameters_that_do_not_fit_are_not_gathered(pair: Pair) -> None:
     text = first["texts"][0]
     assert "Not replayed: a batch would run again on each rank by itself, which takes" in text
     assert "GiB of whole parameters, 9.31e-08 GiB are free on rank 1." in text
-    assert first["steps"] == 4
+    assert (first["steps"], first["gathers"]) == (4, 0)
 
 
 @on_ranks
@@ -694,6 +711,7 @@ def in_fp32(engine: str, own: bool, names: list[str]) -> list[Any]:
         found += [sorted(masters(amp)), largest]
         state = amp.state_dict()
         amp.disable()
+        assert "float32" not in "".join(param_dtypes(model))
     return found
 
 
