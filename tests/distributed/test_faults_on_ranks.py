@@ -423,6 +423,8 @@ def asked(engine: str, how: str) -> dict[str, Any]:
         meddler.does = lambda: [][0]
     if how == "changed" and rank == 1:
         x.add_(1)
+    if how == "drift" and rank == 1:
+        amp._parts.log.drift = lambda: "what this rank alone has seen"  # type: ignore
     if how == "memory" and rank == 1:
         unsharded.free_memory = lambda device: 100
     try:
@@ -491,6 +493,11 @@ def test_all_ranks_say_why_there_is_no_fault(pair: Pair, engine: str, how: str, 
     first = alike(asked(pair, engine=engine, how=how))
     assert f"\n{text}" in first["texts"][0]
     assert first["steps"] == (5 if how == "nothing was skipped" else 4)
+
+
+def test_drift_of_one_rank_is_told_by_all(pair: Pair) -> None:
+    text = alike(asked(pair, engine="FSDP2", how="drift"))["texts"][0]
+    assert text.endswith("\nThen what this rank alone has seen")
 
 
 def test_parameters_that_do_not_fit_are_not_gathered(pair: Pair) -> None:
