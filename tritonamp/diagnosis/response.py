@@ -91,9 +91,10 @@ class Response:
         if not explanation.needs_help:
             logger.info(explanation.text)
             return
-        with self._ranks.alone():  # around all that runs again
-            explanation = self._explained(self._log.reconsidered(self._fp32_runs.of_batches))
-            assert explanation is not None
+        with self._ranks.alone() as hindrance:  # around all that runs again
+            if not hindrance:
+                explanation = self._explained(self._log.reconsidered(self._fp32_runs.of_batches))
+                assert explanation is not None
             replayable = explanation.cause.replayable
             counts = self.counts = self.counts.with_fault(replayable)
             text = explanation.text
@@ -157,8 +158,9 @@ class Response:
         in_fp32 = self._fp32_runs.of_batches
         if callable(replay):
             in_fp32 = functools.partial(self._in_fp32, replay)
-        with self._ranks.alone():
-            return self._told(self._explained(self._log.reconsidered(in_fp32)), replay)
+        with self._ranks.alone() as hindrance:
+            mine = self._log.explanation() if hindrance else self._log.reconsidered(in_fp32)
+            return self._told(self._explained(mine), replay)
 
     def _in_fp32(self, function: Callable[[], Any], _: Sequence[Snapshot]) -> Fp32Run | None:
         return self._fp32_runs.of_functions([function])

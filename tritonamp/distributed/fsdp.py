@@ -131,8 +131,10 @@ class ShardedModules:
         for module in [m for m in self._narrow if m not in wide]:
             _set_mp_policy(module, self._narrow.pop(module))
         for module in wide - set(self._narrow):
-            policy = self._narrow[module] = mp_policy(module)
-            _set_mp_policy(module, dataclasses.replace(policy, param_dtype=torch.float32))
+            policy = mp_policy(module)
+            if policy.param_dtype is not torch.float32:  # several modules may share one
+                self._narrow[module] = policy
+                _set_mp_policy(module, dataclasses.replace(policy, param_dtype=torch.float32))
 
     def give_back(self) -> None:
         """Give modules the policies again that they were sharded with."""
