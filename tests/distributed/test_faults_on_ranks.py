@@ -509,6 +509,31 @@ def test_parameters_that_do_not_fit_are_not_gathered(pair: Pair) -> None:
 
 
 @on_ranks
+def without_room() -> list[Any]:
+    """Rank 1 has no memory for whole parameters, and faults."""
+    model = wrapped("FSDP2", net())
+    optimizer, amp = run(model, on_nonfinite="heal")
+    amp._parts.log.reconsidered = None  # type: ignore[assignment]  # it runs batches
+    if dist.get_rank() == 1:
+        unsharded.free_memory = lambda device: 100
+    try:
+        with listening() as texts:
+            for i in range(STEPS):
+                step(amp, optimizer, model, batch(i, "scores", i < 3 and dist.get_rank() == 1))
+    finally:
+        unsharded.free_memory = FREE_MEMORY
+    found = [texts, amp.stats()["skipped"], amp.stats()["healed"], masters(amp)]
+    amp.disable()
+    return found
+
+
+def test_training_goes_on_where_parameters_do_not_fit(pair: Pair) -> None:
+    texts, skipped, healed, _ = alike(without_room(pair))
+    assert (skipped, healed) == (3, [])
+    assert all("\nNot replayed: a batch would run again on each rank" in text for text in texts)
+
+
+@on_ranks
 def written(engine: str, folder: str, what: str) -> list[Any]:
     """``what``: the batch of rank 1, or one that cannot be written, or none."""
     torch.manual_seed(0)

@@ -108,7 +108,9 @@ class ShardedModules:
     def found(self) -> list[Any]:
         """Return them, outer ones first, in the same order on all ranks."""
         models = (ref() for ref in self._models)
-        return list(dict.fromkeys(m for model in models if model for m in fsdp2_modules(model)))
+        return list(
+            dict.fromkeys(m for model in models if model is not None for m in fsdp2_modules(model))
+        )
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
         """Gather and reduce as ``assumed_policies`` has said, until ``give_back``."""
