@@ -245,6 +245,38 @@ def test_fp32_that_cures_it_withdraws_the_claim(device: torch.device) -> None:
     run.amp.disable()
 
 
+class SquaredMean(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x).float().square().mean()
+        return result
+
+
+class OwnLoss(Run):
+    def loss(self) -> Tensor:
+        loss: Tensor = self.model(self.x)
+        return loss
+
+
+@pytest.mark.parametrize(("mode", "cause"), [("skip", "divergence"), ("explain", "forward fault")])
+def test_a_batch_that_may_run_again_decides_at_once(
+    device: torch.device, mode: str, cause: str
+) -> None:
+    def rescale(run: Any) -> None:
+        with torch.no_grad():
+            first, second = run.model.inner[0], run.model.inner[2]
+            first.weight.mul_(2e5), first.bias.mul_(2e5), second.weight.mul_(5e-6)
+
+    run = OwnLoss(device, SquaredMean(), adamw(1e-3), 10, rescale, level="O1", on_nonfinite=mode)
+    assert run.causes[-1] == cause
+    run.amp.disable()
+
+
 SUSPECT = Growth(weights=5.0, usual_loss=1.0)
 EXPLODED = Growth(weights=20.0, usual_loss=1.0)
 

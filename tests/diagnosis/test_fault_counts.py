@@ -22,11 +22,6 @@ def test_a_state_is_plain_and_comes_back() -> None:
     assert FaultCounts.of({}) == FaultCounts()
 
 
-def test_ranks_take_the_largest_of_each_count() -> None:
-    counts = [FaultCounts(3, 1, {"a": 1, "b": 2}), FaultCounts(1, 4, {"b": 1, "c": 5})]
-    assert FaultCounts.largest(counts) == (3, 4, {"a": 1, "b": 2, "c": 5})
-
-
 @pytest.mark.parametrize(
     ("seen", "wanted"), [(1, True), (8, True), (9, False), (15, False), (16, True), (24, False)]
 )

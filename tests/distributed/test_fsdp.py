@@ -431,8 +431,6 @@ def refused(what: str) -> str:
         model, options = sharded("O2"), {"level": "O2", "grad_dtype": torch.float32}
     elif what == "O3":
         model, options = sharded("O2"), {"level": "O3"}
-    elif what == "heal":
-        model, options = sharded("O2"), {"level": "O2", "on_nonfinite": "heal"}
     elif what == "fp32_modules":
         model, options = sharded("O2"), {"level": "O2", "fp32_modules": ["3"]}
     try:
@@ -464,7 +462,6 @@ REFUSED = {
     "half reduction": "ValueError: grad_dtype=torch.float32: expected fully_shard with mp_policy="
     "MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
     "O3": "ValueError: level: expected one with FP32 masters for sharded parameters",
-    "heal": "ValueError: on_nonfinite: expected 'skip', got 'heal': running a batch again takes",
     "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in "
     "torch.float16",
     "too late, a norm": "RuntimeError: fully_shard was called on an enabled model",
@@ -476,29 +473,6 @@ REFUSED = {
 def test_what_cannot_work_is_refused(pair: Pair, what: str) -> None:
     for text in refused(pair, what=what):
         assert text.startswith(REFUSED[what])
-
-
-@on_ranks
-def replayed() -> str:
-    model = sharded("O2")
-    stepper = OPTIMIZERS["SGD"](model.parameters())
-    amp = tritonamp.enable(model, stepper, level="O2")
-    amp.backward(model(batches()[0]).sum() * math.nan)
-    stepper.step()
-    try:
-        amp.explain(replay=True)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        amp.disable()
-    return "replayed"
-
-
-def test_replays_are_refused(pair: Pair) -> None:
-    for text in replayed(pair):
-        assert text.startswith(
-            "explain(replay=True): running a batch again takes all ranks of a sharded model"
-        )
 
 
 @on_ranks

@@ -389,9 +389,12 @@ def built(what: str) -> tuple[Any, dict[str, Any]]:
         across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("data", "tensor"))
         parallelize_module(model.block, along["tensor"], plan)
         parallelize_module(model, across["tensor"], {"head": ColwiseParallel()})
+    elif what in ("heal, FSDP2", "replay, FSDP2"):
+        model = spread(model, "layers FSDP2")
     elif what != "too late":
         model = spread(model, "sequence")
-    options |= {"O3": {"level": "O3"}, "heal": {"on_nonfinite": "heal"}}.get(what, {})
+    heal = {"on_nonfinite": "heal"}
+    options |= {"O3": {"level": "O3"}, "heal": heal, "heal, FSDP2": heal}.get(what, {})
     return model, options
 
 
@@ -414,6 +417,10 @@ def told(what: str) -> Any:
         amp.backward(loss)
         norm = float(amp.clip_grad_norm_(math.inf))
         optimizer.step()
+        if "replay" in what:
+            amp.explain(replay=True)
+        if what == "bundle":
+            amp.write_bundle("never made")
         return [norm, amp.stats()["steps"]]
     except RuntimeError as error:
         return str(error)
@@ -423,7 +430,11 @@ def told(what: str) -> Any:
 
 REFUSED = {
     "O3": "level: expected one with FP32 masters for sharded parameters (FSDP2, tensor",
-    "heal": "on_nonfinite: expected 'skip', got 'heal': running a batch again takes all ranks",
+    "heal": "on_nonfinite: expected 'skip', got 'heal': under tensor parallelism no rank can run a",
+    "heal, FSDP2": "on_nonfinite: expected 'skip', got 'heal': under tensor parallelism no rank",
+    "replay": "explain(replay=True): under tensor parallelism no rank can run a batch again by",
+    "replay, FSDP2": "explain(replay=True): under tensor parallelism no rank can run a batch again",
+    "bundle": "write_bundle: under tensor parallelism no rank can run a batch again by itself",
     "FSDP2 in part": "model: 8 parameter(s) are not sharded by FSDP2 (block.norm.weight, ",
     "two meshes": "model: expected parameters over one mesh or parts of it, whose ranks decide",
     "too late": "parallelize_module was called on an enabled model, whose optimizer now holds",

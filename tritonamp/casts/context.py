@@ -35,6 +35,10 @@ class ForwardObserver(Protocol):
 class RanksInForward(Protocol):
     """The ranks that a model is trained on, which become known in its forwards."""
 
+    @property
+    def gathered(self) -> bool:
+        """Whether FSDP2 gathers the parameters."""
+
     def on_forward(self) -> None:
         """Take note of the DistributedDataParallel that this forward runs in."""
 

@@ -1,5 +1,6 @@
 """The classes that ``enable`` gives to a model, and to modules inside it that stay FP32."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from tritonamp.casts import active
 from tritonamp.casts.context import EnabledContext, restored
+from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.pickled import with_values
@@ -193,7 +195,11 @@ def _fp32_forward(
     """Run the forward of a module that stays FP32; arguments as for ``enabled_forward``."""
     context = module._tritonamp
     args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
-    with torch.autocast(context.device_type, enabled=False):
+    gathered = context.ranks is not None and context.ranks.gathered
+    with (
+        torch.autocast(context.device_type, enabled=False),
+        wide_weights(module) if gathered else contextlib.nullcontext(),
+    ):
         output = forward(*bound, *args, **kwargs)
     if context.policy.op_policy:
         return output

@@ -85,6 +85,11 @@ class Healing:
         for name in names:
             self.heal(name)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of these names."""
+        return [self.find(name) for name in self.names]
+
     def _set_names(self, names: list[str]) -> None:
         modules = (*self._policy.fp32_modules, *filter(None, names))
         self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))

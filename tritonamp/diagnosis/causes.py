@@ -140,8 +140,9 @@ def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
                 found.append(f"input {path}: inf or NaN in {kind} {listed(bad)} of shape {shape}")
     if not found:
         return None
+    where = f" of {skip.ranks}" if skip.ranks else ""
     reason = (
-        "the input batch itself held inf or NaN, and the loss became so, too: "
+        f"the input batch itself{where} held inf or NaN, and the loss became so, too: "
         f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}"
     )
     return Explanation(skip, Cause.DATA, reason)

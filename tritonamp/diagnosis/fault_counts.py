@@ -1,7 +1,6 @@
 """How many faults there were: what the answer to the next one depends on."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 HEAL_AFTER = 2  # faults in one module
@@ -29,15 +28,6 @@ class FaultCounts(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain values."""
         return {**self._asdict(), "by_module": dict(self.by_module)}
-
-    @classmethod
-    def largest(cls, counts: Sequence["FaultCounts"]) -> "FaultCounts":
-        """Return what any of several ranks has counted."""
-        by_module = Counter[str]()
-        for one in counts:
-            by_module |= Counter(one.by_module)
-        in_a_row, seen = (max(numbers) for numbers in zip(*(c[:2] for c in counts), strict=True))
-        return cls(in_a_row, seen, by_module)
 
     def with_fault(self, replayable: bool) -> "FaultCounts":
         """Return the counts with one more fault.

@@ -71,7 +71,6 @@ class StepLog:
         dtype: the half format.
         log_skips: log a line for each skip, once its numbers have arrived, without waiting for the
             device.
-        in_fp32: runs forwards again in FP32; None: the search for a cause must not.
 
     Attributes:
         history: the history of steps that were read.
@@ -81,17 +80,10 @@ class StepLog:
         after_decision: called after each decision, with the counts by outcome, on the device.
     """
 
-    def __init__(
-        self,
-        names: RunNames,
-        dtype: torch.dtype,
-        log_skips: bool = False,
-        in_fp32: InFp32 | None = None,
-    ) -> None:
+    def __init__(self, names: RunNames, dtype: torch.dtype, log_skips: bool = False) -> None:
         self._model_names = names
         self._limit = torch.finfo(dtype).max
         self._log_skips = log_skips
-        self._in_fp32 = in_fp32
         self._sizes = WeightSizes(names.tensors)
         self._device_record = DeviceRecord(names.parameters)
         self._rule: ScaleRule | None = None  # of the last decision
@@ -219,10 +211,10 @@ class StepLog:
             loss=loss,
             outlier=tuple(values[LOSS:RECORD]),
         )
-        return self._find_cause(skip, attached.batches, self._in_fp32)
+        return self._find_cause(skip, attached.batches)
 
     def _find_cause(
-        self, skip: Skip, batches: Sequence[Snapshot], in_fp32: InFp32 | None
+        self, skip: Skip, batches: Sequence[Snapshot], in_fp32: InFp32 | None = None
     ) -> Explanation:
         growth = functools.partial(self._growth, skip.loss)
         again = None if in_fp32 is None else functools.partial(in_fp32, batches)
@@ -246,16 +238,26 @@ class StepLog:
             return self._explain(values, Attached(self._rule, ()), None, exact)
         return self.last
 
-    def reconsider(self, in_fp32: InFp32) -> None:
-        """Search for the cause of the last skip again, now that its batch may run in FP32.
+    def reconsidered(self, in_fp32: InFp32) -> Explanation | None:
+        """Explain the last skip anew, now that its batch may run in FP32.
 
-        A no-op if a step was taken since.
+        The same as ``explanation`` if a step was taken since.
         """
-        last, records = self.explanation(), self.history.records
-        if last is None or not records or records[-1].step != last.skip.step:
-            return
-        self.last = self._find_cause(last.skip, self.batches, in_fp32)
-        self.history.replace_last(last, self.last)
+        last = self.explanation()
+        if last is None or not self._is_newest(last):
+            return last
+        return self._find_cause(last.skip, self.batches, in_fp32)
+
+    def explain_by(self, found: Explanation) -> None:
+        """Give the last skip another explanation; a no-op if a step was taken since."""
+        last = self.last
+        if last is not None and last is not found and self._is_newest(last):
+            self.last = found
+            self.history.replace_last(last, found)
+
+    def _is_newest(self, found: Explanation) -> bool:
+        records = self.history.records
+        return bool(records) and records[-1].step == found.skip.step
 
     def drift(self) -> str:
         """Return a text if training has diverged while steps are taken; else "".

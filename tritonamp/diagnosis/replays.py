@@ -12,6 +12,7 @@ from torch import nn
 
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
+from tritonamp.diagnosis.joint import Finding, Ranks, finding_of_all
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import TrialBlocks, remedy_of
 from tritonamp.diagnosis.replay import (
@@ -24,13 +25,16 @@ from tritonamp.diagnosis.replay import (
     result_of,
     write_bundle,
 )
+from tritonamp.kernels.device import rank
 from tritonamp.policy import Policy
+from tritonamp.watched.collectives import CollectiveError
 from tritonamp.watched.ops import amax, is_finite
 
 Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function, and what ``find_fault`` can know of its run."""
 
 BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
+_NOT_ALONE = "Not replayed: a batch would run again on each rank by itself, which takes {why}."
 _NOTHING_TO_RUN = (
     "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace)."
 )
@@ -79,12 +83,15 @@ class Fp32Runs(NamedTuple):
 class Replays:
     """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
 
+    Where ranks train together each runs its own, all at the same step, and all have one report.
+
     Args:
         models: the enabled ones.
         policy: of the Amp.
         log: knows the last skip, and the forwards that led to it.
         forwards: knows the last ones.
         trials: what a fault may be cured by.
+        ranks: that train together.
 
     Attributes:
         healed: names of modules that were healed because of what was found.
@@ -97,37 +104,44 @@ class Replays:
         log: StepLog,
         forwards: Forwards,
         trials: TrialBlocks,
+        ranks: Ranks,
     ) -> None:
         self._models = models
         self._policy = policy
         self._log = log
         self._forwards = forwards
         self._trials = trials
+        self._ranks = ranks
         self._remedies: dict[tuple[str, str | None], Remedy | None] = {}
         self.healed: list[str] = []
 
-    def replay(self, replay: bool | Callable[[], Any] = True) -> tuple[str, FaultReport | None]:
+    def replay(self, replay: bool | Callable[[], Any] = True) -> Finding:
         """Run the forwards of the last skip again, where none was skipped the last ones.
+
+        All ranks call it together.
 
         Args:
             replay: a function to run instead; else True.
-
-        Returns:
-            the report in words, and the fault if one was found.
         """
         if callable(replay):
-            return self._find([(replay, {})])
+            return self._find_together([(replay, {})])
         if self._log.last is None:
             return self.replay_forwards(self._forwards.recent)
-        return self._find([(batch.run, _facts_of(batch)) for batch in self._log.batches])
+        return self._find_together([(batch.run, _facts_of(batch)) for batch in self._log.batches])
 
-    def replay_forwards(self, batches: Sequence[Snapshot]) -> tuple[str, FaultReport | None]:
+    def replay_forwards(self, batches: Sequence[Snapshot]) -> Finding:
         """Run forwards again, without their backward; see ``replay``."""
-        return self._find([(batch.run, {"backward": False}) for batch in batches])
+        return self._find_together([(batch.run, {"backward": False}) for batch in batches])
 
-    def _find(self, runs: Sequence[Rerun]) -> tuple[str, FaultReport | None]:
+    def _find_together(self, runs: Sequence[Rerun]) -> Finding:
+        """Return what all ranks have found, each in its own runs, of which it may have none."""
+        with self._ranks.alone() as hindrance:
+            mine = Finding(_NOT_ALONE.format(why=hindrance)) if hindrance else self._find(runs)
+        return finding_of_all(self._ranks.gather(mine))
+
+    def _find(self, runs: Sequence[Rerun]) -> Finding:
         if not runs:
-            return _NOTHING_TO_RUN, None
+            return Finding(_NOTHING_TO_RUN)
         vanished = ""
         for function, facts in runs:
             find_again = functools.partial(
@@ -140,20 +154,22 @@ class Replays:
             )
             try:
                 fault = find_again(harmless=True)
-            except BatchGoneError as error:
-                return f"Not replayed: {error}, or give a function: {BY_FUNCTION}.", None
+            except (BatchGoneError, CollectiveError) as error:
+                return Finding(f"Not replayed: {error}, or give a function: {BY_FUNCTION}.")
             except Exception as error:  # the user's code raised: training goes on without a report
-                return f"The replay failed: {type(error).__name__}: {error}", None
+                return Finding(f"The replay failed: {type(error).__name__}: {error}")
+            if fault is not None and self._ranks.several:
+                fault = dataclasses.replace(fault, rank=rank())
             if fault is not None and fault.harmless:
                 vanished = vanished or str(self._compared(fault, function))
             elif fault is not None:
                 fault = dataclasses.replace(fault, remedy=self._remedy(fault, find_again))
                 if fault.silent:
                     fault = self._compared(fault, function)
-                return str(fault), fault
+                return Finding(str(fault), [fault])
         if vanished and self._log.last is None:
-            return vanished, None
-        return "\n".join(filter(None, [self._nothing_found(runs), vanished])), None
+            return Finding(vanished)
+        return Finding("\n".join(filter(None, [self._nothing_found(runs), vanished])))
 
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with what FP32 gives beside it, where that can run."""
@@ -198,18 +214,37 @@ class Replays:
     def write_bundle(self, folder: str | Path) -> Path:
         """Write what it takes to run the failing batch of the last skip again elsewhere.
 
+        All ranks call it together. The one whose batch it is writes: the one that the report
+        names, else the first at fault that has a batch.
+
         Raises:
-            RuntimeError: there is no such batch.
+            RuntimeError: there is no such batch, or another rank could not write.
         """
         self._log.collect(wait=True)
-        if not self._log.batches:
+        batches = self._log.batches
+        number = self._models.index(batches[-1].model) if batches else None
+        failed = {r: n for r, n in self._ranks.gather(number).items() if n is not None}
+        if not failed:
             raise RuntimeError(
                 "write_bundle: expected a failing batch, got none: no step was skipped whose "
                 "forward could run again"
             )
-        _, fault = self.replay()
-        snapshot = self._log.batches[-1]
-        return write_bundle(folder, fault, snapshot, self._policy)
+        fault, last = self.replay().fault, self._log.last
+        to_blame = [fault.rank] if fault is not None else last.skip.at_fault if last else []
+        writer = next((r for r in to_blame if r in failed), next(iter(failed)))
+        state = self._ranks.full_state(self._models[failed[writer]], keep=rank() == writer)
+        error = None
+        if rank() == writer:
+            try:
+                write_bundle(folder, fault, batches[-1], self._policy, state=state)
+            except Exception as raised:  # the others wait to be told
+                error = raised
+        told = self._ranks.gather(None if error is None else str(error))[writer]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise RuntimeError(f"write_bundle: rank {writer} could not write: {told}")
+        return Path(folder)
 
 
 def _facts_of(batch: Snapshot) -> dict[str, Any]:

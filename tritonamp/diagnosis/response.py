@@ -1,14 +1,17 @@
 """The response to a skip, by ``on_nonfinite``: explain, heal or raise the fault."""
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
+from tritonamp.diagnosis.joint import Finding, Ranks, explanation_of_all
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.remedies import CURED_BY_FP32
-from tritonamp.diagnosis.replay import FaultReport
+from tritonamp.diagnosis.replay import FaultReport, Snapshot
 from tritonamp.diagnosis.replays import Fp32Runs, Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
@@ -19,6 +22,9 @@ logger = logging.getLogger("tritonamp")
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
+    Ranks that train together have taken one decision: all come here at the same step. What each has
+    found they put together, and go on from that alone, so that all say, heal and raise the same.
+
     Args:
         policy: the policy of the Amp.
         log: the log, which knows the cause of the last skip.
@@ -26,6 +32,7 @@ class Response:
         forwards: the last forwards.
         replays: runs forwards again.
         fp32_runs: runs forwards again in FP32.
+        ranks: that train together.
 
     Attributes:
         counts: the counts of faults so far.
@@ -39,6 +46,7 @@ class Response:
         forwards: Forwards,
         replays: Replays,
         fp32_runs: Fp32Runs,
+        ranks: Ranks,
     ) -> None:
         self._policy = policy
         self._log = log
@@ -46,6 +54,7 @@ class Response:
         self._forwards = forwards
         self._replays = replays
         self._fp32_runs = fp32_runs
+        self._ranks = ranks
         self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
         self._vanished = ""  # what was found in a good batch
         self.counts = FaultCounts()
@@ -64,74 +73,107 @@ class Response:
             self._answer()
             return
         self.counts = self.counts._replace(in_a_row=0)
-        if self._forwards.holds_recent:
+        if self._forwards.holds_recent and not self._ranks.may_be_missing:
             self._find_vanished()
 
     def _find_vanished(self) -> None:
         """Run one good batch again, to find an overflow that became a wrong finite number."""
         self._forwards.holds_recent = False
         batches, self._forwards.recent = self._forwards.recent, []
-        report, fault = self._replays.replay_forwards(batches)
-        if fault is not None:
-            self._vanished = report
-            logger.warning("no step was skipped, but %s", report)
+        found = self._replays.replay_forwards(batches)
+        if found.faults:
+            self._vanished = found.report
+            logger.warning("no step was skipped, but %s", found.report)
 
     def _answer(self) -> None:
-        explanation = self._log.explanation()
+        explanation = self._explained(self._log.explanation())
         assert explanation is not None
         if not explanation.needs_help:
             logger.info(explanation.text)
             return
-        replayable = explanation.cause.replayable
-        counts = self.counts = self.counts.with_fault(replayable)
-        text = explanation.text
-        if replayable and counts.wants_replay:
-            report, fault = self._replays.replay()
-            self._reported = explanation, report
-            text += f"\n{report}"
-            if fault is not None and self._policy.on_nonfinite == "heal":
-                text += self._heal_after_faults(fault)
-        elif replayable:
-            text += (
-                f" Fault {counts.seen}: only those at powers of two run again by themselves now."
-            )
+        with self._ranks.alone() as hindrance:  # around all that runs again
+            if not hindrance:
+                explanation = self._explained(self._log.reconsidered(self._fp32_runs.of_batches))
+                assert explanation is not None
+            replayable = explanation.cause.replayable
+            counts = self.counts = self.counts.with_fault(replayable)
+            text = explanation.text
+            found = Finding("")
+            if replayable and self._ranks.may_be_missing:
+                text += " Nothing runs again inside of model.join(), where ranks may be missing."
+            elif replayable and counts.wants_replay:
+                found = self._replays.replay()
+                self._reported = explanation, found.report
+                text += f"\n{found.report}"
+            elif replayable:
+                text += (
+                    f" Fault {counts.seen}: only those at powers of two run again by themselves "
+                    "now."
+                )
+        if self._policy.on_nonfinite == "heal":
+            text += self._heal_after_faults(found.faults)
         if self._policy.on_nonfinite == "raise" and counts.in_a_row >= self._policy.raise_after:
             raise NonFiniteError(text)
         is_news = is_power_of_two(counts.in_a_row) or "Healed" in text
         logger.log(logging.WARNING if is_news else logging.INFO, text)
 
-    def _heal_after_faults(self, fault: FaultReport) -> str:
-        """Heal the module of a fault if it is the second there; return this in words, or ""."""
-        module = fault.module
-        if module is None or fault.kind not in CURED_BY_FP32:
-            return ""
-        self.counts = self.counts.with_module(module)
-        if self.counts.by_module[module] != HEAL_AFTER:
-            return ""
-        self._heal(module)
-        self._replays.healed.append(module)
-        self.counts = self.counts._replace(seen=0)
-        return (
-            f"\nHealed: {module or 'the model'} computes in FP32 from now on, after {HEAL_AFTER} "
-            f"faults there; amp.unheal({module!r}) undoes it."
-        )
+    def _explained(self, mine: Explanation | None) -> Explanation | None:
+        """Return, and note, the explanation of all ranks; None: on none was a step skipped.
+
+        Args:
+            mine: of the last skip, on this rank.
+        """
+        found = {r: one for r, one in self._ranks.gather(mine).items() if one is not None}
+        if not found:
+            return None
+        explanation = explanation_of_all(found)
+        self._log.explain_by(explanation)
+        return explanation
+
+    def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
+        """Heal the modules of faults that are the second there; return this in words, or ""."""
+        found = [f.module for f in faults if f.kind in CURED_BY_FP32 and f.module is not None]
+        text = ""
+        for module in dict.fromkeys(found):  # on several ranks, at the same step: one fault
+            self.counts = self.counts.with_module(module)
+            if self.counts.by_module[module] != HEAL_AFTER:
+                continue
+            self._heal(module)
+            self._replays.healed.append(module)
+            self.counts = self.counts._replace(seen=0)
+            text += (
+                f"\nHealed: {module or 'the model'} computes in FP32 from now on, after "
+                f"{HEAL_AFTER} faults there; amp.unheal({module!r}) undoes it."
+            )
+        return text
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
         """Return the cause of the last skip, with the report of a replay if there is one.
 
         Args:
-            replay: run the batch again now; a function: run that.
+            replay: run the batch again now; a function: run that. All ranks do so together.
         """
+        if replay is False:
+            return self._told(self._log.explanation(), False)
+        in_fp32 = self._fp32_runs.of_batches
         if callable(replay):
-            self._log.reconsider(lambda batches: self._fp32_runs.of_functions([replay]))
-        elif replay:
-            self._log.reconsider(self._fp32_runs.of_batches)
-        explanation = self._log.explanation()
+            in_fp32 = functools.partial(self._in_fp32, replay)
+        with self._ranks.alone() as hindrance:
+            mine = self._log.explanation() if hindrance else self._log.reconsidered(in_fp32)
+            return self._told(self._explained(mine), replay)
+
+    def _in_fp32(self, function: Callable[[], Any], _: Sequence[Snapshot]) -> Fp32Run | None:
+        return self._fp32_runs.of_functions([function])
+
+    def _told(self, explanation: Explanation | None, replay: bool | Callable[[], Any]) -> str:
         drift = self._log.drift()
+        if replay is not False:
+            drift = next(filter(None, self._ranks.gather(drift).values()), "")
         if explanation is None:
             found = [drift] if drift else []
-            runs_again = callable(replay) or (replay and self._forwards.recent)
-            found += [self._replays.replay(replay)[0]] if runs_again else [self._vanished]
+            held = bool(self._forwards.recent)
+            runs_again = callable(replay) or (replay and any(self._ranks.gather(held).values()))
+            found += [self._replays.replay(replay).report] if runs_again else [self._vanished]
             return "\n".join(["No step was skipped.", *filter(None, found)])
         return self._with_report(explanation, replay) + (f"\nThen {drift}" if drift else "")
 
@@ -139,7 +181,7 @@ class Response:
         if explanation.cause is Cause.DIVERGENCE:  # no operation is to blame
             return explanation.text
         if replay is not False:
-            return f"{explanation.text}\n{self._replays.replay(replay)[0]}"
+            return f"{explanation.text}\n{self._replays.replay(replay).report}"
         of, report = self._reported
         if of is None or of.cause != explanation.cause:
             return explanation.text + explanation.hint

@@ -207,11 +207,16 @@ class Skip(NamedTuple):
     outlier: tuple[float, ...] = ()
 
     @property
+    def at_fault(self) -> list[int]:
+        """The ranks at fault; none where there is only one rank."""
+        if self.outcome != OVERFLOW:
+            return [rank for rank, nonfinite in self.by_rank.items() if nonfinite]
+        return [rank for rank, largest in self.by_rank.items() if not self.is_good(largest)]
+
+    @property
     def ranks(self) -> str:
         """The ranks at fault, as "rank 3"; "" where there is only one rank."""
-        found = [str(rank) for rank, largest in self.by_rank.items() if not self.is_good(largest)]
-        if self.outcome != OVERFLOW:
-            found = [str(rank) for rank, nonfinite in self.by_rank.items() if nonfinite]
+        found = self.at_fault
         return f"rank{'s' * (len(found) > 1)} {listed(found)}" if found else ""
 
     def is_good(self, magnitude: float) -> bool:

@@ -1,5 +1,7 @@
 """DistributedDataParallel around an enabled model."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +38,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if hasattr(model, "_orig_mod"):  # torch.compile's wrapper; private (torch 2.11 to 2.15)
         return unwrapped(model._orig_mod)  # type: ignore[arg-type]
     return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+@contextlib.contextmanager
+def unsynchronised(wrapper: DistributedDataParallel) -> Iterator[None]:
+    """Have a DDP neither reduce gradients nor send buffers inside the block."""
+    sends_buffers = wrapper.require_forward_param_sync
+    with wrapper.no_sync():
+        wrapper.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            wrapper.require_forward_param_sync = sends_buffers
 
 
 def has_wide_gradients(wrapper: DistributedDataParallel) -> bool:

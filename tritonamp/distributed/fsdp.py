@@ -35,7 +35,7 @@ def mp_policy(module: Any) -> Any:
     return module._get_fsdp_state()._mp_policy
 
 
-def _groups(module: Any) -> Sequence[Any]:
+def groups_of(module: Any) -> Sequence[Any]:
     """Return the groups of parameters that FSDP2 gathers together for a module."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # torch 2.12
@@ -46,7 +46,12 @@ def _groups(module: Any) -> Sequence[Any]:
 
 def gathered_params(module: Any) -> list[nn.Parameter]:
     """Return the sharded parameters that FSDP2 gathers for a module."""
-    return [param.sharded_param for group in _groups(module) for param in group.fsdp_params]
+    return [param.sharded_param for group in groups_of(module) for param in group.fsdp_params]
+
+
+def holds_layers_apart(module: Any) -> bool:
+    """Tell whether what FSDP2 gathers for a module are still parts: tensor parallelism."""
+    return any(param.is_dtensor for group in groups_of(module) for param in group.fsdp_params)
 
 
 def assumed_policies(
@@ -95,8 +100,17 @@ class ShardedModules:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._modules = weakref.WeakSet(m for model in models for m in fsdp2_modules(model))
+        self._models = [weakref.ref(model) for model in models]
         self._given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # of those that are gathered in FP32 for a while: the policies before
+        self._narrow: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def found(self) -> list[Any]:
+        """Return them, outer ones first, in the same order on all ranks."""
+        models = (ref() for ref in self._models)
+        return list(
+            dict.fromkeys(m for model in models if model is not None for m in fsdp2_modules(model))
+        )
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
         """Gather and reduce as ``assumed_policies`` has said, until ``give_back``."""
@@ -113,15 +127,27 @@ class ShardedModules:
                 policy.reduce_dtype,
             )
 
+    def gather_in_fp32(self, modules: Iterable[nn.Module]) -> None:
+        """Gather what is sharded inside of these modules in FP32, and all else as before."""
+        wide = {inner for module in modules for inner in fsdp2_modules(module)}
+        for module in [m for m in self._narrow if m not in wide]:
+            _set_mp_policy(module, self._narrow.pop(module))
+        for module in wide - set(self._narrow):
+            policy = mp_policy(module)
+            if policy.param_dtype is not torch.float32:  # several modules may share one
+                self._narrow[module] = policy
+                _set_mp_policy(module, dataclasses.replace(policy, param_dtype=torch.float32))
+
     def give_back(self) -> None:
         """Give modules the policies again that they were sharded with."""
+        self.gather_in_fp32(())
         for module, policy in self._given.items():
             _set_mp_policy(module, policy)
         self._given.clear()
 
     def refresh(self) -> None:
         """Have FSDP2 take over shards that have another dtype now."""
-        for module in self._modules:
+        for module in self.found():
             module.reshard()
             _refresh(module)
 
@@ -129,14 +155,14 @@ class ShardedModules:
 def _set_mp_policy(module: Any, policy: Any) -> None:
     module.reshard()
     module._get_fsdp_state()._mp_policy = policy
-    for group in _groups(module):
+    for group in groups_of(module):
         group.mp_policy = policy
     _refresh(module)
 
 
 def _refresh(module: Any) -> None:
     """Do anew what FSDP2 does once, at the first forward, with the dtypes of its shards."""
-    for group in _groups(module):
+    for group in groups_of(module):
         for param in group.fsdp_params:
             param.reset_sharded_param()
         if module._get_fsdp_state()._is_root is None:  # there was no forward yet

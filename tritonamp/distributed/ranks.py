@@ -4,7 +4,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.decide import Evidence
+from tritonamp.kernels.device import rank
 from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
@@ -69,6 +70,8 @@ class Ranks:
     Attributes:
         members: their numbers in the job; none where there is one process.
         sharding: how parameters and gradients are spread over them; None: each rank has all.
+        sharded_modules: what ``fully_shard`` was called on.
+        wrappers: the DDPs.
 
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
@@ -87,11 +90,11 @@ class Ranks:
         self._group: Any = None
         self.members: Sequence[int] = ()
         self.sharding: Sharding | None = find_sharding(models)
-        self._sharded_modules = ShardedModules(models)
+        self.sharded_modules = ShardedModules(models)
         if self.sharding is not None:
             self._join(self.sharding.group)
         self._before_forward = [weakref.ref(model) for model in models]
-        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._to_align: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = (
             weakref.WeakKeyDictionary()
@@ -100,7 +103,7 @@ class Ranks:
         self._decisions = 0
         self._warned = False
         for module in (m for model in models for m in model.modules()):
-            if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
+            if isinstance(module, DistributedDataParallel) and module not in self.wrappers:
                 self._attach(module)
 
     def on_forward(self) -> None:
@@ -114,7 +117,7 @@ class Ranks:
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and wrapper not in self._wrappers:
+        if wrapper is not None and wrapper not in self.wrappers:
             if has_wide_gradients(wrapper):
                 rebuild_buckets(wrapper)
             self._attach(wrapper)
@@ -141,18 +144,18 @@ class Ranks:
 
     def _attach(self, wrapper: DistributedDataParallel) -> None:
         self._join(wrapper.process_group)
-        self._wrappers.add(wrapper)
+        self.wrappers.add(wrapper)
         if not is_installed(wrapper):
             install(wrapper, EnabledDDP, self)
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
         """Have FSDP2 gather and reduce modules as said, until ``detach``."""
-        self._sharded_modules.assume(policies)
+        self.sharded_modules.assume(policies)
 
     def detach(self) -> None:
         """Put the DDPs' own classes and FSDP2's own policies back: the models are disabled."""
-        self._sharded_modules.give_back()
-        for wrapper in self._wrappers:
+        self.sharded_modules.give_back()
+        for wrapper in self.wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
                 uninstall(wrapper)
 
@@ -188,15 +191,20 @@ class Ranks:
     @property
     def may_be_missing(self) -> bool:
         """Whether other ranks may have run out of batches: inside ``with wrapper.join()``."""
-        return any(map(self._in_join, self._wrappers))
+        return any(map(self._in_join, self.wrappers))
 
-    def rebuild(self) -> None:
+    def rebuild(self, healed: Iterable[nn.Module] = ()) -> None:
         """Have DDPs make buckets and hooks anew, and FSDP2 take over its shards.
 
         For parameters that have another dtype now.
+
+        Args:
+            healed: modules that compute in FP32 from now on; what FSDP2 gathers inside of them
+                becomes FP32.
         """
-        self._sharded_modules.refresh()
-        for wrapper in self._wrappers:
+        self.sharded_modules.gather_in_fp32(healed)
+        self.sharded_modules.refresh()
+        for wrapper in self.wrappers:
             if dist.is_initialized():  # else no rank is left to reduce gradients with
                 rebuild_buckets(wrapper)
 
@@ -254,11 +262,16 @@ class Ranks:
         by_rank = zero.expand(len(self.members))
         return Evidence(torch.cat([mine.amax, by_rank]), mine.square_sum, zero, earlier)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return what each rank has given, in the same order on all. Waits for all ranks."""
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Return by rank what each has given, in the same order on all. Waits for all ranks.
+
+        Only this one's where there are no others, or some may be missing.
+        """
+        if not self.several or self.may_be_missing:
+            return {rank(): value}
         values: list[Any] = [None] * len(self.members)
         dist.all_gather_object(values, value, group=self._group)
-        return values
+        return dict(zip(self.members, values, strict=True))
 
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
         """Give all ranks the FP32 values of the one whose parameters DDP gave them."""
@@ -329,7 +342,7 @@ class Ranks:
         if (
             self._warned
             or self.sharded
-            or any(wrapper.parameters_to_ignore for wrapper in self._wrappers)
+            or any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
         ):
             return
         norms = [row.square_sum**0.5 for row in rows]

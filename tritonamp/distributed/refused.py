@@ -12,7 +12,7 @@ from tritonamp.distributed.fsdp import (
     gathered_params,
     mp_policy,
 )
-from tritonamp.distributed.sharding import meshes
+from tritonamp.distributed.sharding import find_sharding, meshes
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -85,10 +85,11 @@ def check_gathered(models: Sequence[nn.Module], kept: Iterable[nn.Module], polic
             "level: expected one with FP32 masters for sharded parameters (FSDP2, tensor "
             "parallelism), got O3: use O2"
         )
-    if policy.on_nonfinite != "skip":
+    sharding = find_sharding(models)
+    if policy.on_nonfinite != "skip" and sharding is not None and sharding.splits_layers:
         raise ValueError(
-            f"on_nonfinite: expected 'skip', got {policy.on_nonfinite!r}: running a batch again "
-            "takes all ranks of a model whose parameters are sharded (FSDP2, tensor parallelism)"
+            f"on_nonfinite: expected 'skip', got {policy.on_nonfinite!r}: under tensor parallelism "
+            "no rank can run a batch again by itself, since layers wait for the other ranks"
         )
     sharded = [m for model in models for m in fsdp2_modules(model)]
     if not sharded:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonamp.distributed.fsdp import fsdp2_modules
+from tritonamp.distributed.fsdp import fsdp2_modules, holds_layers_apart
 from tritonamp.kernels._shards import is_sharded
 
 
@@ -16,12 +16,14 @@ class Sharding(NamedTuple):
     Attributes:
         group: the ranks that have parts of them.
         size: how many ranks these are.
-        gathered: FSDP2 gathers the parameters; else they stay parts (tensor parallelism).
+        gathered: FSDP2 gathers the parameters.
+        splits_layers: parameters stay parts in forwards (tensor parallelism), gathered or not.
     """
 
     group: Any
     size: int
     gathered: bool
+    splits_layers: bool
 
     def copies(self, param: Any) -> int:
         """Return how many ranks hold the same part of a parameter, or of its gradient."""
@@ -47,7 +49,9 @@ def find_sharding(models: Sequence[nn.Module]) -> Sharding | None:
     mesh = found[0]
     # _flatten is private (torch 2.11 to 2.15): get_group() gives that of one dimension only
     group = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
-    return Sharding(group, mesh.size(), any(map(fsdp2_modules, models)))
+    sharded = [m for model in models for m in fsdp2_modules(model)]
+    splits_layers = not sharded or any(map(holds_layers_apart, sharded))
+    return Sharding(group, mesh.size(), bool(sharded), splits_layers)
 
 
 def full_tensor(tensor: Any) -> Tensor:

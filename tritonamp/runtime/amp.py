@@ -604,7 +604,8 @@ class Amp:
                 than "skip" its backward, too; there it has run already, at the first faults); a
                 function that computes the loss: that, with its backward. Where no step was skipped
                 the last batch runs, if it is still there. Parameters, buffers, gradients and random
-                numbers stay as they are.
+                numbers stay as they are. Where ranks train together, call it on all of them: each
+                runs its own batch, and all return the same.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
@@ -614,10 +615,11 @@ class Amp:
         """Write all that replays the last skip elsewhere into a folder, and return the folder.
 
         It holds the failing batch, the weights, the policy, the report, and a ``replay.py`` in
-        which only the model is still to be made.
+        which only the model is still to be made. Where ranks train together, call it on all of
+        them: the one whose batch the report is about writes, weights are whole.
 
         Raises:
-            RuntimeError: there is no such batch.
+            RuntimeError: there is no such batch, or another rank could not write.
         """
         self._check_enabled("write_bundle")
         self._check_replay("write_bundle")
@@ -625,6 +627,9 @@ class Amp:
 
     def heal(self, module: str) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
+
+        Where ranks train together, call it on all of them. Parameters that FSDP2 gathers with those
+        of a module around it are still gathered in half.
 
         Args:
             module: its name; "" is the model.
@@ -634,7 +639,7 @@ class Amp:
         """
         self._check_enabled("heal")
         self._parts.healing.heal(module)
-        self._parts.ranks.rebuild()
+        self._parts.ranks.rebuild(self._parts.healing.modules)
 
     def unheal(self, module: str) -> None:
         """Undo ``heal``: have a module follow the policy again.
@@ -647,7 +652,7 @@ class Amp:
         """
         self._check_enabled("unheal")
         self._parts.healing.unheal(module)
-        self._parts.ranks.rebuild()
+        self._parts.ranks.rebuild(self._parts.healing.modules)
 
     @property
     def policy(self) -> Policy:
@@ -685,7 +690,7 @@ class Amp:
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
         if state.healed != self._parts.healing.names:
             self._parts.healing.load(state.healed)
-            self._parts.ranks.rebuild()
+            self._parts.ranks.rebuild(self._parts.healing.modules)
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
             self._scalers = kept | {
@@ -768,10 +773,11 @@ class Amp:
         self._enabled = False
 
     def _check_replay(self, caller: str) -> None:
-        if self._parts.ranks.sharded:
+        sharding = self._parts.ranks.sharding
+        if sharding is not None and sharding.splits_layers:
             raise RuntimeError(
-                f"{caller}: running a batch again takes all ranks of a sharded model: save the "
-                "batch and a full state dict, and replay in one process"
+                f"{caller}: under tensor parallelism no rank can run a batch again by itself: save "
+                "the batch and a full state dict, and replay in one process"
             )
 
     def _check_enabled(self, caller: str) -> None:

@@ -20,7 +20,6 @@ from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.trials import Trials
 from tritonamp.class_swap import install
 from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.fault_counts import FaultCounts
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.replays import Fp32Runs, Replays
 from tritonamp.diagnosis.response import Response
@@ -28,7 +27,9 @@ from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
+from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.distributed.sharding import Sharding
+from tritonamp.distributed.unsharded import inputs_in_fp32
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
@@ -154,8 +155,8 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
     )
     enabled_models, weights = _enable(request, context, ranks)
     healing = Healing(models, policy, context, enabled_models.dtypes)
-    trials = Trials(models, context, enabled_models.dtypes, healing.find)
-    log, replays, response = _diagnosis(request, weights, healing, forwards, trials)
+    trials = Trials(models, context, enabled_models.dtypes, healing.find, inputs_in_fp32)
+    log, replays, response = _diagnosis(request, weights, healing, forwards, trials, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
     stepper = Stepper(
         policy,
@@ -166,7 +167,7 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         log,
         forwards,
         ranks,
-        _SharedResponse(response, healing, ranks),
+        response,
         fp32_values.asleep,
         offload,
         request.around_step,
@@ -201,20 +202,24 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
 
 
 def _diagnosis(
-    request: Request, weights: Weights, healing: Healing, forwards: Forwards, trials: Trials
+    request: Request,
+    weights: Weights,
+    healing: Healing,
+    forwards: Forwards,
+    trials: Trials,
+    ranks: Ranks,
 ) -> tuple[StepLog, Replays, Response]:
     """Return what tells why a step was skipped, what runs it again, and what is done about it."""
     models, policy = request.models, request.policy
-    fp32_runs = Fp32Runs(models, trials)
-    only_skips = policy.on_nonfinite == "skip"  # nothing runs again unless it is asked for
-    log = StepLog(
-        _Names(models, weights),
-        policy.dtype,
-        log_skips=only_skips,
-        in_fp32=None if only_skips else fp32_runs.of_batches,
-    )
-    replays = Replays(models, policy, log, forwards, trials)
-    return log, replays, Response(policy, log, healing.heal, forwards, replays, fp32_runs)
+
+    def heal(name: str) -> None:
+        healing.heal(name)
+        ranks.rebuild(healing.modules)
+
+    fp32_runs, together = Fp32Runs(models, trials), ReplayRanks(ranks)
+    log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
+    replays = Replays(models, policy, log, forwards, trials, together)
+    return log, replays, Response(policy, log, heal, forwards, replays, fp32_runs, together)
 
 
 def _check_steps(request: Request) -> None:
@@ -290,33 +295,6 @@ class _Names(NamedTuple):
     def writers(self) -> dict[str, Writer]:
         """Return by name of a parameter which optimizer steps on it."""
         return writers(self.weights.values(), self.parameters())
-
-
-@dataclass(frozen=True)
-class _SharedResponse:
-    """Does what the policy wants about a decision; what one rank counts or heals, all do."""
-
-    response: Response
-    healing: Healing
-    ranks: Ranks
-
-    def __call__(self, skipped: bool) -> None:
-        """Answer a decision.
-
-        Args:
-            skipped: whether it was a skip.
-        """
-        response, healing, ranks = self.response, self.healing, self.ranks
-        before = list(healing.names)
-        response(skipped)
-        if skipped and healing.policy.on_nonfinite in ("explain", "heal") and ranks.several:
-            found = ranks.gather((healing.names, response.counts.to_dict()))
-            healing.load(list(dict.fromkeys(name for names, _ in found for name in names)))
-            healers = [state for names, state in found if names != before]
-            counts = map(FaultCounts.of, healers or [state for _, state in found])
-            response.counts = FaultCounts.largest(list(counts))
-        if healing.names != before:
-            ranks.rebuild()
 
 
 def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) -> Iterator[Tensor]:

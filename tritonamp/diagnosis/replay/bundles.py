@@ -1,6 +1,7 @@
 """A failing batch as a folder that somebody else can run."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def write_bundle(
     policy: Policy,
     *,
     weights: bool = True,
+    state: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write what it takes to run a forward again elsewhere, and return the folder.
 
@@ -75,6 +77,7 @@ def write_bundle(
         snapshot: the forward.
         policy: that the model was enabled with.
         weights: False leaves weights.pt out.
+        state: the ``state_dict`` to write; None: the model's.
 
     Raises:
         BatchGoneError: the batch is not there any more.
@@ -85,7 +88,7 @@ def write_bundle(
     generators = snapshot.ambient.generators
     assert generators is not None
     arguments = tree_map(_plain, snapshot.arguments())
-    state = {
+    batch = {
         "arguments": arguments,
         "cpu": generators.cpu,
         "cuda": {str(device): state for device, state in generators.cuda.items()},
@@ -93,11 +96,10 @@ def write_bundle(
         "training": snapshot.training,
         "method": snapshot.method,
     }
-    torch.save(state, folder / "inputs.pt")
+    torch.save(batch, folder / "inputs.pt")
     if weights:
-        torch.save(
-            {k: _plain(v) for k, v in snapshot.model.state_dict().items()}, folder / "weights.pt"
-        )
+        state = snapshot.model.state_dict() if state is None else state
+        torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
     (folder / "policy.json").write_text(policy.to_json())
     (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
     (folder / "fault.json").write_text(

@@ -68,6 +68,7 @@ class FaultReport:
         names: the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
         remedy: what came of trying to cure it; None: it was not tried.
+        rank: whose batch it was; None: there are no other ranks.
     """
 
     kind: str
@@ -81,6 +82,7 @@ class FaultReport:
     names: tuple[str, ...] = ()
     replayed: str = "not checked"
     remedy: Remedy | None = None
+    rank: int | None = None
 
     @property
     def module(self) -> str | None:
@@ -162,10 +164,17 @@ class FaultReport:
             return "its result is not finite where the forward throws it away, and 0 * inf is NaN"
         return REASONS.get(self.op, "0 * inf, 0/0 or a slope that is infinite there")
 
+    @property
+    def heading(self) -> str:
+        """Kind, phase, module, op, line and rank."""
+        silent = "silent " if self.silent else "vanished " if self.harmless else ""
+        rank = "" if self.rank is None else f", on rank {self.rank}"
+        kind = self.kind.replace("_", " ")
+        return f"{silent}{kind}, {self.event.phase}: {self.event.place}{rank}"
+
     def __str__(self) -> str:
         event = self.event
-        silent = "silent " if self.silent else "vanished " if self.harmless else ""
-        lines = [f"{silent}{self.kind.replace('_', ' ')}, {event.phase}: {event.place}"]
+        lines = [self.heading]
         code = ""
         if event.place.file:
             code = linecache.getline(event.place.file, event.place.number).strip()
@@ -243,6 +252,7 @@ class FaultReport:
             "samples": list(event.samples),
             "eps": event.eps and event.eps[0],
             "replayed": self.replayed,
+            "rank": self.rank,
             "why": self.why,
             "advice": self.advice,
         }

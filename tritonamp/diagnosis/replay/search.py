@@ -20,6 +20,8 @@ from tritonamp.diagnosis.replay.snapshots import devices, restore_training, trai
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels.device import world_size
+from tritonamp.watched.collectives import NoCollectives
 from tritonamp.watched.frames import Role, plays
 from tritonamp.watched.ops import floats, is_finite, storage
 from tritonamp.watched.places import Place
@@ -64,6 +66,7 @@ def find_fault(
     Raises:
         ValueError: ``backward=True``, and there is neither a scalar that requires a gradient nor
             ``grad_outputs``.
+        CollectiveError: the run communicates with other ranks.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # may put other tensors into the models
@@ -107,6 +110,8 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
             preserve_versions((*params, *(b for b, _ in values))),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
+            # others run other batches, or none: to wait for them may be to wait for ever
+            NoCollectives() if world_size() > 1 else contextlib.nullcontext(),
         ):
             try:
                 yield
