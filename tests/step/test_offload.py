@@ -191,6 +191,7 @@ def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]
                 ("plain SGD", {"level": "O1"}),
                 ("plain SGD", {}),
                 ("Lion", {"state": "bf16"}),
+                ("Lion", {"state": "8bit"}),
             ]
         ),
     ],
