@@ -307,6 +307,16 @@ def test_whatever_a_loop_does_beside(runs: Callable[..., Run], what: str, state:
     assert same_bits(plain.bits(), offloaded.bits())
 
 
+def test_a_model_that_has_moved(cuda: torch.device) -> None:
+    run = Run(cuda, backend="eager")
+    value = run.amp._parts.fp32_values._lent[run.model.first.weight]
+    value.half = run.model.first.weight.cpu()
+    with pytest.raises(RuntimeError, match="is on cpu, its value of offload='state' is for one on"):
+        value.settle()
+    value.half = run.model.first.weight
+    run.amp.disable()
+
+
 def test_moments_in_another_order(runs: Callable[..., Run]) -> None:
     """Of an FP32 parameter, whose moments of one byte are in its order of memory."""
     plain, offloaded = pair(runs, level="O1", state="8bit", backend="eager")

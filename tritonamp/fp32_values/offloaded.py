@@ -35,7 +35,7 @@ class OffloadedValue(LentValue):
         Returns:
             the half tensor itself while it is FP32.
         """
-        if self.half.device != self._device:
+        if self.half.device != self._device:  # moved since
             raise self._wrong_device(self._device)
         return self._master if self.half.dtype in HALF_DTYPES else self.half
 
@@ -72,7 +72,7 @@ class OffloadedValue(LentValue):
         """
         super().settle()
         if self._known != self._place() and self.half.dtype in HALF_DTYPES:
-            self._keep(fp32_value(self.half.detach(), self._home.fetch(self._master)))
+            self._keep(fp32_value(self.half.detach(), self._home.fetch(self.beside())))
             self._known = self._place()
 
     def note_step(self) -> None:
