@@ -3,103 +3,71 @@
 The ranks are this file run as a script, see two_ranks.py.
 """
 
+import json
 import math
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from two_ranks import RANKS, Pair, on_ranks, serve
+from collectives import Collectives
+from pipelines import MICRO, SCALE, SCHEDULES, STEPS, Alone, Staged, batches, train
+from two_ranks import Pair, on_ranks, serve
 
 import tritonamp
+from tritonamp.kernels.outliers import SIZE
 
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
 ]
 
-STEPS = 4
-MICRO = 4  # micro-batches
-WIDE = 8
+NORM_ULPS = 8 * 2.0**-24  # a norm is a sum in another order; the masters behind it have the bits
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(WIDE), nn.Linear(WIDE, WIDE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(self.norm(x)).tanh()
-
-
-def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(4)])
-
-
-def batches(steps: int = STEPS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2 * MICRO, WIDE, generator=generator) for _ in range(steps)]
-
-
-def criterion(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Dtypes come as names from the other process."""
+    names = "dtype", "grad_dtype", "cast_outputs"
+    return {k: getattr(torch, v) if k in names and v else v for k, v in options.items()}
 
 
 @on_ranks
-def run() -> Any:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    rank = dist.get_rank()
-    model = blocks()[2 * rank : 2 * rank + 2]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    amp = tritonamp.enable(model, optimizer, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
-    stage = PipelineStage(model, rank, RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICRO, loss_fn=amp.pipeline_loss(criterion))
-    found, norms = [], []
-    for x in batches():
-        losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=x, losses=losses)
-        norms.append(float(amp.clip_grad_norm_(100.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append([float(l.detach()) for l in losses])
-    stats = amp.stats()
-    amp.disable()
-    model = blocks()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    amp = tritonamp.enable(model, optimizer, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
-    alone, alone_norms = [], []
-    for x in batches():
-        losses = []
-        for part in x.chunk(MICRO):
-            losses.append(criterion(model(part), part))
-            amp.backward(losses[-1] / MICRO)
-        alone_norms.append(float(amp.clip_grad_norm_(100.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        alone.append([float(l.detach()) for l in losses])
-    amp.disable()
-    return found, norms, alone, alone_norms, stats
+def run(kind: str, fault: str | None = None, **options: Any) -> list[Any]:
+    options = {"level": "O2", **arguments(options)}
+    found = train(Staged(kind, **options), fault)
+    options |= {
+        "traced": {"traced": True},
+        "looped": {"last_first": True},  # its backwards
+        "dual V": {"micro": 2 * MICRO},
+    }.get(kind, {})
+    return [found, train(Alone(**options), fault)]
 
 
-def test_it(pair):
-    for a in run(pair):
-        for r in a:
-            print(r)
+VARIANTS: list[dict[str, Any]] = [
+    *[{"kind": kind} for kind in SCHEDULES],
+    *[{"kind": "1F1B", "level": level} for level in ("O0", "O1", "O3")],
+    {"kind": "1F1B", "dtype": "bfloat16"},
+    {"kind": "GPipe", "optimizer": "AdamW", "half": True},
+    {"kind": "1F1B", "state": "bf16"},
+    {"kind": "interleaved", "optimizer": "two"},
+    {"kind": "1F1B", "optimizer": "NAdam"},
+    {"kind": "1F1B", "grad_dtype": "float32"},
+    {"kind": "1F1B", "cast_outputs": None},
+]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    ranks = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield ranks
-    ranks.stop()
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda o: " ".join(map(str, o.values())))
+def test_as_one_process(pair: Pair, options: dict[str, Any]) -> None:
+    answers = run(pair, **options)
+    (first, alone), (second, _) = answers
+    assert first["norms"] == second["norms"]
+    assert first["norms"] == pytest.approx(alone["norms"], rel=NORM_ULPS)
+    assert first["losses"] == alone["losses"] or second["losses"] == alone["losses"]
+    assert first["values"] | second["values"] == alone["values"]
+    assert first["state"] == second["state"] == alone["state"]
+    assert alone["state"][0] == STEPS
 
 
 if __name__ == "__main__":
