@@ -1,8 +1,9 @@
 """A model of four blocks, trained as a pipeline, of which each rank has stages, or in one process."""
 
+import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,9 +117,11 @@ class Alone:
         traced: bool = False,
         micro: int = MICRO,
         last_first: bool = False,
+        summed: bool = False,
         **options: Any,
     ) -> None:
         self._traced, self._micro, self._last_first = traced, micro, last_first
+        self._divisor = 1 if summed else micro
         torch.manual_seed(seed)
         blocks = [Block() for _ in range(4)]
         self.models: list[nn.Module] = self.stages([b.half() for b in blocks] if half else blocks)
@@ -138,7 +141,7 @@ class Alone:
         """Runs the backwards of micro-batches, and returns their losses."""
         losses = [self.criterion(self.models[0](part), part) for part in x.chunk(self._micro)]
         for loss in reversed(losses) if self._last_first else losses:
-            self.amp.backward(loss / self._micro)
+            self.amp.backward(loss / self._divisor)
         return [loss.item() for loss in losses]
 
     def step(self) -> None:
@@ -170,6 +173,8 @@ class Staged(Alone):
         kind: of the schedule.
         wrap: puts a DDP around a stage.
         mesh: of dimensions "stage" and "replica"; None: the ranks are the stages.
+        lone: the stages of this rank are all that there are.
+        summed: gradients of micro-batches are not divided by their number.
         decides: False: the schedule is given the plain loss function.
         options: of ``Alone``.
     """
@@ -180,28 +185,35 @@ class Staged(Alone):
         *args: Any,
         wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
         mesh: Any = None,
+        lone: bool = False,
+        summed: bool = False,
         decides: bool = True,
         **options: Any,
     ) -> None:
         self._kind, self._wrap = kind, wrap
         self._group = None if mesh is None else mesh.get_group("stage")
         self._rank = dist.get_rank(self._group)
-        super().__init__(*args, **options)
+        if lone:
+            groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+            self._group, self._rank = groups[self._rank], 0
+        super().__init__(*args, summed=summed, **options)
         if kind == "traced":
             made = [self._pipe.build_stage(self._rank, CPU, self._group)]
         else:
-            numbers = self._stage_numbers()
-            of_all = 2 * len(numbers)
+            numbers = [0, 1] if lone else self._stage_numbers()
+            of_all = dist.get_world_size(self._group) * len(numbers)
             made = [
                 PipelineStage(model, number, of_all, CPU, group=self._group)
                 for model, number in zip(self.models, numbers, strict=True)
             ]
         self.has_first_stage = any(stage.is_first for stage in made)
         self.has_last_stage = any(stage.is_last for stage in made)
-        loss_fn = self.amp.pipeline_loss(self.criterion) if decides else self.criterion
+        loss_fn: Any = self.criterion
+        if decides:
+            loss_fn = self.amp.pipeline_loss(loss_fn, self._group if lone else None)
         stages = made[0] if len(made) == 1 else made
         micro = 2 * MICRO if kind == "dual V" else MICRO
-        self.schedule = SCHEDULES[kind](stages, micro, loss_fn=loss_fn)
+        self.schedule = SCHEDULES[kind](stages, micro, loss_fn=loss_fn, scale_grads=not summed)
 
     def _shape(self) -> list[list[list[int]]]:
         if self._kind in ("GPipe", "1F1B", "traced"):
@@ -232,25 +244,25 @@ class Staged(Alone):
 
 
 def train(run: Alone, fault: str | None = None, max_norm: float = math.inf) -> dict[str, Any]:
-    """Trains, with a fault in the second step, and disables."""
+    """Trains, with a fault in the second step, and true gradients asked for in the last."""
     losses, norms = [], []
     for number, x in enumerate(batches()):
-        first: Any = next(run.models[0].parameters()) if run.has_first_stage else None
-        if number == 1 and fault == "activation" and first is not None:
-            saved = first.detach().clone()
-            first.data.fill_(math.nan)
+        there = number == 1 and run.has_first_stage
+        bias = next(p for p in run.models[0].parameters() if p.dim() == 1)
         run.factor = math.nan if number == 1 and fault == "loss" else 1.0
-        losses.append(run.backward(x))
-        if number == 1 and fault == "gradient" and first is not None:
-            first.grad.view(-1)[0] = math.inf
-        if number == 1 and fault == "veto" and first is not None:
+        with filled(bias, math.nan if there and fault == "activation" else None):
+            losses.append(run.backward(x))
+        if there and fault == "gradient":
+            assert bias.grad is not None
+            bias.grad[0] = math.inf
+        if there and fault == "veto":
             run.amp.veto(True)
+        if number == STEPS - 1:
+            run.amp.unscale_()
         norms.append(float(run.amp.clip_grad_norm_(max_norm)))
         run.step()
-        if number == 1 and fault == "activation" and first is not None:
-            first.data.copy_(saved)
     found = {
-        "losses": losses,
+        "losses": [list(map(str, each)) for each in losses],
         "norms": norms,
         "values": run.values(),
         "state": run.state(),
@@ -258,3 +270,13 @@ def train(run: Alone, fault: str | None = None, max_norm: float = math.inf) -> d
     run.amp.disable()
     return found
 
+
+@contextlib.contextmanager
+def filled(param: Tensor, value: float | None) -> Iterator[None]:
+    """``param`` holds ``value`` in the block; None: it stays as it is."""
+    before = param.detach().clone()
+    with torch.no_grad():
+        param.fill_(value) if value is not None else None
+    yield
+    with torch.no_grad():
+        param.copy_(before) if value is not None else None

@@ -35,8 +35,8 @@ class ForwardObserver(Protocol):
 class RanksInForward(Protocol):
     """The ranks that a model is trained on, which become known in its forwards."""
 
-    def on_forward(self) -> None:
-        """Take note of the DistributedDataParallel that this forward runs in."""
+    def on_forward(self) -> bool:
+        """Take note of the DDP or stage that this forward runs in; return whether it has data."""
 
 
 class Entry(NamedTuple):

@@ -1,21 +1,36 @@
-"""Stages of ``torch.distributed.pipelining``: who runs a forward or a loss function."""
+"""Stages of ``torch.distributed.pipelining``: what a schedule runs a forward or a loss for."""
 
 import sys
+from enum import Enum
+
+PACKAGE = "torch.distributed.pipelining"
 
 
-def pipelining_caller() -> str | None:
-    """Return what runs the calling code: "stage" or "schedules" of ``torch.distributed.pipelining``.
+class Work(Enum):
+    """What the code of a schedule that runs now is there for."""
 
-    The nearest of them on the stack; None: neither. A schedule calls the loss function of a
-    micro-batch; a stage runs forwards, and at the first step of torch 2.14 a forward, the loss
-    function and a backward on memory that nobody has written, to learn shapes and dtypes.
+    STAGE = "the forward of a stage, on a micro-batch"
+    SHAPES = "a forward, or a loss, on memory that nobody has written, to learn shapes and dtypes"
+    SCHEDULE = "anything else, such as the loss of a micro-batch"
+
+
+def pipeline_work() -> Work | None:
+    """Return what a schedule runs the calling code for; None: no schedule does.
+
+    Nothing public knows: it is read from the stack, by the public method of a stage that runs
+    micro-batches (torch 2.11 to 2.15). Before the first one they run their modules for shapes;
+    torch 2.14 runs the loss function and a backward, too.
     """
-    package = sys.modules.get("torch.distributed.pipelining")
+    package = sys.modules.get(PACKAGE)
     if package is None:  # nobody has used it
         return None
-    names = {id(vars(getattr(package, name))): name for name in ("stage", "schedules")}
-    frame = sys._getframe()
+    stage, schedules = (vars(getattr(package, name)) for name in ("stage", "schedules"))
+    found, frame = None, sys._getframe()
     while frame := frame.f_back:
-        if id(frame.f_globals) in names:
-            return names[id(frame.f_globals)]
-    return None
+        if frame.f_globals is stage:
+            if frame.f_code.co_name == "forward_one_chunk":
+                return Work.STAGE
+            found = Work.SHAPES
+        elif frame.f_globals is schedules:
+            return found or Work.SCHEDULE
+    return found

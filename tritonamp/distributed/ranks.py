@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
-from tritonamp.distributed.pipeline import pipelining_caller
+from tritonamp.distributed.pipeline import Work, pipeline_work
 from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded
@@ -108,16 +108,19 @@ class Ranks:
             if isinstance(module, DistributedDataParallel) and module not in self._wrappers:
                 self._attach(module)
 
-    def on_forward(self) -> None:
+    def on_forward(self) -> bool:
         """Note the DDP or the stage that the running forward is part of.
+
+        Returns:
+            whether it computes anything: not if a stage runs it on no data, for shapes.
 
         Raises:
             RuntimeError: ``fully_shard`` or ``parallelize_module`` was called after ``enable``.
         """
         if self._before_forward:
             self._refuse_late_sharding()
-        if not self.ran_as_stage and pipelining_caller() == "stage":
-            self.ran_as_stage = True
+        work = pipeline_work()
+        self.ran_as_stage |= work in (Work.STAGE, Work.SHAPES)
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
@@ -126,6 +129,7 @@ class Ranks:
                 rebuild_buckets(wrapper)
             self._attach(wrapper)
             self._to_align.add(wrapper)
+        return work is not Work.SHAPES
 
     # torch.compile runs it while it traces. What torch.compiler.assume_constant_result does (in all
     # supported versions), without the import of dynamo, which takes seconds.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonamp.distributed.pipeline import pipelining_caller
+from tritonamp.distributed.pipeline import Work, pipeline_work
 from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES
 
@@ -36,8 +36,7 @@ class StageLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss, FP32 where it is half."""
         loss = self._loss_fn(*args, **kwargs)
-        # a stage asks for shapes alone, of values that mean nothing
-        if not loss.requires_grad or pipelining_caller() == "stage":
+        if not loss.requires_grad or pipeline_work() is Work.SHAPES:
             return loss
         self._look(loss)
         # a tensor of its own: nobody else's hooks see its gradient
