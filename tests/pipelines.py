@@ -1,7 +1,8 @@
-"""A model of four blocks, trained as a pipeline, of which each rank has stages, or in one process."""
+"""A model of four blocks: its stages, which ranks train as a pipeline, or all in one process."""
 
 import contextlib
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -91,8 +92,9 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], list[torch.optim.Optimizer]]] = {
 }
 
 
-def _listed(value: Tensor) -> list[float]:
-    numbers: list[float] = value.double().flatten().tolist()
+def _listed(value: Any) -> list[float]:
+    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    numbers: list[float] = whole.double().flatten().tolist()
     return numbers
 
 
@@ -107,6 +109,7 @@ class Alone:
     """
 
     has_first_stage = has_last_stage = True
+    is_faulty = True  # of the replicas of a stage the one that faults are put into
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class Alone:
         """Returns what a checkpoint of this rank's models holds."""
         states = [model.state_dict() for model in self.models]
         return {
-            name.removeprefix("submod_0.").removeprefix("submod_1."): _listed(value)
+            re.sub(r"^(submod_\d|module)\.", "", name): _listed(value)
             for state in states
             for name, value in state.items()
         }
@@ -174,6 +177,7 @@ class Staged(Alone):
         wrap: puts a DDP around a stage.
         mesh: of dimensions "stage" and "replica"; None: the ranks are the stages.
         lone: the stages of this rank are all that there are.
+        lacks_replicas: the stages decide without their replicas.
         summed: gradients of micro-batches are not divided by their number.
         decides: False: the schedule is given the plain loss function.
         options: of ``Alone``.
@@ -186,6 +190,7 @@ class Staged(Alone):
         wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
         mesh: Any = None,
         lone: bool = False,
+        lacks_replicas: bool = False,
         summed: bool = False,
         decides: bool = True,
         **options: Any,
@@ -210,7 +215,8 @@ class Staged(Alone):
         self.has_last_stage = any(stage.is_last for stage in made)
         loss_fn: Any = self.criterion
         if decides:
-            loss_fn = self.amp.pipeline_loss(loss_fn, self._group if lone else None)
+            of_stages = lone or lacks_replicas
+            loss_fn = self.amp.pipeline_loss(loss_fn, self._group if of_stages else None)
         stages = made[0] if len(made) == 1 else made
         micro = 2 * MICRO if kind == "dual V" else MICRO
         self.schedule = SCHEDULES[kind](stages, micro, loss_fn=loss_fn, scale_grads=not summed)
@@ -247,14 +253,15 @@ def train(run: Alone, fault: str | None = None, max_norm: float = math.inf) -> d
     """Trains, with a fault in the second step, and true gradients asked for in the last."""
     losses, norms = [], []
     for number, x in enumerate(batches()):
-        there = number == 1 and run.has_first_stage
+        faulty = number == 1 and run.is_faulty
+        there = faulty and run.has_first_stage
         bias = next(p for p in run.models[0].parameters() if p.dim() == 1)
-        run.factor = math.nan if number == 1 and fault == "loss" else 1.0
+        run.factor = math.nan if faulty and fault == "loss" else 1.0
         with filled(bias, math.nan if there and fault == "activation" else None):
             losses.append(run.backward(x))
         if there and fault == "gradient":
-            assert bias.grad is not None
-            bias.grad[0] = math.inf
+            grad: Any = bias.grad
+            getattr(grad, "_local_tensor", grad)[0] = math.inf
         if there and fault == "veto":
             run.amp.veto(True)
         if number == STEPS - 1:

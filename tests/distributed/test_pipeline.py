@@ -244,9 +244,7 @@ def moved(kind: str, optimizer: str) -> dict[str, int]:
             run.amp.clip_grad_norm_(1.0)
             run.step()
     run.amp.disable()
-    return {
-        name: count for name, count in collectives.found.items() if not name.startswith(P2P)
-    }
+    return {name: count for name, count in collectives.found.items() if not name.startswith(P2P)}
 
 
 P2P = "send", "recv"  # activations and their gradients
@@ -272,9 +270,7 @@ def resumed(folder: str, kind: str, options: dict[str, Any]) -> list[Any]:
             run.backward(x)
             run.amp.clip_grad_norm_(0.5)
             run.step()
-    parts = [
-        {"models": run.models, "optimizers": run.optimizers, "amp": run.amp} for run in runs
-    ]
+    parts = [{"models": run.models, "optimizers": run.optimizers, "amp": run.amp} for run in runs]
     tritonamp.save(path, **parts[0])
     tritonamp.load(path, **parts[1])
     found = [run.values() for run in runs]

@@ -262,9 +262,9 @@ class PendingDecisions:
 
 
 _ALONE = (
-    "optimizer.step(): the model is a stage of a pipeline (torch.distributed.pipelining), and would "
-    "decide alone, without the gradients and losses of other stages: on every rank give the schedule "
-    "loss_fn=amp.pipeline_loss(loss_fn)"
+    "optimizer.step(): the model is a stage of a pipeline (torch.distributed.pipelining), and "
+    "would decide alone, without the gradients and losses of other stages: on every rank give the "
+    "schedule loss_fn=amp.pipeline_loss(loss_fn)"
 )
 
 
