@@ -81,6 +81,10 @@ class InTurn(nn.Module):
         return result
 
 
+def trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for model in models for p in model.parameters() if p.requires_grad]
+
+
 OPTIMIZERS: dict[str, Callable[[list[Any]], list[torch.optim.Optimizer]]] = {
     "SGD": lambda params: [torch.optim.SGD(params, lr=0.1, momentum=0.5)],
     "AdamW": lambda params: [torch.optim.AdamW(params, lr=0.01)],
@@ -116,6 +120,7 @@ class Alone:
         optimizer: str = "SGD",
         *,
         half: bool = False,
+        frozen: bool = False,
         seed: int = 0,
         traced: bool = False,
         micro: int = MICRO,
@@ -127,8 +132,10 @@ class Alone:
         self._divisor = 1 if summed else micro
         torch.manual_seed(seed)
         blocks = [Block() for _ in range(4)]
+        for block in blocks:
+            block.layer.requires_grad_(not frozen)
         self.models: list[nn.Module] = self.stages([b.half() for b in blocks] if half else blocks)
-        self.optimizers = OPTIMIZERS[optimizer]([p for m in self.models for p in m.parameters()])
+        self.optimizers = OPTIMIZERS[optimizer](trained(self.models))
         if options.get("dtype") is not torch.bfloat16 and options.get("level") in ("O1", "O2"):
             options["scaler"] = tritonamp.GradScaler("cpu", init_scale=SCALE)
         self.amp = tritonamp.enable(self.models, self.optimizers, **options)

@@ -52,10 +52,11 @@ VARIANTS: list[dict[str, Any]] = [
     *[{"kind": "1F1B", "level": level} for level in ("O0", "O1", "O3")],
     {"kind": "1F1B", "dtype": "bfloat16"},
     {"kind": "GPipe", "optimizer": "AdamW", "half": True},
+    {"kind": "1F1B", "half": True, "frozen": True},
     {"kind": "1F1B", "state": "bf16"},
     {"kind": "interleaved", "optimizer": "two"},
     {"kind": "1F1B", "optimizer": "NAdam"},
-    {"kind": "1F1B", "grad_dtype": "float32"},
+    *[{"kind": kind, "grad_dtype": "float32"} for kind in ("1F1B", "zero bubble")],
     {"kind": "1F1B", "cast_outputs": None},
 ]
 

@@ -3,8 +3,6 @@
 import sys
 from enum import Enum
 
-PACKAGE = "torch.distributed.pipelining"
-
 
 class Work(Enum):
     """What the code of a schedule that runs now is there for."""
@@ -21,16 +19,17 @@ def pipeline_work() -> Work | None:
     micro-batches (torch 2.11 to 2.15). Before the first one they run their modules for shapes;
     torch 2.14 runs the loss function and a backward, too.
     """
-    package = sys.modules.get(PACKAGE)
+    package = sys.modules.get("torch.distributed.pipelining")
     if package is None:  # nobody has used it
         return None
     stage, schedules = (vars(getattr(package, name)) for name in ("stage", "schedules"))
-    found, frame = None, sys._getframe()
-    while frame := frame.f_back:
+    found, frame = None, sys._getframe().f_back
+    while frame is not None:
         if frame.f_globals is stage:
             if frame.f_code.co_name == "forward_one_chunk":
                 return Work.STAGE
             found = Work.SHAPES
         elif frame.f_globals is schedules:
             return found or Work.SCHEDULE
+        frame = frame.f_back
     return found
