@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from pipelines import SCALE, SCHEDULES, STEPS, Alone, Staged, batches, train
+from pipelines import RUN, SCALE, STEPS, Alone, Staged, batches, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -60,14 +60,14 @@ def run(way: str, kind: str, fault: str | None = None, **options: Any) -> list[A
 
 FAULTS = "loss", "gradient", "activation"
 # plain torch 2.14 fails with DDP under GPipe, and where a rank has two stages
-RUNS = [
+WAYS = [
     ("DDP", "1F1B", None),
-    *[("FSDP2", kind, None) for kind in SCHEDULES if kind not in ("traced", "dual V")],
+    *[("FSDP2", kind, None) for kind in RUN if kind not in ("traced", "dual V")],
     *[(way, "1F1B", fault) for way in ("DDP", "FSDP2") for fault in FAULTS],
 ]
 
 
-@pytest.mark.parametrize(("way", "kind", "fault"), RUNS)
+@pytest.mark.parametrize(("way", "kind", "fault"), WAYS)
 def test_as_one_process(pair: Pair, way: str, kind: str, fault: str | None) -> None:
     """The tolerances are those of test_tensor_parallel.py: 10 roundings to half on the way."""
     answers = run(pair, way=way, kind=kind, fault=fault)
