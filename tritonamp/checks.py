@@ -214,6 +214,23 @@ def check_flag(flag: Any) -> None:
     )
 
 
+def check_pipeline(loss_fn: Any, policy: Policy) -> None:
+    """Check what ``amp.pipeline_loss`` is given, and the policy of the stage.
+
+    Raises:
+        ValueError: not a function, or a policy under which a stage would run batches again.
+    """
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn: expected a function of output and target, got {type(loss_fn).__name__}"
+        )
+    if policy.on_nonfinite != "skip":
+        raise ValueError(
+            f"on_nonfinite: expected 'skip' for a stage of a pipeline, got "
+            f"{policy.on_nonfinite!r}: running a batch again takes all stages"
+        )
+
+
 def check_cast_inputs(models: Sequence[nn.Module], policy: Policy) -> None:
     """Check the arguments that are to be cast.
 

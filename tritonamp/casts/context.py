@@ -39,8 +39,8 @@ class RanksInForward(Protocol):
     def gathered(self) -> bool:
         """Whether FSDP2 gathers the parameters."""
 
-    def on_forward(self) -> None:
-        """Take note of the DistributedDataParallel that this forward runs in."""
+    def on_forward(self) -> bool:
+        """Take note of the DDP or stage that this forward runs in; return whether it has data."""
 
 
 class Entry(NamedTuple):

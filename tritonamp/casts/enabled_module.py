@@ -106,12 +106,11 @@ def enabled_forward(
         return _traced_forward(module, forward, bound, args, kwargs, method)
     context = module._tritonamp
     context.fp32_values.push()
-    if context.ranks is not None:
-        context.ranks.on_forward()
+    has_data = context.ranks is None or context.ranks.on_forward()
     observer, noted = context.observer, None
-    if observer is not None:
+    if observer is not None and has_data:
         noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
-    look = context.input_look if method is None else None
+    look = context.input_look if method is None and has_data else None
     try:
         if module._tritonamp_fp32:
             output = _healed_forward(module, forward, bound, args, kwargs)

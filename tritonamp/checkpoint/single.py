@@ -15,9 +15,10 @@ from contextlib import suppress
 from typing import Any
 
 from tritonamp.checkpoint import durable
-from tritonamp.checkpoint.agreement import on_all_ranks
+from tritonamp.checkpoint.agreement import gather, on_all_ranks
 from tritonamp.checkpoint.content import collect
 from tritonamp.checkpoint.in_place import load_into
+from tritonamp.kernels.device import rank
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
@@ -26,7 +27,8 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
     An object is anything with `state_dict()`, a tensor (stored detached; dtype, strides and shared
     storage are kept), None, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size,
     or a list, tuple or dict of these. With torch.distributed initialised, call it on every rank:
-    rank 0's objects are written, and all return after that.
+    the objects of the first rank that gives this path are written (rank 0's, but for stages of a
+    pipeline, each with a path of its own), and all return after that.
 
     `load(path, model=model, ...)` puts everything back, `load(path)` returns it. Once it has
     returned, the file is on the disk; at every instant before, `load` gives the old or the new
@@ -44,9 +46,11 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
                 f"{call} got nothing to save; name the objects, as in save(path, model=model)"
             )
         content = collect(objects)
-    with on_all_ranks(call) as writes:
+        target = os.path.realpath(path)
+    writes = gather(target).index(target) == rank()
+    with on_all_ranks(call):
         if writes:
-            _commit(os.path.realpath(path), content)
+            _commit(target, content)
 
 
 def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:

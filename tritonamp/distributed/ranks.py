@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
+from tritonamp.distributed.pipeline import Work, pipeline_work
 from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded
@@ -63,15 +64,18 @@ class Resumable(Protocol):
 
 
 class Ranks:
-    """The ranks that reduce gradients together with this one.
+    """The ranks that decide together with this one.
 
-    There are none until a model under DDP or FSDP2, or a tensor parallel one, is seen.
+    There are none until a model under DDP or FSDP2, or a tensor parallel one, is seen, or the loss
+    function of a pipeline is made.
 
     Attributes:
         members: their numbers in the job; none where there is one process.
         sharding: how parameters and gradients are spread over them; None: each rank has all.
         sharded_modules: what ``fully_shard`` was called on.
         wrappers: the DDPs.
+        staged: whether models are stages of a pipeline, whose ranks have parameters of their own.
+        ran_as_stage: whether a forward has run as a stage's.
 
     Args:
         models: the enabled ones, and the DDPs around them that are known already.
@@ -90,6 +94,7 @@ class Ranks:
         self._group: Any = None
         self.members: Sequence[int] = ()
         self.sharding: Sharding | None = find_sharding(models)
+        self.staged = self.ran_as_stage = False
         self.sharded_modules = ShardedModules(models)
         if self.sharding is not None:
             self._join(self.sharding.group)
@@ -106,14 +111,19 @@ class Ranks:
             if isinstance(module, DistributedDataParallel) and module not in self.wrappers:
                 self._attach(module)
 
-    def on_forward(self) -> None:
-        """Note the DDP that the running forward is part of.
+    def on_forward(self) -> bool:
+        """Note the DDP or the stage that the running forward is part of.
+
+        Returns:
+            whether it computes anything: not if a stage runs it on no data, for shapes.
 
         Raises:
             RuntimeError: ``fully_shard`` or ``parallelize_module`` was called after ``enable``.
         """
         if self._before_forward:
             self._refuse_late_sharding()
+        work = pipeline_work()
+        self.ran_as_stage |= work in (Work.STAGE, Work.SHAPES)
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
@@ -122,6 +132,7 @@ class Ranks:
                 rebuild_buckets(wrapper)
             self._attach(wrapper)
             self._to_align.add(wrapper)
+        return work is not Work.SHAPES
 
     # torch.compile runs it while it traces. What torch.compiler.assume_constant_result does (in all
     # supported versions), without the import of dynamo, which takes seconds.
@@ -163,20 +174,56 @@ class Ranks:
         return Ranks, ((), Fp32Values())  # copies decide alone
 
     def _join(self, group: Any) -> None:
+        if self.staged:
+            self._check_all(group, self._group)
+            return
         if self._group is not None and self._group != group:
             raise ValueError(
                 "model: the models of one tritonamp.enable run under several process groups, but "
                 "take their decisions together: enable them one by one, or give them one "
                 "process_group"
             )
+        self._set_group(group)
+
+    def join_stages(self, group: Any) -> None:
+        """Decide together with the other stages of a pipeline from now on.
+
+        Args:
+            group: the ranks of all stages, all replicas included; None: all of the job.
+
+        Raises:
+            ValueError: ranks are missing that this one reduces gradients with.
+        """
+        group = dist.group.WORLD if group is None else group
+        if self._group is not None:
+            self._check_all(self._group, group)
+        self._set_group(group)
+        self.staged = True
+
+    def _set_group(self, group: Any) -> None:
         self._group = group
         members = dist.get_process_group_ranks(group)
         self.members = members if len(members) > 1 else ()
+
+    def _check_all(self, replicas: Any, stages: Any) -> None:
+        """Refuse stages whose group lacks ranks that reduce gradients with this one."""
+        wanted, got = map(dist.get_process_group_ranks, (replicas, stages))
+        if missing := sorted(set(wanted) - set(got)):
+            raise ValueError(
+                f"amp.pipeline_loss: expected a process_group of all ranks that train the model, "
+                f"got ranks {got}, without {missing}, whose gradients are reduced with this "
+                "rank's: give the group of all stages and all their replicas"
+            )
 
     @property
     def sharded(self) -> bool:
         """Whether each rank has only its part of parameters and gradients."""
         return self.sharding is not None
+
+    @property
+    def apart(self) -> bool:
+        """Whether each rank has gradients of its own: of its part of parameters, or its stages."""
+        return self.sharded or self.staged
 
     @property
     def gathered(self) -> bool:
@@ -225,12 +272,18 @@ class Ranks:
             loss: 0-d, of this rank; NaN: not known.
 
         Raises:
-            RuntimeError: some decisions ago ranks differed in these; it names them.
+            RuntimeError: some decisions ago ranks differed in these; it names them. Or stages of a
+                pipeline run inside of ``join``.
         """
         for wrapper in self._to_align:
             self._align(wrapper, 0)
         self._to_align.clear()
         if self.may_be_missing:
+            if self.staged:
+                raise RuntimeError(
+                    "model.join(): expected all stages of a pipeline to decide, got a DDP whose "
+                    "ranks may have run out of batches: give all ranks as many"
+                )
             return self._of_gradients(mine), torch.full_like(loss, math.nan), mine.square_sum
         zero = torch.zeros_like(scale)
         amax = mine.amax.max() if len(mine.amax) else zero
@@ -238,7 +291,7 @@ class Ranks:
             mine.loss_nonfinite,
             mine.found_earlier,
             amax,
-            mine.square_sum.sum(),
+            self._counted_once(mine.square_sum.sum()),
             scale,
             taken.float(),
             loss,
@@ -248,12 +301,39 @@ class Ranks:
         _all_gather(table, sent, group=self._group)
         self._compare(table)
         fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
-        total = square_sum.sum().reshape(1) if self.sharded else mine.square_sum
+        total = square_sum.sum().reshape(1) if self.apart else mine.square_sum
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
         by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
-        alike = total if self.sharded else square_sum.amax().reshape(1)
+        alike = total if self.apart else square_sum.amax().reshape(1)
         evidence = Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
-        return evidence, losses.mean(), alike
+        # earlier stages know no loss
+        return evidence, losses.nanmean() if self.staged else losses.mean(), alike
+
+    def _counted_once(self, squares: Tensor) -> Tensor:
+        """Return this rank's share of a sum of squares over all stages, which DDP has replicas of.
+
+        Squares of sharded gradients are shares already.
+        """
+        if not self.staged or self.sharded:
+            return squares
+        replicas = max((dist.get_world_size(w.process_group) for w in self.wrappers), default=1)
+        return squares if replicas == 1 else squares / replicas
+
+    def norm_of_stages(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients of a pipeline, 0-d. All ranks take part.
+
+        Args:
+            norm: of this rank's stages, with all parts of sharded ones. It is returned where there
+                is no pipeline.
+        """
+        if not (self.staged and self.several):
+            return norm
+        squares = self._counted_once(norm.square())
+        if self.sharding is not None:
+            squares = squares / self.sharding.size
+        table = squares.new_empty(len(self.members))
+        _all_gather(table, squares.reshape(1), group=self._group)
+        return table.sum().sqrt()
 
     def _of_gradients(self, mine: Evidence) -> Evidence:
         """Return evidence that needs no collective: gradients that DDP has reduced are alike."""
@@ -279,7 +359,7 @@ class Ranks:
             if half in self._fp32_values and name not in wrapper.parameters_to_ignore:
                 value = self._fp32_values.get(half).detach()
                 there = value.to(half.device)  # main memory may be beyond the group's reach
-                dist.broadcast(there, group=self._group, group_src=source)
+                dist.broadcast(there, group=wrapper.process_group, group_src=source)
                 value.copy_(there)
 
     def _in_join(self, wrapper: DistributedDataParallel) -> bool:
@@ -341,7 +421,7 @@ class Ranks:
     def _check_norms(self, rows: Sequence[_Row]) -> None:
         if (
             self._warned
-            or self.sharded
+            or self.apart
             or any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
         ):
             return

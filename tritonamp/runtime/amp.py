@@ -31,6 +31,7 @@ from tritonamp.checks import (
     check_max_norm,
     check_models,
     check_optimizers,
+    check_pipeline,
     check_scaler,
     check_sharding,
     warn_of_zero_eps,
@@ -50,6 +51,7 @@ from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
 from tritonamp.runtime.parts import Parts, Request, build_parts
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
+from tritonamp.step.stage_loss import StageLoss
 from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import leaves, nodes
 
@@ -245,6 +247,40 @@ class Amp:
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
         return self._parts.pending.open(scaler, loss, feeds)
+
+    def pipeline_loss(
+        self, loss_fn: Callable[..., Tensor], process_group: Any = None
+    ) -> Callable[..., Tensor]:
+        """Return the loss function for the schedule of a pipeline of which the model is a stage.
+
+        For ``torch.distributed.pipelining``; it takes the place of ``amp.backward``, which the
+        schedule leaves no room for. From this call on the ranks of all stages decide together at
+        each step: call it on every rank, and step on every rank.
+
+        ::
+
+            schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=amp.pipeline_loss(criterion))
+
+        Args:
+            loss_fn: as for the schedule: of output and target of a micro-batch.
+            process_group: all ranks that train the model: of all stages, and of their replicas
+                under DDP or FSDP2. None: all ranks of the job.
+
+        Returns:
+            a function that returns what ``loss_fn`` does, half losses in FP32; backwards of it
+            carry the loss scale.
+
+        Raises:
+            ValueError: ``loss_fn`` is not a function; ``on_nonfinite`` of the policy is not "skip",
+                since a stage cannot run a batch again; or ``process_group`` lacks ranks that
+                gradients are reduced with.
+            RuntimeError: the model was enabled without an optimizer.
+        """
+        self._check_enabled("pipeline_loss")
+        self._check_fed(None)
+        check_pipeline(loss_fn, self.policy)
+        self._parts.ranks.join_stages(process_group)
+        return StageLoss(loss_fn, self._parts.first_loss.look, self._parts.pending.begin_backward)
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here."""
@@ -773,11 +809,12 @@ class Amp:
         self._enabled = False
 
     def _check_replay(self, caller: str) -> None:
-        sharding = self._parts.ranks.sharding
-        if sharding is not None and sharding.splits_layers:
+        ranks = self._parts.ranks
+        if ranks.staged or (ranks.sharding is not None and ranks.sharding.splits_layers):
+            under = "in a pipeline" if ranks.staged else "under tensor parallelism"
             raise RuntimeError(
-                f"{caller}: under tensor parallelism no rank can run a batch again by itself: save "
-                "the batch and a full state dict, and replay in one process"
+                f"{caller}: {under} no rank can run a batch again by itself: save the batch and a "
+                "full state dict, and replay in one process"
             )
 
     def _check_enabled(self, caller: str) -> None:

@@ -42,6 +42,7 @@ class PendingDecisions:
         self._weights = weights
         self._ranks = ranks
         self._decisions: list[Decision] = []
+        self._has_last_stage = False
         # of losses that the user has scaled: their decision is opened by the step
         self._vetoes: dict[MasterWeights, bool | Tensor] = {}
 
@@ -55,6 +56,11 @@ class PendingDecisions:
         A loss joins an open decision with the same scaler and a common optimizer (micro-batches);
         otherwise it opens its own.
         """
+        if self._ranks.staged and scaler is not self._scaler:
+            raise RuntimeError(
+                "loss_id: expected 0 in a pipeline, whose stages take one decision for all losses "
+                "between two steps: give losses the same loss_id and no scaler of their own"
+            )
         weights = [self._weights[o] for o in feeds]
         loss = full_tensor(loss)
         self._end_zeroed(weights)
@@ -91,12 +97,36 @@ class PendingDecisions:
         finally:
             decision.blocks -= 1
 
+    def begin_backward(self, loss: Tensor) -> Tensor:
+        """Note a loss of a pipeline whose backward has begun, and return its scale, 0-d.
+
+        Raises:
+            RuntimeError: gradients of micro-batches before it were unscaled.
+        """
+        if any(w.has_true_gradients for w in self._weights.values()):
+            raise RuntimeError(
+                "amp.unscale_() was called between two schedule.step() of a pipeline: expected it "
+                "after the last one before optimizer.step(), since earlier stages would add scaled "
+                "gradients to true ones"
+            )
+        self._has_last_stage = True
+        with self.open(self._scaler, loss, self._weights):
+            pass
+        return next(d.scale for d in self._decisions if d.phase is Phase.OPEN)
+
+    @property
+    def _is_earlier_stage(self) -> bool:
+        """Whether losses are computed on other ranks alone."""
+        return self._ranks.staged and not self._has_last_stage
+
     def _end_zeroed(self, weights: list[MasterWeights]) -> None:
         """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
         for decision in [d for d in self._decisions if d.blocks == 0]:
             for w in weights:
-                # FSDP2 hides gradients of micro-batches that it does not synchronise
-                gone = not (self._ranks.gathered or w.has_gradients())
+                # FSDP2 hides gradients of micro-batches that it does not synchronise, and some
+                # schedules of pipelines make those of weights later
+                hidden = self._ranks.gathered or self._ranks.staged
+                gone = not (hidden or w.has_gradients())
                 if w in decision.waiting and (w in decision.zeroed or gone):
                     self.leave(w, [decision])
 
@@ -109,7 +139,7 @@ class PendingDecisions:
         w.zero_grad(set_to_none)
         self._vetoes.pop(w, None)
         for decision in [d for d in self._decisions if w in d.waiting]:
-            if decision.moves_scale:
+            if decision.moves_scale and not decision.is_decided:
                 decision.zeroed.add(w)  # its backward may still come
             else:
                 self.leave(w, [decision])
@@ -126,7 +156,7 @@ class PendingDecisions:
         return [
             optimizer
             for optimizer, w in self._weights.items()
-            if w in waiting or (by_hand and w.with_gradient() > 0)
+            if w in waiting or self._is_earlier_stage or (by_hand and w.with_gradient() > 0)
         ]
 
     def decided(self) -> list[Decision]:
@@ -158,9 +188,12 @@ class PendingDecisions:
             an empty list where there are no gradients: the step is a no-op then, as in torch.
 
         Raises:
-            RuntimeError: there is a scale, and no backward of a scaled loss.
+            RuntimeError: there is a scale, and no backward of a scaled loss; or a stage of a
+                pipeline would decide alone.
         """
         w = self._weights[optimizer]
+        if self._ranks.ran_as_stage and not self._ranks.staged:
+            raise RuntimeError(_ALONE)
         found = [d for d in self._decisions if w in d.waiting]
         if self._is_without_gradients(w, found):
             self.leave(w, found)
@@ -168,7 +201,7 @@ class PendingDecisions:
         if found or w.has_true_gradients:
             return found
         by_hand = self._scaler.loss_nonfinite
-        if by_hand is None and self._policy.scales_loss:
+        if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         scale = self._scaler.scale_tensor(device)
@@ -176,6 +209,7 @@ class PendingDecisions:
         flag = torch.zeros_like(scale) if by_hand is None else by_hand
         if by_hand is not None and moves_scale:
             flag = self._scaler.take_loss_nonfinite()
+        if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         decision = Decision(
             self._scaler,
@@ -195,15 +229,22 @@ class PendingDecisions:
     def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
         """Tell whether ``w``, which waits for ``found``, has nothing to step on.
 
-        Ranks that train together decide about every loss: others may have gradients.
+        Ranks that train together decide about every loss: others may have gradients. Stages of a
+        pipeline decide at every step: some know of no loss.
         """
         if w.has_gradients() or w.all_gradients():
             return False
-        return not self._ranks.several or not (found or self._scaler.loss_nonfinite is not None)
+        knows = found or self._scaler.loss_nonfinite is not None or self._ranks.staged
+        return not (self._ranks.several and knows)
+
+    def _may_lack_loss(self, w: MasterWeights) -> bool:
+        """Tell whether ``w`` may decide though no loss was scaled: in a pipeline."""
+        return self._is_earlier_stage or (self._ranks.staged and not w.with_gradient())
 
     def _others_with_gradients(self, w: MasterWeights) -> list[MasterWeights]:
         taken = {w, *(waits for d in self._decisions for waits in d.waiting)}
-        return [o for o in self._weights.values() if o not in taken and o.with_gradient()]
+        others = [o for o in self._weights.values() if o not in taken]
+        return [o for o in others if self._ranks.staged or o.with_gradient()]
 
     def leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Remove ``w``, whose gradients are used, from its decisions; end those without others."""
@@ -218,6 +259,13 @@ class PendingDecisions:
                 decision.waiting.remove(w)
             if not decision.waiting and decision in self._decisions:
                 self._decisions.remove(decision)
+
+
+_ALONE = (
+    "optimizer.step(): the model is a stage of a pipeline (torch.distributed.pipelining), and "
+    "would decide alone, without the gradients and losses of other stages: on every rank give the "
+    "schedule loss_fn=amp.pipeline_loss(loss_fn)"
+)
 
 
 def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:

@@ -172,6 +172,7 @@ class Stepper:
             self._decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        total = self._ranks.norm_of_stages(total)
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
         for alike in by_mesh(params):
             nn.utils.clip_grads_with_norm_(alike, max_norm, total)

@@ -1,0 +1,368 @@
+"""Two gloo ranks on CPU train the stages of one model by ``torch.distributed.pipelining``.
+
+The ranks are this file run as a script, see two_ranks.py.
+"""
+
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import Collectives
+from pipelines import MICRO, RUN, SCALE, STEPS, Alone, Staged, batches, train
+from torch import Tensor
+from two_ranks import Pair, on_ranks, serve
+
+import tritonamp
+from tritonamp.kernels.outliers import SIZE
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
+
+NORM_ULPS = 8 * 2.0**-24  # a norm is a sum in another order; the masters behind it have the bits
+
+
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Dtypes come as names from the other process."""
+    names = "dtype", "grad_dtype", "cast_outputs"
+    return {k: getattr(torch, v) if k in names and v else v for k, v in options.items()}
+
+
+@on_ranks
+def run(kind: str, fault: str | None = None, **options: Any) -> list[Any]:
+    max_norm = options.pop("max_norm", math.inf)
+    options = {"level": "O2", **arguments(options)}
+    found = train(Staged(kind, **options), fault, max_norm)
+    options |= {
+        "traced": {"traced": True},
+        "looped": {"last_first": True},  # its backwards
+        "dual V": {"micro": 2 * MICRO},
+    }.get(kind, {})
+    return [found, train(Alone(**options), fault, max_norm)]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    *[{"kind": kind} for kind in RUN],
+    *[{"kind": "1F1B", "level": level} for level in ("O0", "O1", "O3")],
+    {"kind": "1F1B", "dtype": "bfloat16"},
+    {"kind": "GPipe", "optimizer": "AdamW", "half": True},
+    {"kind": "1F1B", "half": True, "frozen": True},
+    {"kind": "1F1B", "state": "bf16"},
+    {"kind": "interleaved", "optimizer": "two"},
+    {"kind": "1F1B", "optimizer": "NAdam"},
+    *[{"kind": kind, "grad_dtype": "float32"} for kind in ("1F1B", "zero bubble")],
+    {"kind": "1F1B", "cast_outputs": None},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda o: " ".join(map(str, o.values())))
+def test_as_one_process(pair: Pair, options: dict[str, Any]) -> None:
+    (first, alone), (second, _) = run(pair, **options)
+    assert alone["losses"] in (first["losses"], second["losses"])
+    assert first["norms"] == second["norms"]
+    assert first["norms"] == pytest.approx(alone["norms"], rel=NORM_ULPS)
+    assert first["values"] | second["values"] == alone["values"]
+    assert first["state"] == second["state"] == alone["state"]
+    assert alone["state"][0] == STEPS
+
+
+FAULTS = {
+    "loss": [STEPS - 1, 1, 1, 0, SCALE, "forward fault"],
+    "activation": [STEPS - 1, 1, 1, 0, SCALE, "forward fault"],
+    "gradient": [STEPS - 1, 1, 0, 1, SCALE / 2, "scale overflow"],
+    "veto": [STEPS - 1, 1, 0, 0, SCALE, "veto"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", [kind for kind in ("1F1B", "V") if kind in RUN])
+def test_a_fault_on_one_stage_is_a_skip_of_all(pair: Pair, kind: str, fault: str) -> None:
+    (first, alone), (second, _) = run(pair, kind=kind, fault=fault)
+    assert first["state"] == second["state"] == FAULTS[fault]
+    assert first["values"] | second["values"] == alone["values"]
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_without_a_loss_scale_stages_decide_together(pair: Pair, fault: str) -> None:
+    (first, alone), (second, _) = run(pair, kind="1F1B", fault=fault, dtype="bfloat16")
+    assert first["state"] == second["state"] == alone["state"]
+    assert first["state"][:2] == [STEPS - 1, 1]
+    assert first["values"] | second["values"] == alone["values"]
+
+
+@pytest.mark.parametrize("kind", ["GPipe", "interleaved"])
+def test_clipped_by_the_norm_of_all_stages(pair: Pair, kind: str) -> None:
+    """The norm is clipped to has another last bit, so an update has another last bit or two."""
+    (first, alone), (second, _) = run(pair, kind=kind, max_norm=0.5)
+    assert min(alone["norms"]) > 0.5
+    assert first["norms"] == second["norms"]
+    assert first["norms"] == pytest.approx(alone["norms"], rel=STEPS * NORM_ULPS)
+    update = 0.1 / (1 - 0.5) * 0.5  # of SGD, at most
+    for name, found in (first["values"] | second["values"]).items():
+        bound = STEPS * update * NORM_ULPS + 2.0**-24 * max(map(abs, found))
+        far = [abs(a - b) for a, b in zip(found, alone["values"][name], strict=True)]
+        assert max(far) <= bound, name
+
+
+@on_ranks
+def outlying() -> list[Any]:
+    """The gradients of the last step are an outlier on the second rank, whose stage is the last."""
+    run = Staged(level="O2", skip_outliers=6.0)
+    for group in run.optimizers[0].param_groups:
+        group["lr"] = 0.0
+    norms = []
+    for step in range(SIZE + 1):
+        run.factor = (1.0 + 0.02 * (step % 5)) * (4.0 if step == SIZE else 1.0)
+        run.backward(batches(1)[0])
+        norms.append(float(run.amp.clip_grad_norm_(math.inf)))
+        run.step()
+    record, window = run.amp.history[-1], run.amp.state_dict()["outliers"]["0"]
+    state = run.state()
+    run.amp.disable()
+    return [record.cause, *state[:2], state[4], window, norms]
+
+
+def test_outliers_are_told_by_all_stages(pair: Pair) -> None:
+    first, second = outlying(pair)
+    assert first == second
+    assert first[:4] == ["outlier", SIZE, 1, SCALE]
+    losses, norms = first[4][:SIZE], first[4][SIZE : 2 * SIZE]
+    assert all(math.isfinite(number) and number > 0 for number in (*losses, *norms))
+
+
+@on_ranks
+def on_no_data() -> list[Any]:
+    """Memory that nobody has written is NaN, and so is what stages learn shapes from."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tritonamp").addHandler(handler)
+    torch.use_deterministic_algorithms(True)
+    run = Staged(level="O2", dtype=torch.bfloat16)
+    run.backward(batches()[0])
+    run.step()
+    torch.use_deterministic_algorithms(False)
+    logging.getLogger("tritonamp").removeHandler(handler)
+    state = run.state()
+    run.amp.disable()
+    return [said, state[0]]
+
+
+def test_forwards_for_shapes_do_not_count(pair: Pair) -> None:
+    assert on_no_data(pair) == [[[], 1], [[], 1]]
+
+
+# Loops
+
+
+def loop(run: Alone, how: str) -> list[Any]:
+    """Other loops than one schedule step for each optimizer step."""
+    first, second, third, _ = batches()
+    usual = 1.0 / MICRO if how == "summed" else 1.0
+    run.factor = math.nan if how == "a bad batch is dropped" else usual
+    if how != "by the scaler":
+        run.backward(first)
+    if how == "clipped and dropped":
+        run.amp.clip_grad_norm_(1.0)
+    if "dropped" in how:
+        run.optimizers[0].zero_grad()
+    run.factor = usual
+    run.backward(second)
+    if how == "by the scaler":
+        run.amp.scaler.unscale_(run.optimizers[0])
+        run.amp.scaler.step(run.optimizers[0])
+        run.amp.scaler.update()
+        run.optimizers[0].zero_grad()
+    else:
+        run.step()
+    run.step()  # without gradients
+    run.backward(third)
+    run.step()
+    found = [run.values(), run.state()]
+    run.amp.disable()
+    return found
+
+
+@on_ranks
+def loops(how: str) -> list[Any]:
+    found = loop(Staged(level="O2", summed=how == "summed"), how)
+    return [found, loop(Alone(level="O2", summed=how == "summed"), how)]
+
+
+@pytest.mark.parametrize(
+    "how", ["summed", "a bad batch is dropped", "clipped and dropped", "by the scaler"]
+)
+def test_other_loops(pair: Pair, how: str) -> None:
+    (first, alone), (second, _) = loops(pair, how=how)
+    assert first[1] == second[1]
+    assert first[0] | second[0] == alone[0]
+    # a step without gradients is one of stages, which cannot know whether others have any
+    assert first[1] == [alone[1][0] + 1, *alone[1][1:]]
+
+
+@on_ranks
+def forward_only() -> list[Any]:
+    """Losses of a forward alone, with parameters that were trained since."""
+    run, alone = Staged(level="O2"), Alone(level="O2")
+    x, found = batches(1)[0], []
+    for each in (run, alone):
+        each.backward(x)
+        each.step()
+    losses: list[Tensor] = []
+    if hasattr(run.schedule, "eval"):  # torch 2.11 has it, too
+        targets = {"target": x, "losses": losses} if run.has_last_stage else {}
+        with torch.no_grad():
+            run.schedule.eval(*([x] if run.has_first_stage else []), **targets)
+            expected = [alone.criterion(alone.models[0](part), part) for part in x.chunk(MICRO)]
+        found = [[float(loss) for loss in each] for each in (losses, expected)]
+    state = run.state()
+    for each in (run, alone):
+        each.amp.disable()
+    return [*found, state[0]]
+
+
+def test_forwards_alone_decide_nothing(pair: Pair) -> None:
+    _, (losses, expected, steps) = forward_only(pair)
+    assert losses == expected
+    assert steps == 1
+
+
+# What moves between ranks
+
+
+@on_ranks
+def moved(kind: str, optimizer: str) -> dict[str, int]:
+    run = Staged(kind, optimizer, level="O2")
+    with Collectives() as collectives:
+        for x in batches():
+            run.backward(x)
+            run.amp.clip_grad_norm_(1.0)
+            run.step()
+    run.amp.disable()
+    return {name: count for name, count in collectives.found.items() if not name.startswith(P2P)}
+
+
+P2P = "send", "recv"  # activations and their gradients
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "two"])
+@pytest.mark.parametrize("kind", ["1F1B", "interleaved"])
+def test_a_step_moves_seven_numbers(pair: Pair, kind: str, optimizer: str) -> None:
+    for found in moved(pair, kind=kind, optimizer=optimizer):
+        assert found == {"_allgather_base_ torch.float32 28": STEPS}
+
+
+# Checkpoints
+
+
+@on_ranks
+def resumed(folder: str, kind: str, options: dict[str, Any]) -> list[Any]:
+    """Trains, saves and trains on; resumes in other objects."""
+    path = f"{folder}/stages-of-{dist.get_rank()}.pt"
+    runs = [Staged(kind, level="O2", seed=seed, **options) for seed in (0, 1)]
+    for run in runs[:1]:
+        for x in batches():
+            run.backward(x)
+            run.amp.clip_grad_norm_(0.5)
+            run.step()
+    parts = [{"models": run.models, "optimizers": run.optimizers, "amp": run.amp} for run in runs]
+    tritonamp.save(path, **parts[0])
+    tritonamp.load(path, **parts[1])
+    found = [run.values() for run in runs]
+    for run in runs:
+        for x in batches(2):
+            run.backward(x)
+            run.amp.clip_grad_norm_(0.5)
+            run.step()
+        found.append([run.values(), run.state()])
+        run.amp.disable()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("1F1B", {"optimizer": "AdamW", "state": "8bit"}),
+        ("GPipe", {"skip_outliers": 6.0}),
+        ("interleaved", {"optimizer": "two"}),
+    ],
+)
+def test_each_rank_saves_its_stages_and_resumes_bit_for_bit(
+    pair: Pair, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    for before, loaded, continued, again in resumed(
+        pair, folder=str(tmp_path), kind=kind, options=options
+    ):
+        assert loaded == before
+        assert again == continued
+        assert continued[0] != before
+
+
+# What is refused
+
+
+@on_ranks
+def told(what: str) -> str:
+    """What this rank's pipeline says; its one stage needs no other rank."""
+    alone = {"kind": "1F1B", "level": "O2", "lone": True}
+    run = None
+    try:
+        if what == "alone":
+            run = Staged(decides=False, level="O2", dtype=torch.bfloat16)
+            run.backward(batches()[0])
+            run.step()
+        elif what == "heal":
+            run = Staged(**alone, on_nonfinite="heal")
+        elif what == "no optimizer":
+            with tritonamp.enable(torch.nn.Linear(2, 2), level="O2") as amp:
+                amp.pipeline_loss(torch.nn.functional.mse_loss)
+        elif what == "no function":
+            layer = torch.nn.Linear(2, 2)
+            with tritonamp.enable(layer, torch.optim.SGD(layer.parameters()), level="O2") as amp:
+                amp.pipeline_loss(0.5)  # type: ignore[arg-type]
+        run = run or Staged(**alone)
+        run.backward(batches()[0])
+        if what == "unscaled":
+            run.amp.unscale_()
+            run.backward(batches()[0])
+        elif what == "loss_id":
+            run.amp.backward(run.models[0](batches()[0]).sum(), loss_id=1)
+        elif what == "twice":
+            for _ in range(2):
+                run.optimizers[0].step()
+        elif what == "replay":
+            run.amp.explain(replay=True)
+        return "nothing"
+    except (RuntimeError, ValueError) as error:
+        return str(error.__cause__ or error)
+    finally:
+        if run is not None:
+            run.amp.disable()
+
+
+REFUSED = {
+    "alone": "optimizer.step(): the model is a stage of a pipeline (torch.distributed.pipelining)",
+    "heal": "on_nonfinite: expected 'skip' for a stage of a pipeline, got 'heal'",
+    "no optimizer": "this model was enabled without an optimizer",
+    "no function": "loss_fn: expected a function of output and target, got float",
+    "unscaled": "amp.unscale_() was called between two schedule.step() of a pipeline",
+    "loss_id": "loss_id: expected 0 in a pipeline",
+    "twice": "optimizer.step(): 8 parameter(s) have gradients, but no amp.backward(loss) fed",
+    "replay": "explain(replay=True): in a pipeline no rank can run a batch again by itself",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused(pair: Pair, what: str) -> None:
+    for text in told(pair, what=what):
+        assert text.startswith(REFUSED[what])
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

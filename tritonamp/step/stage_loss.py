@@ -1,0 +1,48 @@
+"""The loss function of a pipeline's schedule, whose backwards carry the loss scale."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from tritonamp.distributed.pipeline import Work, pipeline_work
+from tritonamp.kernels._transfer import transfer
+from tritonamp.policy import HALF_DTYPES
+
+
+class StageLoss:
+    """Calls a loss function; a backward of what it returns is that of the scaled loss.
+
+    The schedule runs the backward itself, and hands the losses to the user: so they keep their
+    value, and the scale goes into their gradient.
+
+    Args:
+        loss_fn: of a micro-batch's output and target.
+        look: is shown each loss.
+        begin_backward: is given each loss as its backward begins, and returns the scale, 0-d.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        look: Callable[[Tensor], None],
+        begin_backward: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._look = look
+        self._begin_backward = begin_backward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss, FP32 where it is half."""
+        loss = self._loss_fn(*args, **kwargs)
+        if not loss.requires_grad or pipeline_work() is Work.SHAPES:
+            return loss
+        self._look(loss)
+        # a tensor of its own: nobody else's hooks see its gradient
+        own = loss.float() if loss.dtype in HALF_DTYPES else loss.clone()
+        own.register_hook(partial(self._scaled, own.detach()))
+        return own
+
+    def _scaled(self, loss: Tensor, grad: Tensor) -> Tensor:
+        return grad * transfer(self._begin_backward(loss), grad.device)
