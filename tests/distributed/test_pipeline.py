@@ -3,7 +3,6 @@
 The ranks are this file run as a script, see two_ranks.py.
 """
 
-import logging
 import math
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from two_ranks import Pair, on_ranks, serve
 
 import tritonamp
+from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.kernels.outliers import SIZE
 
 pytestmark = [
@@ -137,25 +137,52 @@ def test_outliers_are_told_by_all_stages(pair: Pair) -> None:
 
 
 @on_ranks
-def on_no_data() -> list[Any]:
+def on_no_data(fault: bool) -> list[Any]:
     """Memory that nobody has written is NaN, and so is what stages learn shapes from."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tritonamp").addHandler(handler)
+    run, looked = Staged(level="O2", dtype=torch.bfloat16), []
+    look = InputLook.around
+
+    def around(self: InputLook, model: Any, signature: Any, args: Any, kwargs: Any) -> Any:
+        looked.append(bool(args[0].isfinite().all()))
+        return look(self, model, signature, args, kwargs)
+
     torch.use_deterministic_algorithms(True)
-    run = Staged(level="O2", dtype=torch.bfloat16)
-    run.backward(batches()[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputLook, "around", around)
+        run.factor = math.nan if fault else 1.0
+        run.backward(batches()[0])
     run.step()
     torch.use_deterministic_algorithms(False)
-    logging.getLogger("tritonamp").removeHandler(handler)
+    state, said = run.state(), run.amp.explain()
+    run.amp.disable()
+    return [looked, state[:3], "the input batch was not" in said]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_forwards_for_shapes_do_not_count(pair: Pair, fault: bool) -> None:
+    """Nobody looks at their input, notes it as a batch, or takes their loss for one."""
+    for looked, state, is_known in on_no_data(pair, fault=fault):
+        assert looked and all(looked)
+        assert state == ([0, 1, 1] if fault else [1, 0, 0])
+        assert is_known == fault
+
+
+@on_ranks
+def frozen_last_stage() -> list[Any]:
+    """The loss of the first micro-batch is NaN, and no gradient stays where it was computed."""
+    run, x = Staged(level="O2"), batches()[0]
+    if run.has_last_stage:
+        run.models[0].requires_grad_(False)
+        x[0] = math.nan
+    run.backward(x)
+    run.step()
     state = run.state()
     run.amp.disable()
-    return [said, state[0]]
+    return state
 
 
-def test_forwards_for_shapes_do_not_count(pair: Pair) -> None:
-    assert on_no_data(pair) == [[[], 1], [[], 1]]
+def test_a_frozen_stage_remembers_its_losses(pair: Pair) -> None:
+    assert frozen_last_stage(pair) == [[0, 1, 1, 0, SCALE, "forward fault"]] * 2
 
 
 # Loops

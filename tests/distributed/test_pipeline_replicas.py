@@ -108,8 +108,10 @@ def test_a_step_moves_seven_numbers_beside_the_engines(pair: Pair, way: str) -> 
     for found in moved(pair, way=way):
         assert found.pop("_allgather_base_ torch.float32 28") == STEPS
         kinds = {name.split()[0] for name in found}
-        engine = {"allreduce_"} if way == "DDP" else {"_allgather_base_", "_reduce_scatter_base_"}
-        assert kinds - {"send", "recv_", "recv_any_source_"} == engine
+        engine = {"_allgather_base_", "_reduce_scatter_base_"}
+        if way == "DDP":
+            engine = {"allreduce_", "broadcast_"}  # the second as it makes its buckets anew
+        assert kinds - {"send", "recv_", "recv_any_source_"} <= engine
 
 
 @on_ranks

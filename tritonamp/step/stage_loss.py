@@ -39,10 +39,9 @@ class StageLoss:
         if not loss.requires_grad or pipeline_work() is Work.SHAPES:
             return loss
         self._look(loss)
-        # a tensor of its own: nobody else's hooks see its gradient
-        own = loss.float() if loss.dtype in HALF_DTYPES else loss.clone()
-        own.register_hook(partial(self._scaled, own.detach()))
-        return own
+        wide = loss.float() if loss.dtype in HALF_DTYPES else loss
+        wide.register_hook(partial(self._scaled, wide.detach()))
+        return wide
 
     def _scaled(self, loss: Tensor, grad: Tensor) -> Tensor:
         return grad * transfer(self._begin_backward(loss), grad.device)
