@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
-from tritonamp.distributed.ranks import CHECK_EVERY
+from tritonamp.distributed.parted import CHECK_EVERY
 from tritonamp.runtime import parts
 from tritonamp.step.offload import Offload
 

@@ -1,11 +1,9 @@
-"""The processes that train one model together: they agree on every step, and detect divergence."""
+"""The processes that train one model together: they agree on every step."""
 
-import logging
 import math
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,42 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
+from tritonamp.distributed.parted import PartedCheck
 from tritonamp.distributed.pipeline import Work, pipeline_work
 from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.decide import Evidence
 from tritonamp.kernels.device import rank
-from tritonamp.readback import Readback
 
-logger = logging.getLogger("tritonamp")
-
-CHECK_EVERY = 100  # decisions
-_NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation does
 # torch 2.14 renames it, and warns of the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class _Row(NamedTuple):
-    """Numbers that each rank gives to the others, one row of a table.
-
-    Attributes:
-        loss_nonfinite: 1 where a loss was inf or NaN.
-        found_earlier: 1 where gradients that were unscaled early were not finite.
-        amax: the largest scaled gradient.
-        square_sum: of the scaled gradients.
-        scale: the loss scale.
-        taken: how many steps were taken so far.
-        loss: of this rank's batch; NaN: not known.
-    """
-
-    loss_nonfinite: float
-    found_earlier: float
-    amax: float
-    square_sum: float
-    scale: float
-    taken: float
-    loss: float
 
 
 class Resumable(Protocol):
@@ -104,9 +76,7 @@ class Ranks:
         self._left: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = (
             weakref.WeakKeyDictionary()
         )
-        self._readback: Readback | None = None
-        self._decisions = 0
-        self._warned = False
+        self._parted = PartedCheck()
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, DistributedDataParallel) and module not in self.wrappers:
                 self._attach(module)
@@ -295,11 +265,12 @@ class Ranks:
             scale,
             taken.float(),
             loss,
-        ]  # a _Row
+        ]  # a Row
         sent = torch.stack(row)
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
         _all_gather(table, sent, group=self._group)
-        self._compare(table)
+        ignored = any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
+        self._parted.look(table, self._group, one_norm=not (self.apart or ignored))
         fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
         total = square_sum.sum().reshape(1) if self.apart else mine.square_sum
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
@@ -378,65 +349,3 @@ class Ranks:
         dist.broadcast_object_list(states, group=self._group, group_src=source)
         if self._steps is not None and dist.get_rank(self._group) != source:
             self._steps.load_state_dict(states[0])
-
-    # divergence
-
-    def _compare(self, table: Tensor) -> None:
-        """Check the tables that have arrived, and start copying this one now and then."""
-        if table.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        if self._readback is None:
-            self._readback = Readback(table.double())
-        for values, _ in self._readback.ready():
-            self._check(
-                [
-                    _Row(*values[i : i + len(_Row._fields)])
-                    for i in range(0, len(values), len(_Row._fields))
-                ]
-            )
-        if self._decisions % CHECK_EVERY == 0:
-            self._readback.start(table.double(), None)
-        self._decisions += 1
-
-    def _check(self, rows: Sequence[_Row]) -> None:
-        states = [(row.scale, row.taken) for row in rows]
-        usual, _ = Counter(states).most_common(1)[0]
-        others = [rank for rank, state in enumerate(states) if state != usual]
-        if others:
-            raise RuntimeError(
-                f"{self._named(others)} parted from the others ({self._listed(states)}), so their "
-                "parameters differ: load a checkpoint, amp.load_state_dict included, on all ranks "
-                "alike, and set the scale and call step() on all or none"
-            )
-        self._check_norms(rows)
-
-    def _listed(self, states: Sequence[tuple[float, float]]) -> str:
-        """Return each scale and count of steps, with the ranks that have it."""
-        ranks = {state: [r for r, s in enumerate(states) if s == state] for state in states}
-        return "; ".join(
-            f"{self._named(own)}: loss scale {scale:g}, {taken:.0f} steps taken"
-            for (scale, taken), own in ranks.items()
-        )
-
-    def _check_norms(self, rows: Sequence[_Row]) -> None:
-        if (
-            self._warned
-            or self.apart
-            or any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
-        ):
-            return
-        norms = [row.square_sum**0.5 for row in rows]
-        good = all(
-            row.loss_nonfinite == row.found_earlier == 0 and row.amax < float("inf") for row in rows
-        )
-        if good and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
-            self._warned = True
-            logger.warning(
-                "the ranks step with different gradients, of norms "
-                f"{', '.join(f'{n:.6g}' for n in norms)}, and will part: call the DDP model, not "
-                "the module inside it, and change gradients on all ranks alike"
-            )
-
-    def _named(self, ranks: Sequence[int]) -> str:
-        numbers = [str(dist.get_global_rank(self._group, rank)) for rank in ranks]
-        return f"{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(numbers)}"
