@@ -27,8 +27,8 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
     An object is anything with `state_dict()`, a tensor (stored detached; dtype, strides and shared
     storage are kept), None, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size,
     or a list, tuple or dict of these. With torch.distributed initialised, call it on every rank:
-    the objects of the first rank that gives this path are written (rank 0's, but for stages of a
-    pipeline, each with a path of its own), and all return after that.
+    rank 0's objects are written, and all return after that. Where the Amp of a stage of a pipeline
+    is among them, a file is written for each path, by the first rank that gives it.
 
     `load(path, model=model, ...)` puts everything back, `load(path)` returns it. Once it has
     returned, the file is on the disk; at every instant before, `load` gives the old or the new
@@ -47,7 +47,9 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
             )
         content = collect(objects)
         target = os.path.realpath(path)
-    writes = gather(target).index(target) == rank()
+    # an Amp says whether its model is a stage of a pipeline
+    own = target if any(getattr(o, "_is_stage", False) for o in objects.values()) else ""
+    writes = gather(own).index(own) == rank()
     with on_all_ranks(call):
         if writes:
             _commit(target, content)

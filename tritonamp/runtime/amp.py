@@ -282,6 +282,11 @@ class Amp:
         self._parts.ranks.join_stages(process_group)
         return StageLoss(loss_fn, self._parts.first_loss.look, self._parts.pending.begin_backward)
 
+    @property
+    def _is_stage(self) -> bool:
+        """Whether ranks have other state than this one; ``tritonamp.save`` asks."""
+        return self._built.ranks.staged
+
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here."""
         feeds = self._parts.optimizers if optimizer is None else _as_list(optimizer)
