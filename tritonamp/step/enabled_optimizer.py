@@ -28,10 +28,15 @@ class EnabledOptimizer(Swapped):
     @property
     def state(self) -> Any:
         """The optimizer's state; under ``offload`` it is there once this returns."""
-        own = vars(_unwrapped(self))
+        optimizer = _unwrapped(self)
+        own = vars(optimizer)
         if own["_stepper"].offload is not None:
             own["_stepper"].offload.wait()
-        return own["state"]
+        if "state" in own:
+            return own["state"]
+        # of an optimizer around another: its class has a property, or a __getattr__, for which
+        # this is an AttributeError
+        return super(EnabledOptimizer, optimizer).state  # type: ignore[misc]
 
     @state.setter
     def state(self, state: Any) -> None:
