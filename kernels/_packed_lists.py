@@ -1,4 +1,4 @@
-"""Operations on packed state: their launches, and the lists of their samples and builds.
+"""Operations on packed state: their launches, what twins read and write, samples and builds.
 
 Parameters are half with int16 remainders, or FP32; moments are codes of one byte, see
 ``_small_state``.
@@ -15,9 +15,17 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._small_state import in_order_of_memory, join, moments_size, padded
+from tritonamp.kernels._small_state import (
+    cut,
+    encode,
+    in_memory_of,
+    in_order_of_memory,
+    join,
+    moments_size,
+    padded,
+)
 from tritonamp.kernels._tables import NUM_WARPS, Table
-from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
+from tritonamp.kernels._update_lists import Hyperparameters, PendingWrites, UpdateLists
 from tritonamp.kernels.device import WARP_SIZE
 
 LISTS = "params", "grads", "remainders", "moments"
@@ -50,6 +58,37 @@ def packed_launch(
     return table.launch_of(
         kernel, LISTS, operands, (*types, *constants), _VEC, maxnreg=maxnreg, tile=tile
     )
+
+
+def load_master_twin(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the FP32 master, shape (n,), in the order of memory of the parameter."""
+    stored = in_order_of_memory(param)
+    return stored.float() if remainder is param else join(stored, remainder[: param.numel()])
+
+
+def store_moment_twin(
+    results: PendingWrites, moment: tuple[Tensor, Tensor], x: Tensor, random: Tensor, kind: int
+) -> None:
+    """Plan to write FP32 values, shape (n,), to codes and exponents of whole blocks."""
+    codes, _ = moment
+    missing = (0, len(codes) - len(x))
+    whole, bits = (torch.nn.functional.pad(t, missing) for t in (x, random))
+    for target, value in zip(moment, encode(whole, bits, kind), strict=True):
+        results.put(target, value)
+
+
+def store_master_twin(
+    results: PendingWrites, param: Tensor, remainder: Tensor, p: Tensor, overflow: Tensor
+) -> Tensor:
+    """Plan to write a master, shape (n,); return what the parameter will be, in its order."""
+    if remainder is param:
+        results.put(param, in_memory_of(param, p))
+        return p
+    half, rest = cut(p, param.dtype)
+    results.put(remainder[: param.numel()], rest)
+    results.put_copy(param, in_memory_of(param, p), overflow)
+    results.put(param, in_memory_of(param, half))
+    return half
 
 
 def packed_lists(

@@ -16,21 +16,20 @@ from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._packed_lists import (
     LISTS,
     half_name,
+    load_master_twin,
     packed_builds,
     packed_launch,
     packed_samples,
+    store_master_twin,
+    store_moment_twin,
 )
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._small_state import (
     SIGNED,
     UNSIGNED,
-    cut,
     decode,
-    encode,
-    in_memory_of,
     in_order_of_memory,
-    join,
     load_master,
     load_moment,
     moments_of,
@@ -138,13 +137,10 @@ def adamw_8bit_torch(
     results = PendingWrites(found_inf)
     for row, rule, number in lists.rows((*LISTS, "steps")):
         param, grad, remainder, moments, steps = row
-        step, n, size = steps + 1, param.numel(), padded(param.numel())
-        is_half = remainder is not param
-        stored = in_order_of_memory(param).float()
-        before = join(in_order_of_memory(param), remainder[:n]) if is_half else stored
-        (m_codes, m_exponents), (v_codes, v_exponents) = moments_of(moments, size, 2)
-        m = decode(m_codes, m_exponents, SIGNED)[:n]
-        v = decode(v_codes, v_exponents, UNSIGNED)[:n]
+        step, n = steps + 1, param.numel()
+        before = load_master_twin(param, remainder)
+        first, second = moments_of(moments, padded(n), 2)
+        m, v = decode(*first, SIGNED)[:n], decode(*second, UNSIGNED)[:n]
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)
         grad = in_order_of_memory(grad, like=param)
@@ -152,25 +148,16 @@ def adamw_8bit_torch(
         p = decayed + update
 
         random, other = random_bits_twin(param, step, number)
-        for x, bits, kind, codes, exponents in (
-            (m, random, SIGNED, m_codes, m_exponents),
-            (v, other, UNSIGNED, v_codes, v_exponents),
-        ):
-            values, bits = (torch.nn.functional.pad(t, (0, size - n)) for t in (x, bits))
-            for target, value in zip((codes, exponents), encode(values, bits, kind), strict=True):
-                results.put(target, value)
+        store_moment_twin(results, first, m, random, SIGNED)
+        store_moment_twin(results, second, v, other, UNSIGNED)
         results.put(steps, step)
-        if is_half:
-            half, rest = cut(p, param.dtype)
-            results.put(remainder[:n], rest)
-            results.put_copy(param, in_memory_of(param, p), lists.overflow(param.device)[number])
-            results.put(param, in_memory_of(param, half))
+        overflow = lists.overflow(param.device)[number]
+        now = store_master_twin(results, param, remainder, p, overflow)
+        if lists.track_lost and remainder is not param:
             moves = (update != 0) | (before != decayed)
-            if lists.track_lost:
-                lost = torch.stack([(moves & (half == stored)).sum(), moves.sum()])
-                results.put(lists.lost(param.device)[number], lost)
-        else:
-            results.put(param, in_memory_of(param, p))
+            stays = now == in_order_of_memory(param)
+            lost = torch.stack([(moves & stays).sum(), moves.sum()])
+            results.put(lists.lost(param.device)[number], lost)
     results.write()
 
 

@@ -13,17 +13,21 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
-from tritonamp.kernels._packed_lists import LISTS, packed_builds, packed_launch, packed_samples
+from tritonamp.kernels._packed_lists import (
+    LISTS,
+    load_master_twin,
+    packed_builds,
+    packed_launch,
+    packed_samples,
+    store_master_twin,
+    store_moment_twin,
+)
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._small_state import (
     SIGNED,
-    cut,
     decode,
-    encode,
-    in_memory_of,
     in_order_of_memory,
-    join,
     load_master,
     load_moment,
     moments_of,
@@ -133,29 +137,20 @@ def lion_8bit_torch(
     results = PendingWrites(found_inf)
     for row, rule, number in lists.rows((*LISTS, "steps")):
         param, grad, remainder, moments, steps = row
-        n, size = param.numel(), padded(param.numel())
-        is_half = remainder is not param
-        stored = in_order_of_memory(param).float()
-        p = join(in_order_of_memory(param), remainder[:n]) if is_half else stored
-        ((codes, exponents),) = moments_of(moments, size, 1)
-        m = decode(codes, exponents, SIGNED)[:n]
+        step, n = steps + 1, param.numel()
+        p = load_master_twin(param, remainder)
+        (moment,) = moments_of(moments, padded(n), 1)
+        m = decode(*moment, SIGNED)[:n]
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)
         grad = in_order_of_memory(grad, like=param)
-        random, _ = random_bits_twin(param, steps + 1, number)
+        random, _ = random_bits_twin(param, step, number)
         p, m = lion_update_twin(p, grad, m, rule)
 
-        m, random = (torch.nn.functional.pad(t, (0, size - n)) for t in (m, random))
-        for target, value in zip((codes, exponents), encode(m, random, SIGNED), strict=True):
-            results.put(target, value)
-        results.put(steps, steps + 1)
-        if is_half:
-            half, rest = cut(p, param.dtype)
-            results.put(remainder[:n], rest)
-            results.put_copy(param, in_memory_of(param, p), lists.overflow(param.device)[number])
-            results.put(param, in_memory_of(param, half))
-        else:
-            results.put(param, in_memory_of(param, p))
+        store_moment_twin(results, moment, m, random, SIGNED)
+        results.put(steps, step)
+        overflow = lists.overflow(param.device)[number]
+        store_master_twin(results, param, remainder, p, overflow)
     results.write()
 
 

@@ -49,8 +49,8 @@ class Policy:
         grad_dtype: torch.float32: gradients of half parameters are added up, and under DDP reduced,
             in FP32, at two bytes a parameter more; None: they are half as the parameters are.
         state: the format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments
-            of one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam and
-            AdamW only).
+            of one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam,
+            AdamW and Lion).
         offload: "state": FP32 masters and optimizer state are in pinned host memory between steps,
             and go through the device, part by part, while the optimizer steps (of a CUDA device,
             with Adam, AdamW, SGD or Lion, without FSDP2, and outside of CUDA graphs). The bits are

@@ -235,6 +235,34 @@ def test_kernel_and_twin_leave_the_same_codes(
     assert all(map(torch.equal, kernel.steps, twin.steps))
 
 
+@each_op
+def test_many_tensors_half_and_fp32_of_different_ages(
+    triton_device: torch.device, kept: type[State]
+) -> None:
+    """More than a warp counts steps for, in two tables, half ones between FP32 ones: each has its
+    own count, and the random bits of its own number.
+    """
+    shapes = [(130 + i,) for i in range(39)]
+    halves, wide = (kept(triton_device, half, shapes=shapes) for half in (HALF, None))
+    kernel = halves.clone()
+    kernel.remainders = list(halves.remainders)
+    for i in range(1, len(kernel.params), 2):
+        kernel.params[i], kernel.remainders[i] = (wide.params[i],) * 2
+    for age, steps in enumerate(kernel.steps):
+        steps.fill_(float(age))
+    twin = kernel.clone()
+    for i in range(1, len(twin.params), 2):
+        twin.remainders[i] = twin.params[i]
+    kernel.step("triton")
+    twin.step("eager")
+    assert [s.item() for s in kernel.steps] == [age + 1.0 for age in range(40)]
+    assert all(map(torch.equal, kernel.steps, twin.steps))
+    for a, b in zip(kernel.params, twin.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2**-11)
+    pairs = zip(kernel.moments, twin.moments, strict=True)
+    assert sum(int((a != b).sum()) for a, b in pairs) <= 4  # see above
+
+
 @pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
 @pytest.mark.parametrize("half", [HALF, None], ids=str)
 @each_op
