@@ -48,7 +48,7 @@ from tritonamp.kernels.device import tl, triton
 @triton.jit
 def _update(
     at, end, params, grads, remainders, moments, stride, overflow_ptr, rates, step_count, number,
-    HALF: tl.constexpr, LOST: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Update one tile of whole blocks; return lost and moving elements as ``adamw`` does."""
     row = tl.arange(0, ROWS)
@@ -100,14 +100,14 @@ def adamw_8bit_kernel(
     for at in range(begin, whole, TILE):
         lost, moves = _update(
             at, whole, params, grads, remainders, moments, stride, overflow, rates, step_count,
-            number, HALF, LOST, TILE // 128,
+            number, HALF, TILE // 128,
         )  # fmt: skip
         all_lost += lost
         all_moves += moves
     if whole < end:
         lost, moves = _update(
             whole, end, params, grads, remainders, moments, stride, overflow, rates, step_count,
-            number, HALF, LOST, TILE // 128,
+            number, HALF, TILE // 128,
         )  # fmt: skip
         all_lost += lost
         all_moves += moves

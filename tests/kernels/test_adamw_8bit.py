@@ -239,10 +239,10 @@ def test_kernel_and_twin_leave_the_same_codes(
 def test_many_tensors_half_and_fp32_of_different_ages(
     triton_device: torch.device, kept: type[State]
 ) -> None:
-    """More than a warp counts steps for, in two tables, half ones between FP32 ones: each has its
-    own count, and the random bits of its own number.
+    """More than a warp counts steps for, in two tables, half ones between FP32 ones; a part of the
+    lists: each has its own count, and the random bits of its own number.
     """
-    shapes = [(130 + i,) for i in range(39)]
+    shapes, places = [(130 + i,) for i in range(46)], range(7, 47)
     halves, wide = (kept(triton_device, half, shapes=shapes) for half in (HALF, None))
     kernel = halves.clone()
     kernel.remainders = list(halves.remainders)
@@ -253,9 +253,12 @@ def test_many_tensors_half_and_fp32_of_different_ages(
     twin = kernel.clone()
     for i in range(1, len(twin.params), 2):
         twin.remainders[i] = twin.params[i]
-    kernel.step("triton")
-    twin.step("eager")
-    assert [s.item() for s in kernel.steps] == [age + 1.0 for age in range(40)]
+    for state, backend in ((kernel, "triton"), (twin, "eager")):
+        lists = state.lists()
+        part = lists.tensors.part(places, {})
+        stepped = UpdateLists(part, state.rules, state.groups, False, "8bit")
+        state.step_once(stepped, None, None, backend)
+    assert [s.item() for s in kernel.steps] == [age + float(age in places) for age in range(47)]
     assert all(map(torch.equal, kernel.steps, twin.steps))
     for a, b in zip(kernel.params, twin.params, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2**-11)
