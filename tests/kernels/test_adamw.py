@@ -202,6 +202,7 @@ def test_one_step_is_the_textbook_step(
         if shapes is TINY
         else [RULE, RULE._replace(decoupled_weight_decay=False, amsgrad=True)]
     )
+    rules = [*rules, RULE._replace(beta1=0.25)]  # lerp has another form below a half
     before = Tensors(device, backend, dtype, grad_dtype, None, steps, rules, shapes)
     for grad, g in zip(before.grads, before.groups, strict=True):
         if rules[g].maximize:
