@@ -4,12 +4,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch.torch_version import TorchVersion
+
 from tritonamp.kernels.device import INTERPRETED, triton_version
+
+_TRITON = TorchVersion(triton_version() or "0")
 
 if INTERPRETED:
     from triton.runtime import interpreter
 
-if INTERPRETED and triton_version() < "3.7":
+FUSES = INTERPRETED and _TRITON >= "3.9"
+"""Whether ``tl.fma`` rounds once, as on a GPU."""
+
+if INTERPRETED and _TRITON < "3.7":
     # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
     # no index of
     def _patch(tensor, scope, original=interpreter._patch_lang_tensor):
