@@ -28,7 +28,8 @@ _requires_grad = operator.attrgetter("requires_grad")
 class Scale(Protocol):
     """The owner of a loss scale: a decision, as master weights know it."""
 
-    grad_scale: Tensor
+    def unscale(self, weights: "MasterWeights") -> None:
+        """Unscale one optimizer's gradients, once decided."""
 
     def unscale_early(self, weights: "MasterWeights") -> None:
         """Unscale one optimizer's gradients because another loss is about to add its own."""
