@@ -26,6 +26,17 @@ if INTERPRETED and _TRITON < "3.7":
     interpreter._patch_lang_tensor = _patch
 
 
+if INTERPRETED:
+    # asked for each result of each operation, and makes a dictionary of all types each time
+    def _numpys(dtype, known={}, ask=interpreter._get_np_dtype):  # noqa: B006
+        found = known.get(dtype.name)
+        if found is None:
+            found = known[dtype.name] = ask(dtype)
+        return found
+
+    interpreter._get_np_dtype = _numpys
+
+
 @contextlib.contextmanager
 def prepared_once() -> Iterator[None]:
     """Have ``triton.language`` prepared once for all launches inside.
