@@ -22,6 +22,8 @@ STACK = {  # bytes: two numbers that a loop does not change may be put aside
     100: 8,  # where ptxas rather does so than take a register more
 }
 
+SHARED = {"adamw_8bit": 256 if VERSION == "3.6" else 0}  # a tile's exponents change their layout
+
 
 def faults(row: Row) -> list[str]:
     """Return what is wrong with one build: what was got, what is allowed."""
@@ -32,9 +34,10 @@ def faults(row: Row) -> list[str]:
             f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: "
             f"allowed are {stack} B of stack for what a loop does not change"
         )
-    if build.max_shared is not None and row.shared > build.max_shared:
+    shared = SHARED.get(build.name.split()[0], 0)
+    if build.max_shared is not None and row.shared > max(build.max_shared, shared):
         wrong.append(
-            f"{row.shared} B of shared memory, allowed are {build.max_shared}: "
+            f"{row.shared} B of shared memory, allowed are {max(build.max_shared, shared)}: "
             "a layout is converted"
         )
     allowed = build.max_registers if build.aligned else 255
