@@ -13,7 +13,7 @@ from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.kernels.outliers import Limit, outliers
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 
 Stats = tuple[Tensor, Tensor]
 """Results of grad_stats: magnitudes by parameter, sums of squares."""

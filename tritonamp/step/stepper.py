@@ -24,7 +24,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, on_device
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.outliers import OutlierWindows
