@@ -400,7 +400,7 @@ class Amp:
                 "amp.veto(): expected a call between amp.backward(loss) and optimizer.step(), got "
                 "one before any backward or after the step"
             )
-        self._parts.stepper.veto(flag)
+        self._parts.stepper.decider.veto(flag)
 
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
         pending = self._parts.pending.fed_optimizers()
@@ -717,7 +717,7 @@ class Amp:
             self._parts.healing.names,
             faults,
             self._parts.schedulers.state(),
-            self._parts.stepper.outlier_windows.state(self._scalers),
+            self._parts.stepper.decider.outlier_windows.state(self._scalers),
             self.policy.state,
         ).to_dict()
 
@@ -741,7 +741,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._parts.response.counts = FaultCounts.of(state.faults)
-        self._parts.stepper.outlier_windows.load_state(state.outliers, self._scalers)
+        self._parts.stepper.decider.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
 
     @between_graphs

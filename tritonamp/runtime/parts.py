@@ -36,6 +36,7 @@ from tritonamp.kernels.device import Backend
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
+from tritonamp.step.decider import Decider
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
@@ -158,14 +159,14 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
     trials = Trials(models, context, enabled_models.dtypes, healing.find, inputs_in_fp32)
     log, replays, response = _diagnosis(request, weights, healing, forwards, trials, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
+    decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers)
     stepper = Stepper(
         policy,
         backend,
         request.scaler,
         weights,
         pending,
-        log,
-        forwards,
+        decider,
         ranks,
         response,
         fp32_values.asleep,
