@@ -22,7 +22,6 @@ from torch import Tensor
 from tritonamp.functional.linear_head import (
     GradientSums,
     LinearHead,
-    LossOfLinear,
     Results,
     Tensors,
     all_at_once,
@@ -31,6 +30,8 @@ from tritonamp.functional.linear_head import (
     chunks,
     differentiable,
     dtype_of_logits,
+    results_of_linear,
+    takes_all_logits,
 )
 from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
 from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
@@ -173,26 +174,19 @@ def linear_cross_entropy(
     rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     dtype = dtype_of_logits(input, weight)
     rule = CrossEntropyRows(ignore_index, float(label_smoothing))
-    args = rows, weight, bias, targets, dtype, rule
-    # private (torch 2.11 to 2.15), see inputs.is_half
-    if torch._C._are_functorch_transforms_active() or input.is_meta or not len(targets):
-        (losses,) = all_at_once(*args)
-        return reduced(losses.view(target.shape), target, ignore_index, reduction)
     chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
+    args = rows, weight, bias, targets, dtype, rule, chunk_rows
     trains = any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    if reduction != "none" and trains and torch.is_grad_enabled():
-        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, chunk_rows, reduction)
+    makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
+    if makes_gradients and not takes_all_logits(rows, targets):
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, reduction)
         return loss
-    (losses,) = LossOfLinear.apply(*args, chunk_rows)
+    (losses,) = results_of_linear(*args)
     return reduced(losses.view(target.shape), target, ignore_index, reduction)
 
 
 def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:
-    """Say what is wrong with the arguments.
-
-    Raises:
-        ValueError: what was got, and what is expected.
-    """
+    """Raise ValueError about what is wrong with the arguments."""
     if tuple(target.shape) != rows or target.dtype is not torch.int64:
         raise ValueError(
             f"target: expected int64 classes of shape {rows}, one for each row of input, got "

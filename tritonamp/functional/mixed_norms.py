@@ -1,5 +1,6 @@
 """Norms whose result has a dtype of its own, computed in FP32 and rounded once."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.functional.inputs import min_numel
-from tritonamp.functional.norms import RMS_EPS, Norm, is_ours, numel
+from tritonamp.functional.norms import RMS_EPS, Norm, is_ours
 from tritonamp.policy import HALF_DTYPES
 
 STORED = (*HALF_DTYPES, torch.float32)  # dtypes that the kernels write
@@ -35,7 +36,7 @@ def mixed_layer_norm(
         dtype: of the result.
     """
     if _is_ours_in(dtype, input, normalized_shape, weight, bias):
-        n = numel(normalized_shape)
+        n = math.prod(normalized_shape)
         return Norm.apply(input, weight, bias, (n, eps, True, dtype, "auto"))
     x, w, b = _alike(dtype, input, weight, bias)
     return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(dtype)
@@ -61,7 +62,7 @@ def mixed_rms_norm(
         dtype: of the result.
     """
     if _is_ours_in(dtype, input, normalized_shape, weight):
-        n = numel(normalized_shape)
+        n = math.prod(normalized_shape)
         eps = RMS_EPS if eps is None else eps
         return Norm.apply(input, weight, None, (n, eps, False, dtype, "auto"))
     x, w = _alike(dtype, input, weight)

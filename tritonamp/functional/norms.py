@@ -1,5 +1,6 @@
 """Differentiable norms, also of a sum: half storage, FP32 arithmetic, weights half or FP32."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,7 +116,7 @@ def layer_norm(
     """
     if not is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     return Norm.apply(input, weight, bias, (n, eps, True, input.dtype, "auto"))
 
 
@@ -135,7 +136,7 @@ def rms_norm(
     """
     if not is_ours(input, normalized_shape, weight, least=min_numel()):
         return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     eps = RMS_EPS if eps is None else eps
     return Norm.apply(input, weight, None, (n, eps, False, input.dtype, "auto"))
 
@@ -164,7 +165,7 @@ def add_layer_norm(
     if not _is_our_sum(input, residual, normalized_shape, weight, bias):
         total = input + residual
         return total, layer_norm(total, normalized_shape, weight, bias, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     return AddNorm.apply(input, residual, weight, bias, n, eps, True, "auto")
 
 
@@ -190,7 +191,7 @@ def add_rms_norm(
     if not _is_our_sum(input, residual, normalized_shape, weight):
         total = input + residual
         return total, rms_norm(total, normalized_shape, weight, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     eps = RMS_EPS if eps is None else eps
     return AddNorm.apply(input, residual, weight, None, n, eps, False, "auto")
 
@@ -232,8 +233,3 @@ def fit(input: Tensor, shape: tuple[int, ...], weights: list[Tensor], least: int
         return False
     mixed = any(w.dtype is not input.dtype for w in weights)
     return mixed or not input.is_cuda or input.numel() >= least
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Return how many elements a tensor of this shape has."""
-    return torch.Size(shape).numel()
