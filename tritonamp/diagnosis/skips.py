@@ -26,98 +26,76 @@ _OUR_STEP = (
 )
 
 
-class _Facts(NamedTuple):
-    words: str
-    advice: str
-    replayable: bool = False
-    scale_moves: bool = False
-    lasting: bool = False
-    asked_for: bool = False
-
-
 class Cause(enum.Enum):
-    """Why a step was skipped. The value is the name in words that users see.
+    """Why a step was skipped. The value is the name in words that users see."""
 
-    Attributes:
-        advice: what to do; "{where}" in it stands for the suspects.
-        replayable: running the batch again may name the operation.
-        scale_moves: a lower loss scale is the answer; nobody has to do anything.
-        lasting: it does not go away by itself, so its text says since when it is there.
-        asked_for: the user's program wanted the skip; it is no fault.
-    """
+    DATA = "data"
+    FORWARD = "forward fault"
+    SCALE = "scale overflow"
+    BACKWARD = "backward fault"
+    PARAMETERS = "bad parameters"
+    DIVERGENCE = "divergence"
+    EXHAUSTED = "scale exhausted"
+    OUTLIER = "outlier"
+    VETO = "veto"
 
-    advice: str
-    replayable: bool
-    scale_moves: bool
-    lasting: bool
-    asked_for: bool
+    @property
+    def advice(self) -> str:
+        """What to do; "{where}" in it stands for the suspects."""
+        return _ADVICE[self]
 
-    def __new__(
-        cls,
-        words: str,
-        advice: str,
-        replayable: bool,
-        scale_moves: bool,
-        lasting: bool,
-        asked_for: bool,
-    ) -> "Cause":
-        cause = object.__new__(cls)
-        cause._value_ = words
-        cause.advice = advice
-        cause.replayable = replayable
-        cause.scale_moves = scale_moves
-        cause.lasting = lasting
-        cause.asked_for = asked_for
-        return cause
+    @property
+    def replayable(self) -> bool:
+        """Whether running the batch again may name the operation."""
+        return self in (Cause.FORWARD, Cause.BACKWARD, Cause.EXHAUSTED)
 
-    DATA = _Facts("data", "Clean the data, or drop these samples.")
-    FORWARD = _Facts(
-        "forward fault",
+    @property
+    def scale_moves(self) -> bool:
+        """Whether a lower loss scale is the answer, so that nobody has to do anything."""
+        return self is Cause.SCALE
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it does not go away by itself, so that its text says since when it is there."""
+        return self is Cause.PARAMETERS
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the user's program wanted the skip; it is no fault."""
+        return self in (Cause.OUTLIER, Cause.VETO)
+
+
+_ADVICE = {
+    Cause.DATA: "Clean the data, or drop these samples.",
+    Cause.FORWARD: (
         "A lower scale cannot help. Look in {where} for values above 65504, constants such as -1e9 "
-        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely.",
-        replayable=True,
-    )
-    SCALE = _Facts(
-        "scale overflow",
-        "The scale was lowered; single skips of this kind are how it finds its level.",
-        scale_moves=True,
-    )
-    BACKWARD = _Facts(
-        "backward fault",
+        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
+    ),
+    Cause.SCALE: "The scale was lowered; single skips of this kind are how it finds its level.",
+    Cause.BACKWARD: (
         "A lower scale does not help: look in the backward of the last module named for sqrt and "
-        "norms at 0, division by 0 behind a mask, and logarithms.",
-        replayable=True,
-    )
-    PARAMETERS = _Facts(
-        "bad parameters",
+        "norms at 0, division by 0 behind a mask, and logarithms."
+    ),
+    Cause.PARAMETERS: (
         "Skipped steps leave parameters alone, so something else wrote them: a loaded checkpoint, "
         "an initialisation, an averaged copy, or a weight above 65504 that float16 cannot hold. "
-        "Load the last good checkpoint.",
-        lasting=True,
-    )
-    DIVERGENCE = _Facts(
-        "divergence",
+        "Load the last good checkpoint."
+    ),
+    Cause.DIVERGENCE: (
         "No precision helps: lower the learning rate{rates}, warm it up over the first steps, clip "
         "gradients (amp.clip_grad_norm_(1.0)), and look for outliers in data and targets. The "
-        "weights are spoilt: begin anew, or from the last good checkpoint.",
-    )
-    EXHAUSTED = _Facts(
-        "scale exhausted",
+        "weights are spoilt: begin anew, or from the last good checkpoint."
+    ),
+    Cause.EXHAUSTED: (
         "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "
-        "NaN in the backward of the last module named, or train it in FP32 with fp32_modules.",
-        replayable=True,
-    )
-    OUTLIER = _Facts(
-        "outlier",
+        "NaN in the backward of the last module named, or train it in FP32 with fp32_modules."
+    ),
+    Cause.OUTLIER: (
         "Look at the batch; a run that really changes its level goes on after 4 such skips. "
-        "skip_outliers=None takes every step.",
-        asked_for=True,
-    )
-    VETO = _Facts(
-        "veto",
-        "The loss scale, parameters and optimizer state are as they were.",
-        asked_for=True,
-    )
+        "skip_outliers=None takes every step."
+    ),
+    Cause.VETO: "The loss scale, parameters and optimizer state are as they were.",
+}
 
 
 class Writer(NamedTuple):
