@@ -46,10 +46,6 @@ class NonFiniteError(RuntimeError):
     """Raised under ``on_nonfinite="raise"`` for skips that no lower scale could have avoided."""
 
 
-InFp32 = Callable[[Sequence[Snapshot]], Fp32Run | None]
-"""Runs forwards again in FP32."""
-
-
 class RunNames(Protocol):
     """Names in the models of a run, looked up anew each time: parameters may be added."""
 
@@ -66,11 +62,7 @@ class RunNames(Protocol):
 class StepLog:
     """Counts of all decisions, a history of the last ones, and the causes of skips.
 
-    Args:
-        names: names in the models.
-        dtype: the half format.
-        log_skips: log a line for each skip, once its numbers have arrived, without waiting for the
-            device.
+    With ``log_skips`` each skip is a line in the log once its numbers have arrived.
 
     Attributes:
         history: the history of steps that were read.
@@ -121,11 +113,7 @@ class StepLog:
     ) -> None:
         """Process the results that have arrived, and start copying those of a new decision.
 
-        Args:
-            rule: of its loss scale.
-            batches: the forwards that led to it.
-            loss: 0-d on the device; None: not known.
-            untouched: nobody but the last step has written to the parameters since.
+        See ``Attached``; ``loss`` is 0-d on the device, None where it is not known.
         """
         self._rule = rule
         counts = self._device_record.counts
@@ -147,7 +135,7 @@ class StepLog:
     def decided_again(self, rule: ScaleRule) -> None:
         """Copy the results of the last decision anew: it was undone, and made again."""
         if not self._device_record.is_captured:
-            self._device_record.restart_reading(Attached(rule, ()))
+            self._device_record.start_reading(Attached(rule, ()), again=True)
 
     def collect(self, wait: bool = False) -> None:
         """Process the results that have arrived; with ``wait``, wait for all requested ones."""
@@ -185,14 +173,7 @@ class StepLog:
     def _explain(
         self, values: Sequence[float], attached: Attached, loss: float | None, exact: bool
     ) -> Explanation:
-        """Explain a skip from the numbers of its decision.
-
-        Args:
-            values: the numbers of the device, without the loss.
-            attached: facts of the decision that the host knows.
-            loss: the loss; None: inf, NaN or not known.
-            exact: whether it was the last decision, not an earlier one.
-        """
+        """Explain a skip from the numbers of the device, without the loss; see ``Skip``."""
         rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
             outcome=int(values[SKIPPED]),
@@ -214,11 +195,13 @@ class StepLog:
         return self._find_cause(skip, attached.batches)
 
     def _find_cause(
-        self, skip: Skip, batches: Sequence[Snapshot], in_fp32: InFp32 | None = None
+        self,
+        skip: Skip,
+        batches: Sequence[Snapshot],
+        in_fp32: Callable[[], Fp32Run | None] | None = None,
     ) -> Explanation:
         growth = functools.partial(self._growth, skip.loss)
-        again = None if in_fp32 is None else functools.partial(in_fp32, batches)
-        steps = Steps(self._model_names.writers(), growth, again)
+        steps = Steps(self._model_names.writers(), growth, in_fp32)
         return find_cause(skip, data_in(batches), self._model_names.tensors(), steps)
 
     def _growth(self, loss: float | None) -> Growth:
@@ -238,8 +221,8 @@ class StepLog:
             return self._explain(values, Attached(self._rule, ()), None, exact)
         return self.last
 
-    def reconsidered(self, in_fp32: InFp32) -> Explanation | None:
-        """Explain the last skip anew, now that its batch may run in FP32.
+    def reconsidered(self, in_fp32: Callable[[], Fp32Run | None]) -> Explanation | None:
+        """Explain the last skip anew, now that ``in_fp32`` may run its batch again.
 
         The same as ``explanation`` if a step was taken since.
         """

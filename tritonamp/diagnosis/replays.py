@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,37 +49,6 @@ _IN_THE_LOSS = (
 )
 
 
-class Fp32Runs(NamedTuple):
-    """Runs forwards again in FP32.
-
-    Attributes:
-        models: the enabled ones.
-        trials: says how they compute in FP32.
-    """
-
-    models: list[nn.Module]
-    trials: TrialBlocks
-
-    def of_batches(self, batches: Sequence[Snapshot]) -> Fp32Run | None:
-        """Return what the forwards of snapshots give; None: they cannot run again."""
-        return self.of_functions([batch.run for batch in batches])
-
-    def of_functions(self, functions: Sequence[Callable[[], Any]]) -> Fp32Run | None:
-        """Return what functions give together; None: there are none, or one has raised."""
-        if not functions:
-            return None
-        try:
-            results = [
-                t
-                for function in functions
-                for t in result_of(self.models, function, self.trials.in_fp32())
-            ]
-            loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
-            return Fp32Run(all(map(is_finite, results)), loss)
-        except Exception:  # the user's code raised: growth alone has to tell
-            return None
-
-
 class Replays:
     """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
 
@@ -114,6 +83,22 @@ class Replays:
         self._ranks = ranks
         self._remedies: dict[tuple[str, str | None], Remedy | None] = {}
         self.healed: list[str] = []
+
+    def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
+        """Return what the forwards of the last skip, or a function, give together in FP32.
+
+        None: there are none, or one has raised.
+        """
+        runs = [replay] if callable(replay) else [batch.run for batch in self._log.batches]
+        if not runs:
+            return None
+        try:
+            found = [result_of(self._models, run, self._trials.in_fp32()) for run in runs]
+            results = [t for of_one in found for t in of_one]
+            loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
+            return Fp32Run(all(map(is_finite, results)), loss)
+        except Exception:  # the user's code raised: growth alone has to tell
+            return None
 
     def replay(self, replay: bool | Callable[[], Any] = True) -> Finding:
         """Run the forwards of the last skip again, where none was skipped the last ones.

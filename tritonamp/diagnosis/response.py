@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, Ranks, explanation_of_all
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.remedies import CURED_BY_FP32
-from tritonamp.diagnosis.replay import FaultReport, Snapshot
-from tritonamp.diagnosis.replays import Fp32Runs, Replays
+from tritonamp.diagnosis.replay import FaultReport
+from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
 
@@ -31,7 +30,6 @@ class Response:
         heal: makes the module of a name compute in FP32.
         forwards: the last forwards.
         replays: runs forwards again.
-        fp32_runs: runs forwards again in FP32.
         ranks: that train together.
 
     Attributes:
@@ -45,7 +43,6 @@ class Response:
         heal: Callable[[str], None],
         forwards: Forwards,
         replays: Replays,
-        fp32_runs: Fp32Runs,
         ranks: Ranks,
     ) -> None:
         self._policy = policy
@@ -53,7 +50,6 @@ class Response:
         self._heal = heal
         self._forwards = forwards
         self._replays = replays
-        self._fp32_runs = fp32_runs
         self._ranks = ranks
         self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
         self._vanished = ""  # what was found in a good batch
@@ -93,7 +89,7 @@ class Response:
             return
         with self._ranks.alone() as hindrance:  # around all that runs again
             if not hindrance:
-                explanation = self._explained(self._log.reconsidered(self._fp32_runs.of_batches))
+                explanation = self._explained(self._log.reconsidered(self._replays.run_in_fp32))
                 assert explanation is not None
             replayable = explanation.cause.replayable
             counts = self.counts = self.counts.with_fault(replayable)
@@ -155,15 +151,10 @@ class Response:
         """
         if replay is False:
             return self._told(self._log.explanation(), False)
-        in_fp32 = self._fp32_runs.of_batches
-        if callable(replay):
-            in_fp32 = functools.partial(self._in_fp32, replay)
+        in_fp32 = functools.partial(self._replays.run_in_fp32, replay)
         with self._ranks.alone() as hindrance:
             mine = self._log.explanation() if hindrance else self._log.reconsidered(in_fp32)
             return self._told(self._explained(mine), replay)
-
-    def _in_fp32(self, function: Callable[[], Any], _: Sequence[Snapshot]) -> Fp32Run | None:
-        return self._fp32_runs.of_functions([function])
 
     def _told(self, explanation: Explanation | None, replay: bool | Callable[[], Any]) -> str:
         drift = self._log.drift()
