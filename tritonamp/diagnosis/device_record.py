@@ -55,17 +55,7 @@ class DeviceRecord:
     def place(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
     ) -> Record | None:
-        """Return where the decision about the gradients of ``params`` is to be noted.
-
-        Args:
-            params: one list for each optimizer. The lists do not change: other parameters come in
-                other lists.
-            device: where the decision is made.
-            ranks: behind the parameters the decision has a magnitude for each of these.
-
-        Returns:
-            None where there is no such place yet.
-        """
+        """Return the place of a decision, see ``StepLog.record``; None: there is none yet."""
         found = self._places.get(tuple(map(id, params)))
         if found is None or ranks != self._ranks or found[0].numbers.device != device:
             return None
@@ -82,17 +72,11 @@ class DeviceRecord:
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
         size = RECORD + len(ranks) + len(self._names)
         numbers = self._numbers
-        if (
-            numbers is None
-            or len(numbers) != size
-            or numbers.device != device
-            or ranks != self._ranks
-        ):
+        made_for = size, device, ranks
+        if numbers is None or made_for != (len(numbers), numbers.device, self._ranks):
             numbers = self._make_room(size, device, ranks)
-        found = [
-            *range(len(flat), len(flat) + len(ranks)),
-            *(positions.get(p, -1) for p in self._names),
-        ]
+        of_ranks = range(len(flat), len(flat) + len(ranks))
+        found = [*of_ranks, *(positions.get(p, -1) for p in self._names)]
         record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device))
         self._places[tuple(map(id, params))] = record, params
         return record
@@ -122,15 +106,11 @@ class DeviceRecord:
             self._loss.fill_(math.nan) if loss is None else self._loss.copy_(loss)
             self._knows_loss = loss is not None
 
-    def start_reading(self, attached: Attached) -> None:
-        """Start copying the record to the host."""
+    def start_reading(self, attached: Attached, again: bool = False) -> None:
+        """Start copying the record to the host; ``again``: in the place of the last copy."""
         assert self._readback is not None and self._copied is not None
-        self._readback.start(self._copied, attached)
-
-    def restart_reading(self, attached: Attached) -> None:
-        """Copy the record again, in the place of the last copy; ``attached`` if that was read."""
-        assert self._readback is not None and self._copied is not None
-        self._readback.restart(self._copied, attached)
+        start = self._readback.restart if again else self._readback.start
+        start(self._copied, attached)
 
     def cancel_last_reading(self) -> None:
         """Drop the copy that was started last."""

@@ -120,11 +120,7 @@ class WeightSizes:
         self._seen = 0  # steps
 
     def before_step(self, counts: Tensor) -> None:
-        """Note that a step is about to be taken, or skipped.
-
-        Args:
-            counts: how many were taken, and skipped for one reason or another, this one included.
-        """
+        """Note that a step is about to be taken, or skipped; ``counts`` include it."""
         self._seen += 1
         if self._seen & (self._seen - 1) == 0:
             norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
@@ -142,13 +138,9 @@ class WeightSizes:
     def growth(self, taken: int, calm: Collection[int] = ()) -> tuple[float, tuple[float, float]]:
         """Return how many times larger the weights are than they were; the largest then, and now.
 
-        Growth at an even pace counts as none: weights of zero become larger at any rate. Nor does
-        growth until the last calm step: with the weights of then, the loss was as it should be.
-        Waits for the device.
-
-        Args:
-            taken: how many steps were taken.
-            calm: numbers of the steps that were taken with a usual loss.
+        Growth at an even pace of the ``taken`` steps counts as none: weights of zero become larger
+        at any rate. Nor does growth until the last of the ``calm`` steps: with the weights of then,
+        the loss was as it should be. Waits for the device.
         """
         now = _read(self._sizes(_largest_finite))
         found: list[tuple[float, float, float]] = []

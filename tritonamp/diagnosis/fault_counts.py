@@ -30,11 +30,7 @@ class FaultCounts(NamedTuple):
         return {**self._asdict(), "by_module": dict(self.by_module)}
 
     def with_fault(self, replayable: bool) -> "FaultCounts":
-        """Return the counts with one more fault.
-
-        Args:
-            replayable: a replay can find it.
-        """
+        """Return the counts with one more fault, which a replay can find if ``replayable``."""
         return self._replace(in_a_row=self.in_a_row + 1, seen=self.seen + replayable)
 
     def with_module(self, name: str) -> "FaultCounts":

@@ -92,22 +92,12 @@ class History:
         self.records.append(record)
 
     def begin_skip(self, step: int, untouched: bool) -> None:
-        """Note, before the cause is known, what has written the parameters.
-
-        Args:
-            step: number of the skipped one.
-            untouched: nobody but the last step has written to the parameters since.
-        """
+        """Note, before the cause is known, what has written the parameters; see ``Attached``."""
         if not self.since:
             self.wrote = step - 1 if untouched and self.last_taken == step - 1 else 0
 
     def add_skip(self, found: Explanation, scale: float) -> None:
-        """Note a skip.
-
-        Args:
-            found: its explanation.
-            scale: the loss scale of the decision.
-        """
+        """Note a skip, and the loss scale of its decision."""
         skip, cause = found.skip, found.cause
         self.since = (self.since or skip.step) if cause.lasting else 0
         self.causes[cause.value] += 1
