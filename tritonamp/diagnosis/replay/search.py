@@ -16,7 +16,7 @@ from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
 from tritonamp.diagnosis.replay.model_names import ModelNames
-from tritonamp.diagnosis.replay.snapshots import devices, restore_training, training_flags
+from tritonamp.diagnosis.replay.snapshots import training_preserved
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
@@ -95,9 +95,9 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
-    flags = training_flags(modules)
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
+    written = [b for b, _ in values]
     params = [p for m in models for p in m.parameters()]
     grads = [p.grad for p in params]
     for p in params:
@@ -106,8 +106,9 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
         # writes count as none: what watches versions must not take the replay for the user
         # (private, and what FSDP2 itself uses, from torch 2.11 to 2.15)
         with (
-            preserve({d for m in models for d in devices(m)}),
-            preserve_versions((*params, *(b for b, _ in values))),
+            preserve({t.device for t in (*params, *written)}),
+            preserve_versions((*params, *written)),
+            training_preserved(modules),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
             # others run other batches, or none: to wait for them may be to wait for ever
@@ -126,7 +127,6 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
     finally:
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
-        restore_training(flags)
 
 
 class _Replay:

@@ -1,8 +1,9 @@
 """What a forward depends on beside the weights, recorded so that it can run again."""
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +20,15 @@ class BatchGoneError(RuntimeError):
     """The batch of a snapshot is no longer there, or no longer what it was."""
 
 
-def training_flags(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
-    """Return each module with its training flag, for ``restore_training``."""
-    return [(module, module.training) for module in modules]
-
-
-def restore_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Set the training flags to what ``training_flags`` has returned."""
-    for module, flag in flags:
-        module.training = flag
-
-
-def devices(model: nn.Module) -> set[torch.device]:
-    """Return the devices of parameters and buffers."""
-    return {t.device for t in [*model.parameters(), *model.buffers()]}
+@contextlib.contextmanager
+def training_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put the training flags of modules back at the end."""
+    flags = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
 
 class Snapshot:
@@ -161,15 +157,15 @@ class Snapshot:
             BatchGoneError: see ``arguments``.
         """
         args, kwargs = self.arguments()
-        before, flags = AmbientState.now(), training_flags(self.model.modules())
-        if self.model.training is not self.training:
-            self.model.train(self.training)
-        self.ambient.restore()
-        try:
-            return getattr(self.model, self.method)(*args, **kwargs)
-        finally:
-            before.restore()
-            restore_training(flags)
+        before = AmbientState.now()
+        with training_preserved(self.model.modules()):
+            if self.model.training is not self.training:
+                self.model.train(self.training)
+            self.ambient.restore()
+            try:
+                return getattr(self.model, self.method)(*args, **kwargs)
+            finally:
+                before.restore()
 
     def follow(self, output: Any) -> Any:
         """Remember the output while it lives, and the gradients that arrive at it.
