@@ -20,12 +20,9 @@ MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
 
 class Forwards:
-    """Snapshots of the forwards since the last decision.
+    """Snapshots of the forwards since the last decision, with their batches until it is known.
 
-    A snapshot holds its batch until the decision is known.
-
-    Args:
-        gradients: also keep the gradients that arrive at the outputs, to run the backward again.
+    With ``gradients`` those that arrive at the outputs are kept, too, to run the backward again.
 
     Attributes:
         recent: snapshots of the last decision.
@@ -47,12 +44,7 @@ class Forwards:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Snapshot | None:
-        """Record a forward that is about to run.
-
-        Returns:
-            what ``after`` and ``failed`` take; None: the forward is of no interest, or a snapshot
-            of it would be wrong.
-        """
+        """Record a forward that is about to run; None: it is of no interest, or must not be."""
         if not torch.is_grad_enabled() or is_traced():
             return None
         snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs, alone=False)

@@ -55,12 +55,9 @@ def remedy_of(
     search: Callable[[AbstractContextManager[None]], FaultReport | None],
     trials: TrialBlocks,
 ) -> Remedy | None:
-    """Return what cures a fault; None: nothing is there to try.
+    """Return what cures the fault of a batch; None: nothing is there to try.
 
-    Args:
-        fault: of a batch.
-        search: runs the batch again inside of a block, and returns the fault of that.
-        trials: gives the blocks.
+    ``search`` runs the batch again inside of a block, and returns the fault of that.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
         return None

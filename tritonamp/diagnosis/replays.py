@@ -53,17 +53,7 @@ class Replays:
     """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
 
     Where ranks train together each runs its own, all at the same step, and all have one report.
-
-    Args:
-        models: the enabled ones.
-        policy: of the Amp.
-        log: knows the last skip, and the forwards that led to it.
-        forwards: knows the last ones.
-        trials: what a fault may be cured by.
-        ranks: that train together.
-
-    Attributes:
-        healed: names of modules that were healed because of what was found.
+    ``healed`` names modules that were healed because of what was found.
     """
 
     def __init__(

@@ -24,16 +24,7 @@ class Response:
     Ranks that train together have taken one decision: all come here at the same step. What each has
     found they put together, and go on from that alone, so that all say, heal and raise the same.
 
-    Args:
-        policy: the policy of the Amp.
-        log: the log, which knows the cause of the last skip.
-        heal: makes the module of a name compute in FP32.
-        forwards: the last forwards.
-        replays: runs forwards again.
-        ranks: that train together.
-
-    Attributes:
-        counts: the counts of faults so far.
+    ``heal`` makes the module of a name compute in FP32; ``counts`` are of the faults so far.
     """
 
     def __init__(
@@ -57,10 +48,7 @@ class Response:
         forwards.holds_recent = policy.on_nonfinite in ("explain", "heal")
 
     def __call__(self, skipped: bool) -> None:
-        """Carry out the policy's response to a decision.
-
-        Args:
-            skipped: whether it was a skip.
+        """Carry out the policy's response to a decision: to skip, or to step.
 
         Raises:
             NonFiniteError: under "raise", where a lower scale cannot help.
@@ -114,11 +102,7 @@ class Response:
         logger.log(logging.WARNING if is_news else logging.INFO, text)
 
     def _explained(self, mine: Explanation | None) -> Explanation | None:
-        """Return, and note, the explanation of all ranks; None: on none was a step skipped.
-
-        Args:
-            mine: of the last skip, on this rank.
-        """
+        """Return, and note, the explanation of all ranks; None: on none was a step skipped."""
         found = {r: one for r, one in self._ranks.gather(mine).items() if one is not None}
         if not found:
             return None

@@ -41,12 +41,9 @@ class Backward:
         self.params = params
 
     def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
-        """Return the gradients of the parameters, as they are stored.
+        """Return the gradients of the parameters at a loss scale, as they are stored.
 
-        Args:
-            scale: the loss scale.
-            keep_none: with None for parameters that the outputs do not depend on, which are left
-                out otherwise.
+        Parameters that the outputs do not depend on are left out, or None with ``keep_none``.
         """
         outputs = self.outputs
         seeds = [g * (scale / self.scale) for g in self.seeds if g is not None] or None
