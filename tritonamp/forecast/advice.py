@@ -179,20 +179,13 @@ def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
             or not (policy.op_policy or policy.cast_model)
         ):
             continue
-        odd = [f"{name}={size}" for name, size in _matrix(module) if size >= _SMALL and size % 8]
+        odd = [(name, size) for name, size in _matrix(module) if size >= _SMALL and size % 8]
         if odd:
-            rounded = ", ".join(
-                f"{n}={math.ceil(int(s) / 8) * 8}" for n, s in (text.split("=") for text in odd)
-            )
-            why = f"{', '.join(odd)}: not a multiple of 8, so Tensor Cores run slower or not at all"
-            yield Finding(
-                "tensor cores",
-                path,
-                why,
-                f"pad to {rounded}",
-                problem=False,
-                weight=weight.numel() / total,
-            )
+            sizes = ", ".join(f"{name}={size}" for name, size in odd)
+            padded = ", ".join(f"{name}={math.ceil(size / 8) * 8}" for name, size in odd)
+            why = f"{sizes}: not a multiple of 8, so Tensor Cores run slower or not at all"
+            share = weight.numel() / total
+            yield Finding("tensor cores", path, why, f"pad to {padded}", False, share)
 
 
 def _matrix(module: nn.Module) -> list[tuple[str, int]]:

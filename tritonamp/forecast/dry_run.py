@@ -30,13 +30,7 @@ _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 
 
 class DryRun(Recorder):
-    """What a dry run sees.
-
-    Args:
-        model: whose copy runs; its half parameters, if any, are taken as FP32.
-        batch: of the model.
-        loss_fn: as for ``run_copy``, which says what is raised, too.
-        policy: that the copy is enabled with.
+    """What a dry run sees, see ``run_copy``.
 
     Attributes:
         loss: its value.

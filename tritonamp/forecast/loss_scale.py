@@ -149,11 +149,10 @@ def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Find
             return
         why = "the gradient overflows at every loss scale"
         if seen.max_scale >= MIN_SCALE:
-            largest = (
-                f"2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does not "
-                "overflow"
+            why = (
+                f"at 2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does "
+                f"not overflow, the gradient of {seen.lost[0]} is zero"
             )
-            why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
         cures = tuple(
             sorted({r.module for r in records if r.half and r.scaled and r.sizes.amax >= limit})

@@ -189,7 +189,7 @@ def _inputs(model: nn.Module, batch: Any) -> Batch:
         ValueError: a Mapping whose keys are not those of the model's forward.
     """
     if not isinstance(batch, Mapping):
-        return Batch(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     kwargs = dict(batch)
     try:
         inspect.signature(model.forward).bind(**kwargs)
@@ -199,7 +199,7 @@ def _inputs(model: nn.Module, batch: Any) -> Batch:
             f"{signature_of(model.forward)}, got a Mapping of {', '.join(map(str, kwargs))} "
             f"({error}): a dict that is one input goes into a tuple, (batch,)"
         ) from error
-    return Batch((), kwargs)
+    return (), kwargs
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -211,13 +211,12 @@ def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _plain(record: TensorRecord) -> dict[str, Any]:
-    kept = ("op", "shape", "half", "parameter", "backward", "scaled")
-    sizes = {name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")}
+    own = ("op", "shape", "half", "parameter", "backward", "scaled")
     return {
         "module": record.module,
         "line": record.place.line,
-        **{n: getattr(record, n) for n in kept},
-        **sizes,
+        **{name: getattr(record, name) for name in own},
+        **{name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")},
     }
 
 
@@ -275,15 +274,12 @@ def _backward(seen: Outlook) -> str:
 
 
 def _scale(seen: Outlook) -> str:
+    largest = power(seen.max_scale)
     if seen.max_scale < MIN_SCALE:
         return f"no loss scale fits, the gradient in {seen.limited_by} overflows at every one"
     if seen.lost:
-        return (
-            f"no loss scale fits, at {power(seen.max_scale)} the gradient of {seen.lost[0]} is zero"
-        )
-    limit = ""
-    if seen.limited_by:
-        limit = f" ({power(seen.max_scale)} is the largest, for {seen.limited_by})"
+        return f"no loss scale fits, at {largest} the gradient of {seen.lost[0]} is zero"
+    limit = f" ({largest} is the largest, for {seen.limited_by})" if seen.limited_by else ""
     return f"loss scale {power(seen.scale)} fits{limit}"
 
 
