@@ -106,10 +106,7 @@ class Carried(NamedTuple):
 class Results(WatchedCopy):
     """Sees each floating result of an operation; random numbers are drawn alike at every level.
 
-    Args:
-        side: the level.
-        wholes: paths of modules of which only the output is seen, as each level computes it in its
-            own way.
+    Of modules at the paths ``wholes`` only the output is seen: each level has its own way to it.
     """
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
@@ -171,11 +168,7 @@ class Results(WatchedCopy):
 
 
 class Reference(Results):
-    """Keeps every result.
-
-    Attributes:
-        kept: copies, by what they are, in the order in which they were computed.
-    """
+    """Keeps a copy of every result, by what it is, in the order in which they were computed."""
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
         super().__init__(side, wholes)
@@ -198,13 +191,7 @@ class Compared(Results):
     """
 
     def __init__(self, side: Side, reference: Reference, dtype: torch.dtype) -> None:
-        """Prepare for a run.
-
-        Args:
-            side: the level.
-            reference: has run.
-            dtype: whose ulps are counted.
-        """
+        """Prepare for a run beside ``reference``, which has run; ``dtype``: whose ulps count."""
         super().__init__(side, reference.wholes)
         self.differences: list[Difference] = []
         self.unmatched = 0
@@ -213,7 +200,10 @@ class Compared(Results):
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
         known = Carried.of_all(inputs)
-        reference = self._counterpart(key, known.scaled)
+        kept = self._kept.get(key)
+        reference = kept.popleft() if kept else None
+        if reference is not None and known.scaled:
+            reference = reference * self._rescale
         if key.op.startswith("to ") and reference is None:
             known = Carried.of(inputs[0])
             reference = known.reference if key.op in CASTS else None
@@ -226,28 +216,19 @@ class Compared(Results):
     def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         Carried.of_all(inputs).put_on(output)
 
-    def _counterpart(self, key: Key, scaled: bool) -> Tensor | None:
-        kept = self._kept.get(key)
-        if not kept:
-            return None
-        return kept.popleft() * self._rescale if scaled else kept.popleft()
-
     def _compared(
         self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Carried
     ) -> Carried:
         """Note the difference, and return what ``output`` carries."""
         largest = float(reference.abs().max())
         noise = known.noise or largest <= _noise(key.op, output, inputs) * known.largest
+        known = known._replace(reference=reference, largest=largest, noise=noise)
         if noise:
-            return Carried(reference, known.ulps, largest, True, known.scaled)
+            return known
         ulps, worst = ulps_between(output.detach(), reference, self._dtype)
-        shape = tuple(output.shape)
-        self.differences.append(
-            Difference(
-                key.place, key.op, shape, key.backward, key.parameter, ulps, worst, known.ulps
-            )
-        )
-        return Carried(reference, ulps, largest, False, known.scaled)
+        where = key.place, key.op, tuple(output.shape), key.backward, key.parameter
+        self.differences.append(Difference(*where, ulps, worst, known.ulps))
+        return known._replace(ulps=ulps)
 
 
 def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:

@@ -53,12 +53,7 @@ class Difference:
 
 
 class Drift(NamedTuple):
-    """An operation that runs many times, each time a little further off, as a running sum does.
-
-    Attributes:
-        start, end: its first and its last result.
-        calls: how many results it has.
-    """
+    """An operation with many results, each a little further off, as of a running sum."""
 
     start: Difference
     end: Difference
