@@ -32,7 +32,7 @@ _EARLY = {  # Liger-Kernel's losses, and what does the same
 }
 
 
-def look(
+def findings_without_data(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     loss_fn: Callable[..., Any] | None,
@@ -90,30 +90,24 @@ def _optimizers(
         ]
         if not half or with_masters:
             continue
-        name = names.get(half[0][0], f"a parameter of shape {tuple(half[0][0].shape)}")
+        first = half[0][0]
+        name = names.get(first, f"a parameter of shape {tuple(first.shape)}")
         why = (
             f"{kind} steps on {len(half)} half parameters without FP32 master weights ({name}, "
             "...): small updates round away"
         )
-        yield Finding(
-            "no masters",
-            name,
-            why,
-            'use level "O2", or tritonamp.optim.AdamW',
-            weight=1e10,
-        )
-        eps = min(
-            (group["eps"] for _, group in half if isinstance(group.get("eps"), float)), default=1.0
-        )
-        dtype = half[0][0].dtype if half[0][0].dtype in HALF_DTYPES else policy.dtype
+        advice = 'use level "O2", or tritonamp.optim.AdamW'
+        yield Finding("no masters", name, why, advice, weight=1e10)
+        every_eps = (group.get("eps") for _, group in half)
+        eps = min((e for e in every_eps if isinstance(e, float)), default=1.0)
+        dtype = first.dtype if first.dtype in HALF_DTYPES else policy.dtype
         if 0 < eps <= rounds_to_zero(dtype):
             why = (
                 f"{kind} has eps={eps:g} on half parameters: it is zero in {short(dtype)}, so the "
                 "step divides by zero"
             )
-            yield Finding(
-                "adam eps", name, why, 'use level "O2" (FP32 masters), or eps=1e-4', weight=1e11
-            )
+            advice = 'use level "O2" (FP32 masters), or eps=1e-4'
+            yield Finding("adam eps", name, why, advice, weight=1e11)
 
 
 def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
@@ -121,13 +115,12 @@ def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> I
     refusing = [type(o).__name__ for o in optimizers if isinstance(o, adams)]
     for path, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            why = "its gradients are sparse" + (
-                f", which {refusing[0]} refuses" if refusing else ""
-            )
+            refused = f", which {refusing[0]} refuses" if refusing else ""
             advice = (
                 "give it torch.optim.SparseAdam or SGD, or build it with sparse=False (then steps "
                 "are fused)"
             )
+            why = f"its gradients are sparse{refused}"
             yield Finding("sparse", path, why, advice, problem=bool(refusing))
 
 
@@ -155,29 +148,22 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
                 "DataParallel runs replicas in threads of their own, which autocast around it "
                 "does not reach"
             )
-            yield Finding(
-                "data parallel",
-                path,
-                why,
-                "enable the module inside it, or use DistributedDataParallel",
-            )
+            advice = "enable the module inside it, or use DistributedDataParallel"
+            yield Finding("data parallel", path, why, advice)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         why = "torch.autocast is on around tritonamp.check: an enabled model enters its own"
-        yield Finding(
-            "autocast", "the caller", why, "leave it out of the training loop", problem=False
-        )
+        advice = "leave it out of the training loop"
+        yield Finding("autocast", "the caller", why, advice, problem=False)
 
 
 def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
     """Yield matrix sizes that Tensor Cores do not take as they are."""
+    if not (policy.op_policy or policy.cast_model):
+        return
     total = sum(p.numel() for p in modules[""].parameters())
     for path, module in modules.items():
         weight = getattr(module, "weight", None)
-        if (
-            not isinstance(weight, Tensor)
-            or weight.numel() < _SHARE * total
-            or not (policy.op_policy or policy.cast_model)
-        ):
+        if not isinstance(weight, Tensor) or weight.numel() < _SHARE * total:
             continue
         odd = [(name, size) for name, size in _matrix(module) if size >= _SMALL and size % 8]
         if odd:
@@ -195,8 +181,6 @@ def _matrix(module: nn.Module) -> list[tuple[str, int]]:
         return [("num_embeddings", module.num_embeddings), ("embedding_dim", module.embedding_dim)]
     if isinstance(module, nn.modules.conv._ConvNd):
         groups = module.groups
-        return [
-            ("in_channels", module.in_channels // groups),
-            ("out_channels", module.out_channels // groups),
-        ]
+        sizes = module.in_channels // groups, module.out_channels // groups
+        return list(zip(("in_channels", "out_channels"), sizes, strict=True))
     return []

@@ -17,7 +17,7 @@ from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.accumulation import added_up, check_accumulation
-from tritonamp.forecast.advice import look
+from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
@@ -159,7 +159,7 @@ def check(
         asked, reference = _side(level, policy, run), _side(compare, beside, run)
         comparison = compared(model, inputs, loss_fn, asked, reference)
     findings = [
-        *look(model, optimizers, loss_fn, policy),
+        *findings_without_data(model, optimizers, loss_fn, policy),
         *predictions(run, policy),
         *added_up(model, policy, accumulation_steps),
     ]
