@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
+from tritonamp.diagnosis.replay.faults import for_json
 from tritonamp.forecast.accumulation import added_up, check_accumulation
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
@@ -85,7 +86,7 @@ class Forecast:
         """Return the forecast as plain values, for JSON."""
         return {
             "model": self.model,
-            "loss": self.loss if math.isfinite(self.loss) else str(self.loss),
+            "loss": for_json(self.loss),
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "formats": {
                 name: {**dataclasses.asdict(o), "dtype": name, "fits": o.fits}

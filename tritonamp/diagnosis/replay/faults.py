@@ -220,7 +220,7 @@ class FaultReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
         event = self.event
-        return {
+        plain = {
             "kind": self.kind,
             "phase": self.phase,
             "module": self.module,
@@ -232,30 +232,31 @@ class FaultReport:
             "inputs": [
                 {
                     "dtype": short(operand.dtype),
-                    "shape": list(operand.shape),
-                    "amax": _strict(operand.amax),
+                    "shape": operand.shape,
+                    "amax": operand.amax,
                 }
                 for operand in event.inputs
             ],
             "dtype": short(event.dtype),
-            "exact": _strict(event.exact),
-            "multiple": _strict(self.multiple),
+            "exact": event.exact,
+            "multiple": self.multiple,
             "silent": self.silent,
             "harmless": self.harmless,
-            "difference": self.difference and [_strict(n) for n in self.difference],
+            "difference": self.difference,
             "later": event.later,
             "first_nan": None if event.first_nan is None else str(event.first_nan),
             "outcome": self.outcome,
             "scale": self.scale,
             "fits": self.fits,
-            "names": list(self.names),
-            "samples": list(event.samples),
+            "names": self.names,
+            "samples": event.samples,
             "eps": event.eps and event.eps[0],
             "replayed": self.replayed,
             "rank": self.rank,
             "why": self.why,
             "advice": self.advice,
         }
+        return for_json(plain)
 
 
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
@@ -280,6 +281,10 @@ def listed(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items[:8])) + more
 
 
-def _strict(value: float | None) -> float | str | None:
-    """Return ``value``; inf and NaN, which JSON does not have, as text."""
-    return value if value is None or math.isfinite(value) else str(value)
+def for_json(value: Any) -> Any:
+    """Return plain values with lists for tuples, and text for inf and NaN, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: for_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
