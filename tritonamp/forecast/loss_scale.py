@@ -57,6 +57,26 @@ class Outlook:
         """Whether any loss scale works."""
         return self.max_scale >= MIN_SCALE and not self.lost
 
+    @property
+    def which_scale(self) -> str:
+        """The loss scale that fits in words, or why none does."""
+        largest = power(self.max_scale)
+        if self.max_scale < MIN_SCALE:
+            return f"no loss scale fits, the gradient in {self.limited_by} overflows at every one"
+        if self.lost:
+            return f"no loss scale fits, at {largest} the gradient of {self.lost[0]} is zero"
+        limit = f" ({largest} is the largest, for {self.limited_by})" if self.limited_by else ""
+        return f"loss scale {power(self.scale)} fits{limit}"
+
+    def __str__(self) -> str:
+        scaled = f", {self.scaled_vanishing:.2%} at {power(self.scale)}"
+        return (
+            f"{self.overflows} of {self.stored} results overflow, {self.vanishing:.2%} of their "
+            f"values become zero, {self.subnormal:.2%} lose bits; {self.which_scale}, "
+            f"{self.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
+            f"{scaled if self.fits and self.scale != 1 else ''}"
+        )
+
 
 def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
     """Read ``records`` as if ``dtype`` were the half format."""

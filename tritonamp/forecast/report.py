@@ -24,7 +24,7 @@ from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
-from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
+from tritonamp.forecast.loss_scale import Outlook, fitting_scale, outlook
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.results import Side
@@ -184,11 +184,7 @@ def _side(level: str | Policy, policy: Policy, run: DryRun) -> Side:
 
 
 def _inputs(model: nn.Module, batch: Any) -> Batch:
-    """Return the arguments that a batch stands for.
-
-    Raises:
-        ValueError: a Mapping whose keys are not those of the model's forward.
-    """
+    """Return the arguments that a batch stands for, if a Mapping's keys are those of forward."""
     if not isinstance(batch, Mapping):
         return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     kwargs = dict(batch)
@@ -224,7 +220,9 @@ def _plain(record: TensorRecord) -> dict[str, Any]:
 def _report(forecast: Forecast) -> Iterator[str]:
     half = _format(forecast.asked)
     if not forecast.findings:
-        rest = f"{half}, {_scale(forecast.formats[half])}" if half != "FP32" else "FP32 throughout"
+        rest = (
+            f"{half}, {forecast.formats[half].which_scale}" if half != "FP32" else "FP32 throughout"
+        )
         parts = forecast.comparison is not None and forecast.comparison.parted is not None
         found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
         yield f"{found}: {forecast.model} in {rest}"
@@ -247,7 +245,7 @@ def _report(forecast: Forecast) -> Iterator[str]:
     if follow:
         yield f"{follow} more result{'s' * (follow != 1)} after these would overflow too"
     for name, seen in forecast.formats.items():
-        yield from _wrapped(f"{name}: {_forward(seen)}; {_backward(seen)}", "    ")
+        yield from _wrapped(f"{name}: {seen}", "    ")
     yield from _wrapped(_policy_line(forecast), "    ")
     yield from _wrapped(_memory_line(forecast.policy), "    ")
 
@@ -256,32 +254,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _forward(seen: Outlook) -> str:
-    return (
-        f"{seen.overflows} of {seen.stored} results overflow, {seen.vanishing:.2%} of their values "
-        f"become zero, {seen.subnormal:.2%} lose bits"
-    )
-
-
-def _backward(seen: Outlook) -> str:
-    text = (
-        f"{_scale(seen)}, {seen.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
-    )
-    if seen.scale == 1 or not seen.fits:
-        return text
-    return f"{text}, {seen.scaled_vanishing:.2%} at {power(seen.scale)}"
-
-
-def _scale(seen: Outlook) -> str:
-    largest = power(seen.max_scale)
-    if seen.max_scale < MIN_SCALE:
-        return f"no loss scale fits, the gradient in {seen.limited_by} overflows at every one"
-    if seen.lost:
-        return f"no loss scale fits, at {largest} the gradient of {seen.lost[0]} is zero"
-    limit = f" ({largest} is the largest, for {seen.limited_by})" if seen.limited_by else ""
-    return f"loss scale {power(seen.scale)} fits{limit}"
 
 
 def _format(policy: Policy) -> str:
