@@ -169,32 +169,28 @@ class OpCall(NamedTuple):
             self.func, args, {key: changed(key, value) for key, value in self.kwargs.items()}
         )
 
-    def again(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
-        """Return the result for changed floating tensors, in ``dtype``.
+    def in_float64(self, widened: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+        """Return the floating results in float64; none where the op cannot be run again.
 
-        None where the op cannot be run again.
+        ``widened`` gives the float64 copy of a floating input; None: its values.
         """
         if self.schema.random:
-            return None
+            return []
 
         def changed(value: Any) -> Any:
             if is_watched(value):
-                return change(value)
+                return widened(value) if widened else value.to(torch.float64, copy=True)
             if isinstance(value, Tensor):
                 return value.clone() if self.schema.written else value
             floating = isinstance(value, torch.dtype) and value.is_floating_point
-            return dtype if dtype is not None and floating else value
+            return torch.float64 if floating else value
 
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self.map(changed).run()
+                return floats(self.map(changed).run())
         except (RuntimeError, NotImplementedError):  # no kernel for this dtype, or no memory
-            return None
-
-    def in_float64(self) -> list[Tensor]:
-        """Return the floating results in float64; none where the op cannot be run again."""
-        return floats(self.again(lambda t: t.to(torch.float64, copy=True), torch.float64))
+            return []
 
     def exact(self, result: Tensor) -> float | None:
         """Return the largest magnitude in float64 where ``result`` is not finite.

@@ -155,9 +155,6 @@ class PlacedOps(TorchDispatchMode):
         """Return where the op that is running belongs: in a backward, where its forward's op ran.
 
         For ``__torch_dispatch__``, whose own frame does not count.
-
-        Args:
-            op: its name.
         """
         return self.settled(self.here(op, Way.out_of(sys._getframe(2))))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tritonamp.diagnosis.replay.verdicts import Event
-from tritonamp.watched.ops import OpCall, floats, is_finite, storage
+from tritonamp.watched.ops import OpCall, is_finite, storage
 from tritonamp.watched.places import Place
 
 
@@ -81,7 +81,7 @@ class Memories:
         """
         if call.schema.name == "as_strided":  # reads memory by another layout than a copy's
             return []
-        return floats(call.again(self._of, torch.float64))
+        return call.in_float64(self._of)
 
     def _of(self, tensor: Tensor) -> Tensor:
         known = self.exact(tensor)
