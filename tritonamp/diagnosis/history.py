@@ -2,27 +2,12 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Explanation
 from tritonamp.kernels.decide import CLEAN, VETO
 
 MOST = 1000  # steps
-
-
-class News(NamedTuple):
-    """What is new in a reading.
-
-    Attributes:
-        step: the number of the last decision, from 1.
-        taken: decisions to step since the reading before.
-        skipped: decisions to skip since then.
-    """
-
-    step: int
-    taken: int
-    skipped: int
 
 
 class History:
@@ -48,6 +33,11 @@ class History:
         self.wrote = 0
 
     @property
+    def step(self) -> int:
+        """The number of the last decision, from 1, by the last reading."""
+        return int(sum(self.counts))
+
+    @property
     def taken(self) -> int:
         """How many decisions were to step, by the last reading."""
         return int(self.counts[CLEAN])
@@ -55,7 +45,7 @@ class History:
     @property
     def skipped(self) -> int:
         """How many decisions were to skip, by the last reading."""
-        return int(sum(self.counts) - self.counts[CLEAN])
+        return self.step - self.taken
 
     @property
     def last_taken(self) -> int:
@@ -68,8 +58,8 @@ class History:
         self.counts = list(counts)
         self.in_a_row = 0
 
-    def count(self, counts: Sequence[float]) -> News:
-        """Take the counts of a reading, and return what is new in them."""
+    def update_counts(self, counts: Sequence[float]) -> tuple[int, int]:
+        """Take the counts of a reading; return how many are new of steps taken, and skipped."""
         clean, *skips = (int(now - then) for now, then in zip(counts, self.counts, strict=True))
         if min(clean, *skips) < 0:  # a decision was read, vetoed, and made again
             self._forget_last()
@@ -78,10 +68,10 @@ class History:
         if clean or sum(skips) != 1:  # decisions between were not read
             self.in_a_row = 0
         self.in_a_row += sum(skips) > 0
-        return News(int(sum(counts)), clean, sum(skips))
+        return clean, sum(skips)
 
     def _forget_last(self) -> None:
-        if self.records and self.records[-1].step == int(sum(self.counts)):
+        if self.records and self.records[-1].step == self.step:
             cause = self.records.pop().cause
             if cause is not None:
                 self.causes[cause] -= 1

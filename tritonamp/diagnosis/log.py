@@ -14,6 +14,7 @@ from tritonamp.diagnosis.causes import find_cause
 from tritonamp.diagnosis.device_record import COUNTS as COUNTS
 from tritonamp.diagnosis.device_record import DeviceRecord
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
+from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import Attached, StepRecord
 from tritonamp.diagnosis.replay import Snapshot
@@ -147,23 +148,22 @@ class StepLog:
     def _process(self, reading: Reading) -> None:
         values, attached = reading
         loss = values[-1] if math.isfinite(values[-1]) else None
-        news = self.history.count(values[: len(COUNTS)])
-        if news.skipped:
-            self.history.begin_skip(news.step, attached.untouched)
-            found = self._explain(values[:-1], attached, loss, exact=not news.taken)
+        taken, skipped = self.history.update_counts(values[: len(COUNTS)])
+        step = self.history.step
+        if skipped:
+            self.history.begin_skip(step, attached.untouched)
+            found = self._explain(values[:-1], attached, loss, exact=not taken)
             self.last = found
             self.batches, self.last_scale = attached.batches, values[SKIPPED_SCALE]
             self.history.add_skip(found, values[SCALE])
             if self._log_skips:
                 self._say(found)
-        elif news.taken:
-            self.history.add_step(
-                StepRecord(news.step, None, values[SCALE], values[NORM], loss=loss)
-            )
+        elif taken:
+            self.history.add_step(StepRecord(step, None, values[SCALE], values[NORM], loss=loss))
 
     def _say(self, found: Explanation) -> None:
         # 1, 2, 4, 8...: a run that skips all the time is not to fill the log
-        is_news = math.frexp(found.skip.skipped)[0] == 0.5
+        is_news = is_power_of_two(found.skip.skipped)
         long_run = self.history.in_a_row == _LONG_RUN
         log = logger.warning if (found.needs_help and is_news) or long_run else logger.info
         facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
