@@ -82,15 +82,11 @@ class Forwards:
         self._snapshots.clear()
         if others and self._gradients:
             later = {param for params in others for param in params}
-            self._snapshots.extend(
-                s for s in taken if s.grad_outputs is None and _trains_only(s.model, later)
-            )
+            for snapshot in taken:
+                trained = {param for param in snapshot.model.parameters() if param.requires_grad}
+                if trained and trained <= later and snapshot.grad_outputs is None:
+                    self._snapshots.append(snapshot)
         return taken
-
-
-def _trains_only(model: nn.Module, params: set[Tensor]) -> bool:
-    trained = {param for param in model.parameters() if param.requires_grad}
-    return bool(trained) and trained <= params
 
 
 def data_in(snapshots: Iterable[Snapshot]) -> list[list[tuple[str, Tensor]]]:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.diagnosis.fault_counts import is_power_of_two
+
 # how many times larger than before; see Growth
 _MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
 _LOSS_GREW, _LOSS_EXPLODED, _NORM_GREW = 10.0, 100.0, 10.0
@@ -122,7 +124,7 @@ class WeightSizes:
     def before_step(self, counts: Tensor) -> None:
         """Note that a step is about to be taken, or skipped; ``counts`` include it."""
         self._seen += 1
-        if self._seen & (self._seen - 1) == 0:
+        if is_power_of_two(self._seen):
             norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
             self._measured.append((counts.clone(), self._sizes(norm)))
 
@@ -142,7 +144,8 @@ class WeightSizes:
         at any rate. Nor does growth until the last of the ``calm`` steps: with the weights of then,
         the loss was as it should be. Waits for the device.
         """
-        now = _read(self._sizes(_largest_finite))
+        # beside inf and NaN; takes memory, unlike a norm
+        now = _read(self._sizes(lambda p: torch.nan_to_num(p, 0.0, 0.0, 0.0).abs().max()))
         found: list[tuple[float, float, float]] = []
         read = [(counts.tolist(), _read(sizes)) for counts, sizes in self._measured]
         in_calm = [(counts, sizes) for counts, sizes in read if int(sum(counts)) in calm]
@@ -157,11 +160,6 @@ class WeightSizes:
             return 1.0, (0.0, 0.0)
         most = max(times for times, _, _ in found)
         return most, (min(then for _, then, _ in found), max(last for _, _, last in found))
-
-
-def _largest_finite(param: Tensor) -> Tensor:
-    """Return the largest magnitude beside inf and NaN; takes memory, unlike a norm."""
-    return torch.nan_to_num(param, 0.0, 0.0, 0.0).abs().max()
 
 
 def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:
