@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from tritonamp.diagnosis.range_hooks import RangeHook
 from tritonamp.diagnosis.trends import steps_left
 from tritonamp.kernels.device import is_capturing
-from tritonamp.kernels.ranges import (
-    AMAX,
-    ELEMENTS,
-    FORMAT,
-    FORMATS,
-    ROW,
-    SUBNORMALS,
-    ZEROS,
-)
+from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
 from tritonamp.names import prefixes, short
 from tritonamp.readback import Readback
 

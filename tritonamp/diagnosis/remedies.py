@@ -25,9 +25,7 @@ class TrialBlocks(Protocol):
 
 
 def find_remedy(
-    wrong: Collection[str | None],
-    again: Callable[[Remedy], Collection[str | None]],
-    most: int,
+    wrong: Collection[str | None], again: Callable[[Remedy], Collection[str | None]], most: int
 ) -> Remedy:
     """Return what cures a batch: modules in FP32, with those that a fault moves on to, or bfloat16.
 

@@ -13,13 +13,7 @@ from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, early_gradients
 from tritonamp.forecast.unrounded import rounds_to_zero
-from tritonamp.forecast.weights import (
-    averages,
-    buffers,
-    fp32_parameters,
-    loaded_half,
-    parameters,
-)
+from tritonamp.forecast.weights import averages, buffers, fp32_parameters, loaded_half, parameters
 from tritonamp.names import short
 from tritonamp.optim import Adam, AdamW
 from tritonamp.policy import HALF_DTYPES, Policy

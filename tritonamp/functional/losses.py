@@ -112,12 +112,7 @@ def uses_triton(
 
 
 def fused(
-    input: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    reduction: str,
-    smoothing: float,
-    backend: str,
+    input: Tensor, target: Tensor, ignore_index: int, reduction: str, smoothing: float, backend: str
 ) -> Tensor:
     """Return the loss of logits for which ``uses_triton`` is true."""
     args = input, target, _class_dim(input), ignore_index, float(smoothing), backend

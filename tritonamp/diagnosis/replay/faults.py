@@ -230,11 +230,7 @@ class FaultReport:
             "line": event.place.number,
             "aten": event.aten,
             "inputs": [
-                {
-                    "dtype": short(operand.dtype),
-                    "shape": operand.shape,
-                    "amax": operand.amax,
-                }
+                {"dtype": short(operand.dtype), "shape": operand.shape, "amax": operand.amax}
                 for operand in event.inputs
             ],
             "dtype": short(event.dtype),

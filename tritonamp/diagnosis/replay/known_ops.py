@@ -8,12 +8,7 @@ from torch import Tensor
 
 from tritonamp.watched.ops import OpCall
 
-ON_PURPOSE = {
-    "nan_to_num",
-    "where",
-    "masked_fill",
-    "isfinite",
-}
+ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}
 """What these replace was meant to be replaced."""
 DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
 DIVISORS = {

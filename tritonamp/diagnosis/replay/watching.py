@@ -117,12 +117,7 @@ class Watch(PlacedOps):
             return call.map(lambda value: copy(value) if is_watched(value) else value, written)
 
     def _look(
-        self,
-        call: OpCall,
-        place: Place,
-        asked: OpCall,
-        results: list[Tensor],
-        given: list[Tensor],
+        self, call: OpCall, place: Place, asked: OpCall, results: list[Tensor], given: list[Tensor]
     ) -> None:
         held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
