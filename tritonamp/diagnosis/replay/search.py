@@ -160,12 +160,9 @@ class _Replay:
         return output
 
     def _refused(self, error: RuntimeError) -> FaultReport:
-        seen = [e for e in self.watch.events if e.refused]
-        if seen:
-            event = seen[-1]
-        else:
-            place = self.watch.place_of_failure(error)
-            event = Event(place, "forward", self.dtype)
+        event = self.watch.refused
+        if event is None:
+            event = Event(self.watch.place_of_failure(error), "forward", self.dtype)
         return FaultReport(
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
         )

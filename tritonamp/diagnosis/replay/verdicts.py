@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -54,7 +55,6 @@ class Event:
         rounding: the op only rounded a finite value of a wider format.
         squares: the op multiplied a tensor by itself.
         discarded: the forward threw its result away, the backward did not.
-        refused: torch raised, because a constant does not fit.
         later: how many ops handed inf or NaN on.
         first_nan: where inf became NaN.
         absorbed: where inf became a wrong finite number.
@@ -80,7 +80,6 @@ class Event:
     rounding: bool = False
     squares: bool = False
     discarded: bool = False
-    refused: bool = False
     later: int = 0
     first_nan: Place | None = None
     absorbed: Place | None = None
@@ -94,14 +93,8 @@ class Event:
         return math.isfinite(self.exact)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is said about a kind of fault, with the names of ``FaultReport._words`` in braces.
-
-    Attributes:
-        why: it happened.
-        advice: what to do.
-    """
+class Verdict(NamedTuple):
+    """What is said about a kind of fault, with the names of ``FaultReport._words`` in braces."""
 
     why: str
     advice: str

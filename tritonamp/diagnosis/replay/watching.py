@@ -45,6 +45,7 @@ class Watch(PlacedOps):
         looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is
             zero, and should not.
         events: in the order in which they happened.
+        refused: the last op that torch refused, because a constant does not fit.
         zeroed: see ``looks_for_zeros``.
         writes: name of a parameter or buffer that an op wrote to, to the tensor and its value
             before.
@@ -57,6 +58,7 @@ class Watch(PlacedOps):
         self.phase = "forward"
         self.looks_for_zeros = False
         self.events: list[Event] = []
+        self.refused: Event | None = None
         self.zeroed: Event | None = None
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._memories = Memories()
@@ -91,10 +93,7 @@ class Watch(PlacedOps):
         except RuntimeError as error:
             if DOES_NOT_FIT in str(error):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
-                event = Event(
-                    place, "forward", dtype, str(func), scalars=call.scalars(), refused=True
-                )
-                self.events.append(event)
+                self.refused = Event(place, "forward", dtype, str(func), scalars=call.scalars())
             raise
         results = floats([result, call.pick(call.schema.written)])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
