@@ -19,22 +19,8 @@ from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import Attached, StepRecord
 from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
-from tritonamp.kernels.decide import (
-    AMAX,
-    CLEAN,
-    FAULT,
-    LOSS,
-    NORM,
-    OUTLIER,
-    OVERFLOW,
-    RECORD,
-    SCALE,
-    SKIPPED,
-    SKIPPED_SCALE,
-    VETO,
-    Record,
-    ScaleRule,
-)
+from tritonamp.kernels import decide
+from tritonamp.kernels.decide import Record, ScaleRule
 from tritonamp.kernels.device import is_distributed, rank
 from tritonamp.readback import Reading
 
@@ -154,12 +140,14 @@ class StepLog:
             self.history.begin_skip(step, attached.untouched)
             found = self._explain(values[:-1], attached, loss, exact=not taken)
             self.last = found
-            self.batches, self.last_scale = attached.batches, values[SKIPPED_SCALE]
-            self.history.add_skip(found, values[SCALE])
+            self.batches, self.last_scale = attached.batches, values[decide.SKIPPED_SCALE]
+            self.history.add_skip(found, values[decide.SCALE])
             if self._log_skips:
                 self._say(found)
         elif taken:
-            self.history.add_step(StepRecord(step, None, values[SCALE], values[NORM], loss=loss))
+            self.history.add_step(
+                StepRecord(step, None, values[decide.SCALE], values[decide.NORM], loss=loss)
+            )
 
     def _say(self, found: Explanation) -> None:
         # 1, 2, 4, 8...: a run that skips all the time is not to fill the log
@@ -176,21 +164,21 @@ class StepLog:
         """Explain a skip from the numbers of the device, without the loss; see ``Skip``."""
         rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
-            outcome=int(values[SKIPPED]),
+            outcome=int(values[decide.SKIPPED]),
             step=step,
             exact=exact,
             skipped=_skipped(values),
             since=self.history.since or step,
-            scale=values[SKIPPED_SCALE],
+            scale=values[decide.SKIPPED_SCALE],
             lowest=rule.min_scale,
             fixed=rule.min_scale == rule.max_scale,
             amax=self._device_record.by_name(values),
-            before=values[AMAX],
+            before=values[decide.AMAX],
             limit=self._limit,
             by_rank=self._device_record.by_rank(values),
             wrote=self.history.wrote,
             loss=loss,
-            outlier=tuple(values[LOSS:RECORD]),
+            outlier=tuple(values[decide.LOSS : decide.RECORD]),
         )
         return self._find_cause(skip, attached.batches)
 
@@ -215,9 +203,9 @@ class StepLog:
         self.collect(wait=True)
         values = self._device_record.values()
         unseen = _skipped(values) > self.history.skipped
-        if values[SKIPPED] and self._rule is not None and (unseen or self.last is None):
+        if values[decide.SKIPPED] and self._rule is not None and (unseen or self.last is None):
             # a CUDA graph left it, whose decisions are not copied one by one
-            exact = values[CLEAN] == self.history.taken
+            exact = values[decide.CLEAN] == self.history.taken
             return self._explain(values, Attached(self._rule, ()), None, exact)
         return self.last
 
@@ -257,7 +245,7 @@ class StepLog:
     def any_taken(self) -> Tensor | None:
         """Whether any step was taken, 0-d bool on the device; None: there was no decision."""
         counts = self._device_record.counts
-        return None if counts is None else counts[CLEAN] > 0
+        return None if counts is None else counts[decide.CLEAN] > 0
 
     def counts(self) -> dict[str, int]:
         """Return the number of decisions by outcome of ``COUNTS``. Reads the device."""
@@ -268,20 +256,20 @@ class StepLog:
         """Return the numbers as plain values. Reads the device."""
         values, last = self._device_record.values(), self.explanation()
         return {
-            "steps": int(values[CLEAN]),
+            "steps": int(values[decide.CLEAN]),
             "skipped": _skipped(values),
-            "scale_overflows": int(values[OVERFLOW]),
-            "forward_faults": int(values[FAULT]),
-            "outliers": int(values[OUTLIER]),
-            "vetoes": int(values[VETO]),
+            "scale_overflows": int(values[decide.OVERFLOW]),
+            "forward_faults": int(values[decide.FAULT]),
+            "outliers": int(values[decide.OUTLIER]),
+            "vetoes": int(values[decide.VETO]),
             "last_skip_reason": None if last is None else last.cause.value,
-            "grad_norm": values[NORM],
+            "grad_norm": values[decide.NORM],
         }
 
     def last_good(self) -> tuple[float, float]:
         """Return norm and largest magnitude of the last good step's gradients. Reads the device."""
         values = self._device_record.values()
-        return values[NORM], values[AMAX]
+        return values[decide.NORM], values[decide.AMAX]
 
     def load_counts(
         self, counts: Mapping[str, int], last_good: Sequence[float] = (0.0, 0.0)
@@ -295,4 +283,4 @@ class StepLog:
 
 def _skipped(values: Sequence[float]) -> int:
     """Return how many decisions were to skip, by the numbers of a record."""
-    return int(sum(values[: len(COUNTS)]) - values[CLEAN])
+    return int(sum(values[: len(COUNTS)]) - values[decide.CLEAN])

@@ -81,14 +81,9 @@ class LinearHead(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of input, weight and bias while chunks of rows are added.
+    """Gradients of those of input, weight and bias that are needed, while chunks are added.
 
-    Attributes:
-        head: the layer.
-        needed: which of the three.
-        input: [r, d], or None.
-        weight: [v, d], not rounded to half, or None.
-        bias: [v], not rounded to half, or None.
+    Those of weight and bias are not rounded to half.
     """
 
     def __init__(
