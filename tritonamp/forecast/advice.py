@@ -34,6 +34,7 @@ def findings_without_data(
 ) -> list[Finding]:
     """Return all findings that need no data."""
     modules = dict(model.named_modules())
+    losses = [*modules.items(), ("loss_fn", loss_fn)]
     return [
         *parameters(model, policy),
         *loaded_half(model, policy),
@@ -42,8 +43,8 @@ def findings_without_data(
         *_refused(model, optimizers, policy),
         *_optimizers(model, optimizers, policy),
         *_sparse(modules, optimizers),
-        *_bce(modules, loss_fn),
-        *_early_gradients(modules, loss_fn, policy),
+        *(bce(path) for path, module in losses if isinstance(module, nn.BCELoss)),
+        *_early_gradients(losses, policy),
         *_parallel(modules),
         *_sizes(modules, policy),
     ]
@@ -118,18 +119,11 @@ def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> I
             yield Finding("sparse", path, why, advice, problem=bool(refusing))
 
 
-def _bce(modules: dict[str, nn.Module], loss_fn: Any) -> Iterator[Finding]:
-    named = [*modules.items(), ("loss_fn", loss_fn)]
-    yield from (bce(path) for path, module in named if isinstance(module, nn.BCELoss))
-
-
-def _early_gradients(
-    modules: dict[str, nn.Module], loss_fn: Any, policy: Policy
-) -> Iterator[Finding]:
+def _early_gradients(losses: list[tuple[str, Any]], policy: Policy) -> Iterator[Finding]:
     """Yield losses that make half gradients of logits in the forward: bfloat16 holds them."""
     if policy.dtype is not torch.float16 or not (policy.op_policy or policy.cast_model):
         return
-    for path, module in [*modules.items(), ("loss_fn", loss_fn)]:
+    for path, module in losses:
         name = type(module).__name__
         if name in _EARLY:
             yield early_gradients(path, name, _EARLY[name])

@@ -163,10 +163,14 @@ class Recorder(WatchedCopy):
         return result
 
     def _measure(self, op: str, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
-        half, backward = isinstance(output, Unrounded), self.in_backward()
-        scaled = any(source.scaled for source in sources)
         self._record(
-            output, place, op, half=half, backward=backward, scaled=scaled, sources=sources
+            output,
+            place,
+            op,
+            half=isinstance(output, Unrounded),
+            backward=self.in_backward(),
+            scaled=any(source.scaled for source in sources),
+            sources=sources,
         )
 
     def _record(self, tensor: Tensor, place: Place, op: str, **fields: Any) -> None:

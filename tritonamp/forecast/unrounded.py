@@ -5,6 +5,7 @@ model that runs on these stores in half exactly what it would store in half, whi
 rounded, overflows or vanishes.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -72,14 +73,8 @@ def unrounded(
 ) -> Any:
     """Compute ``func(*args, **kwargs)`` of an aten op in FP32 where it would be half.
 
-    The results say the dtype that they would have.
-
-    Args:
-        func: the OpOverload.
-        args: its arguments.
-        kwargs: its arguments by name.
-        refused: called with torch's message where the dtypes would be refused; the op is computed
-            all the same.
+    The results say the dtype that they would have. Where torch would refuse the dtypes, ``refused``
+    is called with its message, and the op is computed all the same.
     """
     leaves = tree_flatten((args, kwargs))[0]
     if not any(map(_is_half, leaves)):
@@ -151,10 +146,8 @@ def _promoted(leaves: list[Any]) -> torch.dtype:
     """Return the widest floating dtype; 0-d tensors count where there are no others."""
     floating = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     dtypes = [leaf.dtype for leaf in floating if leaf.dim()] or [leaf.dtype for leaf in floating]
-    result = (dtypes or [leaf for leaf in leaves if isinstance(leaf, torch.dtype)])[0]
-    for dtype in dtypes:
-        result = torch.promote_types(result, dtype)
-    return result
+    asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)][:1]
+    return functools.reduce(torch.promote_types, dtypes or asked)
 
 
 class Magnitudes(NamedTuple):
@@ -182,9 +175,7 @@ class Magnitudes(NamedTuple):
     def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
         """Return the share of the non-zero values that times ``scale`` become zero in ``dtype``.
 
-        Args:
-            dtype: a half format.
-            scale: a power of two.
+        ``scale`` is a power of two.
         """
         return self._share_below(rounds_to_zero(dtype) / scale)
 
