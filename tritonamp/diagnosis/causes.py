@@ -30,21 +30,16 @@ def find_cause(
 ) -> Explanation:
     """Find the cause of a skip. Waits for the device, but not where a scale merely finds its level.
 
-    Args:
-        skip: the skip.
-        batches: the data of the forwards that led to it, as far as they are known.
-        parameters: the model's parameters and buffers, with their names.
-        steps: the earlier steps.
+    ``batches`` are the data of the forwards that led to it, as far as they are known; parameters
+    and buffers have their names.
     """
     if skip.outcome == OUTLIER:
-        return Explanation(
-            skip, Cause.OUTLIER, f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
-        )
+        why = f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
+        return Explanation(skip, Cause.OUTLIER, why)
     if skip.outcome == VETO:
         where = f" on {skip.ranks}" if skip.ranks else ""
-        return Explanation(
-            skip, Cause.VETO, f"amp.veto was called with True{where}. {Cause.VETO.advice}"
-        )
+        why = f"amp.veto was called with True{where}. {Cause.VETO.advice}"
+        return Explanation(skip, Cause.VETO, why)
     if skip.outcome == FAULT:
         fault = (
             _in_data(skip, batches)

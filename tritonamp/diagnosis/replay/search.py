@@ -231,26 +231,25 @@ class _Replay:
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
     ) -> FaultReport | None:
         """Report what made gradients non-finite, or all of them zero."""
-        backward = Backward(output, grad_outputs, self.scale, list(self.params.values()))
+        backward = Backward(output, grad_outputs, self.scale, self.params)
         grads = backward.gradients(self.scale)
-        if all(map(is_finite, grads)):
-            return None if any(bool(g.any()) for g in grads) else self._vanished(backward)
+        if all(map(is_finite, grads.values())):
+            is_zero = not any(bool(g.any()) for g in grads.values())
+            return self._vanished(backward) if is_zero else None
         self.watch.phase = "backward"
         with self.watch:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
                     self.watch.inputs[storage(seed)] = f"gradient of output {i}"
-            named = list(
-                zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True)
-            )
-        bad = {name: g for name, g in named if g is not None and not is_finite(g)}
+            grads = backward.gradients(self.scale)
+        bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:
             return None  # it does not do the same twice
         event = self._first([self.watch.origin(g, _RESULT) for g in bad.values()])
         if event.phase == "forward" and not event.overflowed and not event.source:
             event.phase, event.discarded = "backward", True
         fits = backward.largest_scale(self.scale) if event.overflowed else None
-        outcome = f"gradients of {len(bad)} of {len(named)} parameters are not finite"
+        outcome = f"gradients of {len(bad)} of {len(self.params)} parameters are not finite"
         return self._fault(
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
         )
