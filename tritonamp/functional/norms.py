@@ -54,15 +54,12 @@ class AddNorm(torch.autograd.Function):
         residual: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        n: int,
-        eps: float,
-        center: bool,
-        backend: str,
+        args: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
-        total, y, stats = _add_norm.add_norm(x, residual, weight, bias, n, eps, center, backend)
+        total, y, stats = _add_norm.add_norm(x, residual, weight, bias, *args)
         ctx.save_for_backward(total, weight, bias, stats)
         ctx.set_materialize_grads(False)
-        ctx.args = n, eps, center, backend
+        ctx.args = args
         return total, y
 
     @staticmethod
@@ -71,7 +68,7 @@ class AddNorm(torch.autograd.Function):
         dx, dw, db = of_total, None, None
         if of_y is not None:
             dx, dw, db = _gradients(ctx, of_y, of_total, *ctx.needs_input_grad[2:4])
-        return dx, dx, dw, db, None, None, None, None
+        return dx, dx, dw, db, None
 
 
 def _gradients(
@@ -166,7 +163,7 @@ def add_layer_norm(
         total = input + residual
         return total, layer_norm(total, normalized_shape, weight, bias, eps)
     n = math.prod(normalized_shape)
-    return AddNorm.apply(input, residual, weight, bias, n, eps, True, "auto")
+    return AddNorm.apply(input, residual, weight, bias, (n, eps, True, "auto"))
 
 
 def add_rms_norm(
@@ -193,7 +190,7 @@ def add_rms_norm(
         return total, rms_norm(total, normalized_shape, weight, eps)
     n = math.prod(normalized_shape)
     eps = RMS_EPS if eps is None else eps
-    return AddNorm.apply(input, residual, weight, None, n, eps, False, "auto")
+    return AddNorm.apply(input, residual, weight, None, (n, eps, False, "auto"))
 
 
 def _is_our_sum(
