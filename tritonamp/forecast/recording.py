@@ -109,12 +109,9 @@ class Recorder(WatchedCopy):
         self.hazards: dict[Hazard, None] = {}
         self._dtype = dtype
 
-    def given_tensor(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone()
+    def in_its_dtype(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in HALF_DTYPES
-        result: Tensor = Unrounded(copied.float(), tensor.dtype) if half else copied
-        self.marked("input", result)
-        return result.requires_grad_(tensor.requires_grad)
+        return Unrounded(tensor.float(), tensor.dtype) if half else tensor
 
     def note(self, kind: str, detail: str, place: Place) -> None:
         """Note that something is wrong."""

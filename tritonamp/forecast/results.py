@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tritonamp.forecast.recording import NORMS
 from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.ulps import Difference, ulps_between
-from tritonamp.forecast.unrounded import widened
+from tritonamp.forecast.unrounded import values_of, widened
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.watched.ops import OpCall
@@ -119,13 +119,8 @@ class Results(WatchedCopy):
         for path in self.wholes:
             twin.get_submodule(path).register_forward_hook(functools.partial(self._whole, path))
 
-    def given_tensor(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone()
-        if copied.dtype in HALF_DTYPES and not self._side.is_half:
-            copied = copied.float()
-        if copied.is_floating_point() and copied.numel():
-            self.marked("input", copied)
-        return copied.requires_grad_(tensor.requires_grad)
+    def in_its_dtype(self, tensor: Tensor) -> Tensor:
+        return tensor if self._side.is_half else values_of(tensor)
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
         if op == "loss gradient":

@@ -70,6 +70,13 @@ class WatchedCopy(PlacedOps):
 
     def given_tensor(self, tensor: Tensor) -> Tensor:
         """Return what the copy is given in the place of a tensor of the batch."""
+        copied = self.in_its_dtype(tensor.detach().clone())
+        if copied.is_floating_point() and copied.numel():
+            self.marked("input", copied)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def in_its_dtype(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the batch in the dtype that the run takes it in."""
         raise NotImplementedError
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
