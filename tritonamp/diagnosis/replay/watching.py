@@ -2,7 +2,7 @@
 
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ from tritonamp.watched.ops import (
     storage,
 )
 from tritonamp.watched.places import Place, PlacedOps, Way
+
+
+class _Ran(NamedTuple):
+    """An op that has run, with copies of what it wrote to; the op that the user called; where."""
+
+    call: OpCall
+    asked: OpCall
+    place: Place
 
 
 class Watch(PlacedOps):
@@ -86,8 +94,8 @@ class Watch(PlacedOps):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = OpCall(func, args, kwargs or {})
         asked, place = self._asked(call)
-        before = self._before(call)
-        asked = before if asked is call else asked
+        before = self._with_copies(call)
+        ran = _Ran(before, before if asked is call else asked, place)
         try:
             result = call.run()
         except RuntimeError as error:
@@ -99,10 +107,10 @@ class Watch(PlacedOps):
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
         with torch.no_grad(), torch._C._DisableAutocast():
-            self._look(before, place, asked, results, floats([args, call.kwargs]))
+            self._note_results(ran, results, floats([args, call.kwargs]))
         return result
 
-    def _before(self, call: OpCall) -> OpCall:
+    def _with_copies(self, call: OpCall) -> OpCall:
         """Return the call with copies of what it is about to write to."""
         written = call.schema.written
         if not written:
@@ -115,9 +123,8 @@ class Watch(PlacedOps):
             copy = self._memories.copied
             return call.map(lambda value: copy(value) if is_watched(value) else value, written)
 
-    def _look(
-        self, call: OpCall, place: Place, asked: OpCall, results: list[Tensor], given: list[Tensor]
-    ) -> None:
+    def _note_results(self, ran: _Ran, results: list[Tensor], given: list[Tensor]) -> None:
+        call = ran.call
         held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
             if storage(t) not in held:  # new memory, perhaps where older one has been
@@ -128,26 +135,23 @@ class Watch(PlacedOps):
             results = [t for t in results if not self._memories.of(t).unwritten]
         bad = [t for t in results if not is_finite(t)]
         if bad:
-            event = self._cause(call, place, asked, bad)
+            event = self._event_behind(ran, bad)
             for t in bad:
                 self._memories.of(t).origin = event
-        self._follow(call, place, results)
+        self._follow_overflows(ran, results)
         for t in results:
-            self._memories.of(t).maker = place
+            self._memories.of(t).maker = ran.place
         self._note_eps(call, results)
         if self.looks_for_zeros and results and self.zeroed is None:
-            self._note_zeros(call, place, results[0])
+            self._note_zeros(ran, results[0])
 
     # inf and NaN
 
-    def _cause(self, call: OpCall, place: Place, asked: OpCall, bad: list[Tensor]) -> Event:
-        """Return the event behind results that are not finite.
-
-        It is an earlier one that reached this op, or a new one.
-        """
-        causes = [self.origin(t, place) for t in call.inputs() if not is_finite(t)]
+    def _event_behind(self, ran: _Ran, bad: list[Tensor]) -> Event:
+        """Return an earlier event that reached results that are not finite, or a new one."""
+        causes = [self.origin(t, ran.place) for t in ran.call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
-        masked = nan and is_masked(call)
+        masked = nan and is_masked(ran.call)
         if masked:  # log(0) may stand for a mask, too
             causes = [
                 e for e in causes if not e.quiet and not ("log" in family(e.place.op) and e.zero)
@@ -160,23 +164,17 @@ class Watch(PlacedOps):
             event = min(loud, key=self.events.index)
             event.later += 1
             if nan and not event.nan and event.first_nan is None:
-                event.first_nan = place
+                event.first_nan = ran.place
             return event
-        infinite = any(not math.isfinite(s) for s in call.scalars())
         if causes and not nan:
             return causes[0]
-        return self._new(call, place, asked, bad[0], nan, masked, bool(causes) or infinite)
+        constant = bool(causes) or not all(map(math.isfinite, ran.call.scalars()))
+        event = self._new_event(ran, bad[0], nan, masked, constant)
+        self.events.append(event)
+        return event
 
-    def _new(
-        self,
-        call: OpCall,
-        place: Place,
-        asked: OpCall,
-        bad: Tensor,
-        nan: bool,
-        masked: bool,
-        constant: bool,
-    ) -> Event:
+    def _new_event(self, ran: _Ran, bad: Tensor, nan: bool, masked: bool, constant: bool) -> Event:
+        call, asked, place = ran
         name = call.schema.name
         inputs = call.inputs()
         given = asked.inputs()
@@ -187,12 +185,12 @@ class Watch(PlacedOps):
         if "cast" in family(name):
             rounded = asked is call or storage(inputs[0]) in {storage(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
-        event = Event(
+        return Event(
             place,
             self.phase,
             bad.dtype,
             str(asked.func),
-            tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in given[:6]),
+            _op_inputs(given[:6]),
             nan=nan,
             exact=None if constant and not nan else call.exact(bad),
             quiet=constant and not nan,
@@ -205,8 +203,6 @@ class Watch(PlacedOps):
             rounding=rounded,
             squares=name == "mul" and are_same(call.args),
         )
-        self.events.append(event)
-        return event
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
@@ -238,8 +234,9 @@ class Watch(PlacedOps):
         self.events.append(event)
         return event
 
-    def _follow(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
+    def _follow_overflows(self, ran: _Ran, results: list[Tensor]) -> None:
         """Note where inf of an overflow became finite, and wrong; follow what it should be."""
+        call, place = ran.call, ran.place
         if call.schema.name in READ_NO_VALUES or self.phase == "backward":
             return
         met, made = self._overflows(call.inputs()), self._overflows(results)
@@ -278,12 +275,14 @@ class Watch(PlacedOps):
             if eps is not None and bool((t == 0).any()):
                 self._memories.of(t).eps = eps
 
-    def _note_zeros(self, call: OpCall, place: Place, result: Tensor) -> None:
+    def _note_zeros(self, ran: _Ran, result: Tensor) -> None:
         if result.dtype.itemsize > 2 or bool(result.any()):
             return
-        values = [amax(t) for t in call.in_float64()[:1]]
-        if values and values[0] > 0:
-            inputs = tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in call.inputs())
-            self.zeroed = Event(
-                place, "backward", result.dtype, str(call.func), inputs, exact=values[0]
-            )
+        exact = next(map(amax, ran.call.in_float64()), 0.0)
+        if exact > 0:
+            aten, inputs = str(ran.call.func), _op_inputs(ran.call.inputs())
+            self.zeroed = Event(ran.place, "backward", result.dtype, aten, inputs, exact=exact)
+
+
+def _op_inputs(tensors: list[Tensor]) -> tuple[OpInput, ...]:
+    return tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in tensors)
