@@ -18,37 +18,22 @@ _SMALL = 0.1  # weights that begin at zero grow from here
 
 
 class Fp32Run(NamedTuple):
-    """What a failing batch gave when it ran again in FP32, weights included.
-
-    Attributes:
-        finite: whether the result is.
-        loss: the result where it is one number; None: the loss is computed outside of what ran.
-    """
+    """What a failing batch gave when it ran again in FP32, weights included."""
 
     finite: bool
-    loss: float | None = None
+    loss: float | None = None  # where the result is one number; None: it is computed elsewhere
 
 
 class Growth(NamedTuple):
-    """How much larger loss, gradients and weights are than they were.
+    """How much larger loss, gradients and weights are than they were."""
 
-    Attributes:
-        loss: how many times as large as in good steps; 1 where it is not known.
-        norm: the same of the gradients' norm.
-        weights: the same of the weights, beyond what growth at an even pace would give.
-        usual_loss: magnitude of the loss in good steps, 0 where it is not known.
-        after: the last step whose loss was usual.
-        losses: there, and now; None: not known.
-        largest: the largest weight before it grew, and now.
-    """
-
-    loss: float = 1.0
-    norm: float = 1.0
-    weights: float = 1.0
-    usual_loss: float = 0.0
-    after: int = 0
-    losses: tuple[float | None, float | None] = (None, None)
-    largest: tuple[float, float] = (0.0, 0.0)
+    loss: float = 1.0  # how many times as large as in good steps; 1 where it is not known
+    norm: float = 1.0  # the same of the gradients' norm
+    weights: float = 1.0  # the same of the weights, beyond what an even pace would give
+    usual_loss: float = 0.0  # magnitude in good steps, 0 where it is not known
+    after: int = 0  # the last step whose loss was usual
+    losses: tuple[float | None, float | None] = (None, None)  # there, and now; None: not known
+    largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
 
     @property
     def is_suspect(self) -> bool:

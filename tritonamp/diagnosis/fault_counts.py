@@ -8,17 +8,11 @@ FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64
 
 
 class FaultCounts(NamedTuple):
-    """Counts of the faults that a lower scale cannot help.
+    """Counts of the faults that a lower scale cannot help."""
 
-    Attributes:
-        in_a_row: since the last step that was taken.
-        seen: since the last heal, of those that a replay can find.
-        by_module: those that a replay has found in a module, by its name.
-    """
-
-    in_a_row: int = 0
-    seen: int = 0
-    by_module: Mapping[str, int] = {}
+    in_a_row: int = 0  # since the last step that was taken
+    seen: int = 0  # since the last heal, of those that a replay can find
+    by_module: Mapping[str, int] = {}  # those that a replay has found in a module, by its name
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FaultCounts":

@@ -36,15 +36,10 @@ class Ranks(Protocol):
 
 
 class Finding(NamedTuple):
-    """What came of running batches again.
+    """What came of running batches again."""
 
-    Attributes:
-        report: in words.
-        faults: that were found, the one to blame first; on several ranks at most one of each.
-    """
-
-    report: str
-    faults: Sequence[FaultReport] = ()
+    report: str  # in words
+    faults: Sequence[FaultReport] = ()  # the one to blame first; on several ranks one of each
 
     @property
     def fault(self) -> FaultReport | None:

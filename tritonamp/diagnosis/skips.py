@@ -99,19 +99,12 @@ _ADVICE = {
 
 
 class Writer(NamedTuple):
-    """The optimizer that steps on a parameter.
+    """The optimizer that steps on a parameter."""
 
-    Attributes:
-        name: the name of its class.
-        lr: its learning rate for that parameter; None: it has none.
-        dtype: the dtype that it steps in.
-        zero_eps: its eps, if its step rounds that to zero; else None.
-    """
-
-    name: str
-    lr: float | None
-    dtype: torch.dtype
-    zero_eps: float | None = None
+    name: str  # of its class
+    lr: float | None  # for that parameter; None: it has none
+    dtype: torch.dtype  # that it steps in
+    zero_eps: float | None = None  # its eps, if its step rounds that to zero
 
     def __str__(self) -> str:
         return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"
@@ -127,61 +120,38 @@ class Writer(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The known facts of the steps before a skip.
+    """The known facts of the steps before a skip."""
 
-    Attributes:
-        writers: by name of a parameter, the optimizer that steps on it.
-        growth: describes the growth in these steps; None: unknown.
-        in_fp32: runs the batch again in FP32; None: nobody may.
-    """
-
-    writers: Mapping[str, Writer] = {}
-    growth: Callable[[], Growth] | None = None
-    in_fp32: Callable[[], Fp32Run | None] | None = None
+    writers: Mapping[str, Writer] = {}  # by name of a parameter
+    growth: Callable[[], Growth] | None = None  # in these steps; None: unknown
+    in_fp32: Callable[[], Fp32Run | None] | None = None  # runs the batch again; None: nobody may
 
 
 NO_STEPS = Steps()
 
 
 class Skip(NamedTuple):
-    """A skipped step as the device saw it.
+    """A skipped step as the device saw it."""
 
-    Attributes:
-        outcome: FAULT, OVERFLOW, OUTLIER or VETO.
-        step: its number, from 1.
-        exact: False: it was that step or one before it, whose numbers were not read.
-        skipped: how many steps were skipped so far, this one included.
-        since: where bad parameters skipped the steps before, the number of the first of those;
-            else ``step``.
-        wrote: number of the step that left parameters as they are; 0: not known, or it was not a
-            step.
-        loss: None: it is inf, NaN or not known.
-        outlier: of an outlier the loss, the usual one and its limit, the same of the norm,
-            and how many standard deviations the limits are away.
-        scale: the loss scale that the backward used.
-        lowest: the scale below which it does not go.
-        fixed: whether the scale never moves.
-        amax: by name, the largest scaled gradient.
-        before: the largest unscaled gradient of the last good step, 0 if there was none.
-        limit: the largest number of the policy's half format.
-        by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT,
-            whether its own loss was inf or NaN; under VETO, whether it had one of these, or a veto.
-    """
-
-    outcome: int
-    step: int
-    exact: bool
-    skipped: int
+    outcome: int  # FAULT, OVERFLOW, OUTLIER or VETO
+    step: int  # its number, from 1
+    exact: bool  # False: it was that step or one before it, whose numbers were not read
+    skipped: int  # how many steps were skipped so far, this one included
+    # where bad parameters skipped the steps before, the number of the first of those; else ``step``
     since: int
-    scale: float
-    lowest: float
-    fixed: bool
-    amax: Mapping[str, float]
-    before: float
-    limit: float
+    scale: float  # the loss scale that the backward used
+    lowest: float  # the scale below which it does not go
+    fixed: bool  # whether the scale never moves
+    amax: Mapping[str, float]  # by name, the largest scaled gradient
+    before: float  # the largest unscaled gradient of the last good step, 0 if there was none
+    limit: float  # the largest number of the policy's half format
+    # where several ranks decided, for each the largest scaled gradient; under FAULT, whether its
+    # own loss was inf or NaN; under VETO, whether it had one of these, or a veto
     by_rank: Mapping[int, float] = {}
-    wrote: int = 0
-    loss: float | None = None
+    wrote: int = 0  # number of the step that left parameters as they are; 0: not known, or no step
+    loss: float | None = None  # None: it is inf, NaN or not known
+    # the loss, the usual one and its limit, the same of the norm, and how many standard deviations
+    # the limits are away
     outlier: tuple[float, ...] = ()
 
     @property
@@ -203,19 +173,12 @@ class Skip(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The explanation of a skip.
-
-    Attributes:
-        skip: the skip it explains.
-        cause: why the step was skipped.
-        reason: why in words, and what to do.
-        parameters: names of the parameters whose gradients, or values, were not finite.
-    """
+    """The explanation of a skip."""
 
     skip: Skip
     cause: Cause
-    reason: str
-    parameters: tuple[str, ...] = ()
+    reason: str  # why in words, and what to do
+    parameters: tuple[str, ...] = ()  # whose gradients, or values, were not finite
 
     @property
     def text(self) -> str:

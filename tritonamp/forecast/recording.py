@@ -79,17 +79,11 @@ class TensorRecord:
 
 
 class Hazard(NamedTuple):
-    """Something that is wrong whatever the sizes.
+    """Something that is wrong whatever the sizes."""
 
-    Attributes:
-        kind: "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
-        place: where it is.
-        detail: a description in words.
-    """
-
-    kind: str
+    kind: str  # "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
     place: Place
-    detail: str
+    detail: str  # in words
 
 
 class Recorder(WatchedCopy):

@@ -27,17 +27,11 @@ NOISE, NOISE_OF_A_TERM = 2.0**-16, 2.0**-22
 
 
 class Side(NamedTuple):
-    """One of two levels that are compared.
+    """One of two levels that are compared."""
 
-    Attributes:
-        name: as the report calls it.
-        policy: of the level.
-        scale: the loss scale of its backward, a power of two.
-    """
-
-    name: str
+    name: str  # as the report calls it
     policy: Policy
-    scale: float
+    scale: float  # the loss scale of its backward, a power of two
 
     @property
     def is_half(self) -> bool:
@@ -46,40 +40,23 @@ class Side(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a result of one run has in common with its counterpart; the n-th of a key is the n-th.
-
-    Attributes:
-        place: of the operation.
-        op: its name in aten, "to float16" for a cast, "output" of a module, "input", "parameter"
-            or "gradient".
-        numel: of the result; a norm may have it in another shape.
-        backward: it was computed in backward.
-        parameter: the full name, for a parameter and its gradient.
-    """
+    """What a result of one run has in common with its counterpart; the n-th of a key is the n-th."""
 
     place: Place
-    op: str
-    numel: int
-    backward: bool = False
-    parameter: str = ""
+    op: str  # in aten; "to float16", "output" of a module, "input", "parameter", "gradient"
+    numel: int  # of the result; a norm may have it in another shape
+    backward: bool = False  # it was computed in backward
+    parameter: str = ""  # the full name, for a parameter and its gradient
 
 
 class Carried(NamedTuple):
-    """What a tensor of the compared run carries to the operations that read it.
+    """What a tensor of the compared run carries to the operations that read it."""
 
-    Attributes:
-        reference: the counterpart; None: there is none, or it is that of what this is a view of.
-        ulps: how far it is from the counterpart; without one, what it was computed from.
-        largest: magnitude of the counterpart, or of what it was computed from.
-        noise: it is zero, but for rounding in FP32.
-        scaled: it carries the loss scale.
-    """
-
-    reference: Tensor | None = None
-    ulps: float = 0.0
-    largest: float = 0.0
-    noise: bool = False
-    scaled: bool = False
+    reference: Tensor | None = None  # the counterpart, if there is one; not of views
+    ulps: float = 0.0  # from the counterpart; without one, those of what it was computed from
+    largest: float = 0.0  # magnitude of the counterpart, or of what it was computed from
+    noise: bool = False  # it is zero, but for rounding in FP32
+    scaled: bool = False  # it carries the loss scale
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Carried":

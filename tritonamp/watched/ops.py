@@ -65,21 +65,13 @@ def amax(tensor: Tensor) -> float:
 
 
 class Schema(NamedTuple):
-    """What torch says of an op.
+    """What torch says of an op."""
 
-    Attributes:
-        aten: the op's name, "_softmax" or "add_".
-        written: the arguments that it writes to, by number or name.
-        overwritten: those of them whose content it ignores.
-        random: whether it draws random numbers.
-        is_view: whether its results share memory with its inputs.
-    """
-
-    aten: str
-    written: frozenset[int | str]
-    overwritten: frozenset[int | str]
-    random: bool
-    is_view: bool
+    aten: str  # the op's name, "_softmax" or "add_"
+    written: frozenset[int | str]  # the arguments that it writes to, by number or name
+    overwritten: frozenset[int | str]  # those of them whose content it ignores
+    random: bool  # whether it draws random numbers
+    is_view: bool  # whether its results share memory with its inputs
 
     @property
     def name(self) -> str:
@@ -108,15 +100,9 @@ def schema_of(func: Any) -> Schema:
 
 
 class OpCall(NamedTuple):
-    """One op as it was dispatched.
+    """One op as it was dispatched."""
 
-    Attributes:
-        func: the OpOverload.
-        args: its arguments.
-        kwargs: its arguments by name.
-    """
-
-    func: Any
+    func: Any  # the OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

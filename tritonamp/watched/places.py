@@ -62,19 +62,12 @@ class Place:
 
 
 class Way(NamedTuple):
-    """What lies between an op and the first code of the user's around it.
+    """What lies between an op and the first code of the user's around it."""
 
-    Attributes:
-        rule: the frame of a rule of the op table, if the op is in one.
-        at_edge: an enabled model casts its inputs or outputs there.
-        file: the user's source, None where the run began first.
-        number: of the line in that file.
-    """
-
-    rule: FrameType | None
-    at_edge: bool
-    file: str | None
-    number: int
+    rule: FrameType | None  # the frame of a rule of the op table, if the op is in one
+    at_edge: bool  # an enabled model casts its inputs or outputs there
+    file: str | None  # the user's source, None where the run began first
+    number: int  # of the line in that file
 
     @classmethod
     def out_of(cls, innermost: FrameType) -> "Way":

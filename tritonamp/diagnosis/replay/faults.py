@@ -14,15 +14,10 @@ from tritonamp.names import short
 
 
 class Remedy(NamedTuple):
-    """What cured a fault when its batch ran again.
+    """What cured a fault when its batch ran again."""
 
-    Attributes:
-        modules: that computed in FP32.
-        bfloat16: instead, the model computed in bfloat16.
-    """
-
-    modules: tuple[str, ...] = ()
-    bfloat16: bool = False
+    modules: tuple[str, ...] = ()  # that computed in FP32
+    bfloat16: bool = False  # instead, the model computed in bfloat16
 
     @property
     def helps(self) -> bool:

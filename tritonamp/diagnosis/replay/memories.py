@@ -15,19 +15,12 @@ from tritonamp.watched.places import Place
 
 @dataclass
 class MemoryFacts:
-    """What is known of the values in some memory, which several tensors may share.
+    """What is known of the values in some memory, which several tensors may share."""
 
-    Attributes:
-        origin: the event behind those that are not finite.
-        eps: a number that was added, and the format in which it rounds to zero.
-        maker: where they were computed.
-        unwritten: it was allocated, and nobody has written to it.
-    """
-
-    origin: Event | None = None
-    eps: tuple[float, torch.dtype] | None = None
-    maker: Place | None = None
-    unwritten: bool = False
+    origin: Event | None = None  # the event behind those that are not finite
+    eps: tuple[float, torch.dtype] | None = None  # was added, and the format in which it is zero
+    maker: Place | None = None  # where they were computed
+    unwritten: bool = False  # it was allocated, and nobody has written to it
 
 
 class Memories:
