@@ -23,15 +23,11 @@ class Forwards:
     """Snapshots of the forwards since the last decision, with their batches until it is known.
 
     With ``gradients`` those that arrive at the outputs are kept, too, to run the backward again.
-
-    Attributes:
-        recent: snapshots of the last decision.
-        holds_recent: they hold their batches until the next decision; else only weakly.
     """
 
     def __init__(self, gradients: bool) -> None:
-        self.recent: list[Snapshot] = []
-        self.holds_recent = False
+        self.recent: list[Snapshot] = []  # of the last decision
+        self.holds_recent = False  # whether these hold their batches until the next; else weakly
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._watch = AmbientWatch()
@@ -72,10 +68,9 @@ class Forwards:
     def pop_all(self, others: Sequence[Sequence[Tensor]] = ()) -> list[Snapshot]:
         """Hand over the forwards of the decision that is being made, and begin anew.
 
-        Args:
-            others: parameters of each optimizer that waits for another decision. A forward that
-                trains these alone stays until then if no gradient has arrived at it: a GAN makes
-                its fakes before the discriminator's step, and goes back through them after it.
+        ``others`` are parameters of each optimizer that waits for another decision. A forward that
+        trains these alone stays until then if no gradient has arrived at it: a GAN makes its fakes
+        before the discriminator's step, and goes back through them after it.
         """
         taken = list(self._snapshots)
         self.recent = taken if self.holds_recent else [s.weakened() for s in taken]

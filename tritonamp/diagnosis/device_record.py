@@ -32,9 +32,7 @@ class DeviceRecord:
         RECORD numbers, see kernels.decide.Record | a magnitude by rank | one by parameter | loss
 
     It is made anew where parameters are added, or ranks change, and goes on from what it held.
-
-    Args:
-        names: gives parameter of the model to its full name; asked again when parameters are added.
+    ``names`` gives parameter of the model to its full name; asked again when some are added.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:

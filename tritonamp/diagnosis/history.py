@@ -11,25 +11,16 @@ MOST = 1000  # steps
 
 
 class History:
-    """The last steps, with the causes of those that were skipped.
-
-    Attributes:
-        records: the last steps, oldest first.
-        causes: how many skips had which cause.
-        counts: of decisions by outcome, at the last reading.
-        in_a_row: the skips since the last step, as far as each of them was read.
-        since: number of the first of the last steps that a lasting cause skipped; 0: the last was
-            not.
-        wrote: number of the step that has left the parameters as they are; 0: not known, or it was
-            not a step.
-    """
+    """The last steps, with the causes of those that were skipped."""
 
     def __init__(self) -> None:
-        self.records: deque[StepRecord] = deque(maxlen=MOST)
-        self.causes: Counter[str] = Counter()
-        self.counts = [0.0] * (VETO + 1)
-        self.in_a_row = 0
+        self.records: deque[StepRecord] = deque(maxlen=MOST)  # oldest first
+        self.causes: Counter[str] = Counter()  # how many skips had which cause
+        self.counts = [0.0] * (VETO + 1)  # of decisions by outcome, at the last reading
+        self.in_a_row = 0  # skips since the last step, as far as each of them was read
+        # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self.since = 0
+        # number of the step that has left the parameters as they are; 0: not known, or no step
         self.wrote = 0
 
     @property

@@ -50,13 +50,6 @@ class StepLog:
     """Counts of all decisions, a history of the last ones, and the causes of skips.
 
     With ``log_skips`` each skip is a line in the log once its numbers have arrived.
-
-    Attributes:
-        history: the history of steps that were read.
-        last: the explanation of the last skip.
-        last_scale: the loss scale of the last skip's backward.
-        batches: the snapshots of the last skip's forwards.
-        after_decision: called after each decision, with the counts by outcome, on the device.
     """
 
     def __init__(self, names: RunNames, dtype: torch.dtype, log_skips: bool = False) -> None:
@@ -67,9 +60,10 @@ class StepLog:
         self._device_record = DeviceRecord(names.parameters)
         self._rule: ScaleRule | None = None  # of the last decision
         self.history = History()
-        self.last: Explanation | None = None
-        self.last_scale = 1.0
-        self.batches: Sequence[Snapshot] = ()
+        self.last: Explanation | None = None  # of the last skip, as are the next two
+        self.last_scale = 1.0  # of its backward
+        self.batches: Sequence[Snapshot] = ()  # its forwards
+        # called after each decision, with the counts by outcome, on the device
         self.after_decision: Callable[[Tensor], None] | None = None
 
     # a decision

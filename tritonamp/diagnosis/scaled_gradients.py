@@ -87,16 +87,11 @@ def _user_line() -> str:
 
 
 class _Watched:
-    """torch's functions that clip, and steps of optimizers, watched while a model is enabled.
-
-    Attributes:
-        gradients: of all enabled models.
-        owners: how many enabled models there are.
-    """
+    """torch's functions that clip, and steps of optimizers, watched while a model is enabled."""
 
     def __init__(self) -> None:
         self.gradients: weakref.WeakSet[ScaledGradients] = weakref.WeakSet()
-        self.owners = 0
+        self.owners = 0  # enabled models
         self._undo = contextlib.ExitStack()
 
     def acquire(self, gradients: ScaledGradients) -> None:

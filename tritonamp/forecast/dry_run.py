@@ -30,22 +30,16 @@ _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 
 
 class DryRun(Recorder):
-    """What a dry run sees, see ``run_copy``.
-
-    Attributes:
-        loss: its value.
-        rounded: inputs that lose by their cast to half, and that no matmul or convolution reads
-            first.
-        cast_inputs: the policy's, without the arguments that these are in.
-    """
+    """What a dry run sees, see ``run_copy``; ``loss`` is its value."""
 
     def __init__(
         self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy
     ) -> None:
         super().__init__(policy.dtype)
         self._model, self._policy = model, policy
+        # inputs that lose by their cast, and that no matmul or convolution reads first
         self.rounded: list[RoundedInput] = []
-        self.cast_inputs = policy.cast_inputs
+        self.cast_inputs = policy.cast_inputs  # without the arguments that these are in
         loss = run_copy(model, batch, loss_fn, policy, self)
         self.loss = float(values_of(loss.detach()))
         for path in self.threads:

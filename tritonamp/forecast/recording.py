@@ -87,20 +87,13 @@ class Hazard(NamedTuple):
 
 
 class Recorder(WatchedCopy):
-    """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
-
-    Args:
-        dtype: the half format.
-
-    Attributes:
-        records: inputs, parameters, every op's result, and the gradients of parameters and loss.
-        hazards: faults that do not depend on sizes, each once.
-    """
+    """Computes on FP32 values, measures results, and knows which gradients carry the loss scale."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__("the dry run, in FP32")
+        # inputs, parameters, every op's result, and the gradients of parameters and loss
         self.records: list[TensorRecord] = []
-        self.hazards: dict[Hazard, None] = {}
+        self.hazards: dict[Hazard, None] = {}  # faults that do not depend on sizes, each once
         self._dtype = dtype
 
     def in_its_dtype(self, tensor: Tensor) -> Tensor:

@@ -155,18 +155,13 @@ class Reference(Results):
 
 
 class Compared(Results):
-    """Compares every result with its counterpart, and lets go of that.
-
-    Attributes:
-        differences: in the order in which they were computed.
-        unmatched: how many results have no counterpart.
-    """
+    """Compares every result with its counterpart, and lets go of that."""
 
     def __init__(self, side: Side, reference: Reference, dtype: torch.dtype) -> None:
         """Prepare for a run beside ``reference``, which has run; ``dtype``: whose ulps count."""
         super().__init__(side, reference.wholes)
-        self.differences: list[Difference] = []
-        self.unmatched = 0
+        self.differences: list[Difference] = []  # in the order in which they were computed
+        self.unmatched = 0  # how many results have no counterpart
         self._kept, self._dtype = reference.kept, dtype
         self._rescale = side.scale / reference.scale
 

@@ -87,22 +87,16 @@ class Way(NamedTuple):
 class PlacedOps(TorchDispatchMode):
     """A mode whose ops know where they run: modules are followed while it is active.
 
-    Args:
-        names: by module; others count as part of the one that calls them.
-
-    Attributes:
-        names: of the modules that are followed.
-        modules: in whose forwards the run is, innermost last.
-        failed: the innermost that raised.
-        threads: names of modules that ran in another thread, which the mode does not see.
+    Only those in ``names`` are; others count as part of the one that calls them.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.modules: list[nn.Module] = []
-        self.failed: nn.Module | None = None
-        self.threads: dict[str, None] = {}
         self.names = names
+        self.modules: list[nn.Module] = []  # in whose forwards the run is, innermost last
+        self.failed: nn.Module | None = None  # the innermost that raised
+        # names of modules that ran in another thread, which the mode does not see
+        self.threads: dict[str, None] = {}
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
 
     def __enter__(self: Mode) -> Mode:

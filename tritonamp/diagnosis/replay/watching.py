@@ -42,32 +42,21 @@ class _Ran(NamedTuple):
 
 
 class Watch(PlacedOps):
-    """Looks at every op while it is active. Waits for the device at each.
-
-    Args:
-        names: of modules, parameters and buffers.
-
-    Attributes:
-        inputs: storage of a tensor that a model was called with to its name.
-        phase: "forward"; set to "backward" by the owner where that begins.
-        looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is
-            zero, and should not.
-        events: in the order in which they happened.
-        refused: the last op that torch refused, because a constant does not fit.
-        zeroed: see ``looks_for_zeros``.
-        writes: name of a parameter or buffer that an op wrote to, to the tensor and its value
-            before.
-    """
+    """Looks at every op while it is active. Waits for the device at each."""
 
     def __init__(self, names: ModelNames) -> None:
         super().__init__(names.modules)
         self.model_names = names
+        # storage of a tensor that a model was called with, to its name
         self.inputs: dict[int, str] = {}
-        self.phase = "forward"
-        self.looks_for_zeros = False
-        self.events: list[Event] = []
+        self.phase = "forward"  # its owner sets "backward" where that begins
+        self.events: list[Event] = []  # in the order in which they happened
+        # the last op that torch refused, because a constant does not fit
         self.refused: Event | None = None
+        # the first op of a backward whose result in half is zero, and should not; if looked for
         self.zeroed: Event | None = None
+        self.looks_for_zeros = False
+        # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._memories = Memories()
 
