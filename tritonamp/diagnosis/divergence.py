@@ -57,8 +57,7 @@ class Growth(NamedTuple):
     def is_divergence(self, in_fp32: Fp32Run | None) -> bool:
         """Return whether training has diverged, rather than left the range of a half format.
 
-        Args:
-            in_fp32: what FP32 makes of the failing batch; None: it was not asked.
+        ``in_fp32`` is what FP32 makes of the failing batch; None: it was not asked.
         """
         if not self.is_suspect:
             return False
@@ -96,9 +95,6 @@ class WeightSizes:
     """The largest magnitude in each parameter, measured before steps 1, 2, 4, 8... of a run.
 
     It is measured on the device, which is not waited for: in the long run at no cost.
-
-    Args:
-        tensors: gives parameters, and buffers, of the model.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -164,11 +160,8 @@ def growth_of(
 ) -> Growth:
     """Return how much has grown since the good steps. Waits for the device.
 
-    Args:
-        good: number, loss and norm of the steps that were taken, as far as they are known.
-        loss: of the step that was skipped; None: not known.
-        taken: how many steps were taken in all.
-        weights: the sizes that the weights had.
+    ``good`` are number, loss and norm of the steps that were taken, as far as they are known;
+    ``loss`` is that of the step that was skipped, ``taken`` how many were taken in all.
     """
     steps = list(good)
     losses = [(n, abs(x)) for n, x, _ in steps if x is not None]

@@ -71,13 +71,10 @@ class StepLog:
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
-        """Return the record for the decision about the gradients of ``params``.
+        """Return the record for a decision on a device.
 
-        Args:
-            params: one list for each optimizer. The lists do not change: other parameters come in
-                other lists.
-            device: the device of the decision.
-            ranks: the ranks, whose magnitudes follow those of the parameters.
+        It is about the gradients of ``params``, one list for each optimizer. The lists do not
+        change: other parameters come in other lists. Magnitudes of ``ranks`` follow theirs.
         """
         found = self._device_record.place(params, device, ranks)
         if found is None:

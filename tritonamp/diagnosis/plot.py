@@ -18,11 +18,6 @@ def save_picture(
 ) -> Path:
     """Write the picture to ``path``, in the format of its suffix, and return the path.
 
-    Args:
-        history: oldest first.
-        path: of the file.
-        ranges: of the steps that were watched, oldest first.
-
     Raises:
         RuntimeError: there was no step yet.
         ValueError: a suffix that matplotlib cannot write.

@@ -29,12 +29,9 @@ def find_remedy(
 ) -> Remedy:
     """Return what cures a batch: modules in FP32, with those that a fault moves on to, or bfloat16.
 
-    Where neither helps, a remedy that does not.
-
-    Args:
-        wrong: full names of the modules in which something is wrong; None: in none with a name.
-        again: runs the batch again with a remedy, and returns what is wrong then.
-        most: how often it runs with modules in FP32.
+    Where neither helps, a remedy that does not. ``wrong`` are full names of the modules in which
+    something is wrong, None for one without a name; ``again`` runs the batch with a remedy, at most
+    ``most`` times with modules in FP32, and returns what is wrong then.
     """
     modules: tuple[str, ...] = ()
     for _ in range(most):

@@ -91,12 +91,9 @@ class Replays:
             return None
 
     def replay(self, replay: bool | Callable[[], Any] = True) -> Finding:
-        """Run the forwards of the last skip again, where none was skipped the last ones.
+        """Run a function again, else the forwards of the last skip, or the last ones of all.
 
         All ranks call it together.
-
-        Args:
-            replay: a function to run instead; else True.
         """
         if callable(replay):
             return self._find_together([(replay, {})])

@@ -130,8 +130,7 @@ class Response:
     def explain(self, replay: bool | Callable[[], Any]) -> str:
         """Return the cause of the last skip, with the report of a replay if there is one.
 
-        Args:
-            replay: run the batch again now; a function: run that. All ranks do so together.
+        ``replay`` runs the batch again now, or a function. All ranks do so together.
         """
         if replay is False:
             return self._told(self._log.explanation(), False)

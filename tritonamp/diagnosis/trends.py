@@ -12,15 +12,9 @@ def steps_left(points: Sequence[tuple[int, float]], limit: float) -> int | None:
     """Return in how many steps a magnitude will pass ``limit``, 0 if it has.
 
     Growth by a constant factor and growth by a constant amount are tried; the one that is nearer to
-    the points, in powers of two, decides.
-
-    Args:
-        points: step and magnitude, oldest first; the last eight count.
-        limit: the largest number of the format.
-
-    Returns:
-        None where there are fewer than four readings, where no growth stands out of the noise, and
-        where the end is further away than the trend is long, in steps or in powers of two.
+    the points (step and magnitude, oldest first; the last eight count), in powers of two, decides.
+    None where there are fewer than four, where no growth stands out of the noise, and where the end
+    is further away than the trend is long, in steps or in powers of two.
     """
     points = points[-_POINTS:]
     step, last = points[-1]

@@ -40,7 +40,7 @@ class Side(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a result of one run has in common with its counterpart; the n-th of a key is the n-th."""
+    """What a result of one run and its counterpart share; the n-th of a key is the n-th."""
 
     place: Place
     op: str  # in aten; "to float16", "output" of a module, "input", "parameter", "gradient"

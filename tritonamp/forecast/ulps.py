@@ -68,17 +68,10 @@ class Drift(NamedTuple):
 def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
 
+    That is: root of the mean square, and maximum, of the difference in ulps of a half format: in
+    eps times the root mean square of the reference; where that is zero, in smallest subnormals.
     Where the reference itself is inf or NaN, nothing is compared; finite values that the dtype of
     the result does not hold count as its largest, which stands for them in masks.
-
-    Args:
-        result: floating or complex.
-        reference: of the same shape, likewise.
-        dtype: the half format whose ulps are counted: of eps times the root mean square of the
-            reference; where that is zero throughout, of the smallest subnormal.
-
-    Returns:
-        Root of the mean square, and maximum, of the difference.
     """
     info = torch.finfo(dtype)
     if reference.is_complex():

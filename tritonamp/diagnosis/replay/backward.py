@@ -16,11 +16,8 @@ MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
 class Backward:
     """The backward from some outputs to the parameters, at one loss scale or another.
 
-    Args:
-        output: tensors; the backward starts at those that require a gradient.
-        grad_outputs: what arrives there at loss scale ``scale``; None: the output is a loss.
-        scale: the loss scale of ``grad_outputs``.
-        params: by name, those whose gradients are wanted.
+    It starts at those tensors of the output that require a gradient, with ``grad_outputs``, which
+    carry the loss scale ``scale``; None: the output is a loss.
     """
 
     def __init__(

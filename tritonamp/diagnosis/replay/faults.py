@@ -25,11 +25,7 @@ class Remedy(NamedTuple):
         return bool(self.modules) or self.bfloat16
 
     def words(self, by_hand: str) -> str:
-        """Return what to do, and that it was tried.
-
-        Args:
-            by_hand: in the place of the model itself, which is no module inside.
-        """
+        """Return what to do, ``by_hand`` for the model itself, and that it was tried."""
         if self.bfloat16:
             return (
                 "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "

@@ -42,22 +42,19 @@ class Snapshot:
         find_fault(model, snapshot.run, expected=snapshot.outputs,
                    grad_outputs=snapshot.grad_outputs, scale=scale)
 
+    Arguments are kept without the graphs that they come from.
+
     Args:
         model: what will be called.
-        args: what it will be called with; kept without the graphs that it comes from.
-        kwargs: what it will be called with by name; as ``args``.
+        args: with what.
+        kwargs: and with what by name.
         weak: hold the tensors in the arguments only as long as somebody else does.
         method: of the model that is called in the place of its forward.
         outputs: storages of what models have returned before, while they live.
         alone: record generators, grad mode and autocast; else the caller sets ``ambient``.
-
-    Attributes:
-        training: the training flag of the model.
-        gpus: those that the arguments are on.
-        ambient: under what the forward runs.
     """
 
-    ambient: AmbientState
+    ambient: AmbientState  # under what the forward runs
 
     _outputs: Sequence[weakref.ref[Tensor]] = ()
     _grads: Mapping[int, Tensor] = {}
@@ -79,7 +76,7 @@ class Snapshot:
         self._earlier = outputs
         self._versions: list[int] = []
         self._computed: list[int] = []  # which leaves of the arguments were part of a graph
-        self.gpus: list[torch.device] = []
+        self.gpus: list[torch.device] = []  # that the arguments are on
         note = self._noted
         given = [note(v) if type(v) is Tensor else mapped(note, v) for v in args]
         self._given = tuple(given), kwargs and mapped(note, kwargs)
@@ -129,12 +126,9 @@ class Snapshot:
         return value
 
     def made(self) -> set[int]:
-        """Return which leaves of the arguments are no data, but what models have made.
+        """Return which leaves of the ``arguments`` are no data, but what models have made.
 
         That is: part of a graph, or what a forward has returned, detached or not.
-
-        Raises:
-            BatchGoneError: see ``arguments``.
         """
         outputs = [storage() for storage in self._earlier]
         found = {id(storage) for storage in outputs if storage is not None}
@@ -148,13 +142,10 @@ class Snapshot:
         return {*self._computed, *returned}
 
     def run(self) -> Any:
-        """Run the forward again, under what it ran under the first time.
+        """Run the forward again on its ``arguments``, under what it ran under the first time.
 
         That is: generators, grad mode, autocast and training flag. The random numbers go on from
         there, for a loss that draws some, too.
-
-        Raises:
-            BatchGoneError: see ``arguments``.
         """
         args, kwargs = self.arguments()
         before = AmbientState.now()

@@ -228,10 +228,7 @@ REASONS = {
 def judge(event: Event, fits: float | None = None) -> str:
     """Return the kind of fault: a key of ``VERDICTS``.
 
-    Args:
-        event: what was seen at the op.
-        fits: for a backward, the largest loss scale at which all gradients are finite; None if
-            there is none.
+    For a backward, ``fits`` is the largest loss scale at which all gradients are finite, if any.
     """
     if event.source:
         return event.source
