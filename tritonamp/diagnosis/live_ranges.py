@@ -65,11 +65,8 @@ class LiveRanges:
 
     All of it are operations on the device: a CUDA graph captures them, and nobody waits.
 
-    Args:
-        models: whose modules are watched, but for ``nn.Sequential``, which returns what its last
-            module does. Values on another device than that of the first parameter are not read.
-        every: steps from one reading to the next; the first step is read.
-        backend: "auto", "triton" or "eager".
+    The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not: it returns
+    what its last module does. Nor are values on another device than that of the first parameter.
     """
 
     def __init__(self, models: Sequence[nn.Module], every: int, backend: str) -> None:

@@ -245,16 +245,13 @@ class StepLog:
 
     def stats(self) -> dict[str, Any]:
         """Return the numbers as plain values. Reads the device."""
-        values, last = self._device_record.values(), self.explanation()
+        counts, last = self.counts(), self.explanation()
         return {
-            "steps": int(values[decide.CLEAN]),
-            "skipped": _skipped(values),
-            "scale_overflows": int(values[decide.OVERFLOW]),
-            "forward_faults": int(values[decide.FAULT]),
-            "outliers": int(values[decide.OUTLIER]),
-            "vetoes": int(values[decide.VETO]),
+            "steps": counts.pop("clean"),
+            "skipped": sum(counts.values()),
+            **counts,
             "last_skip_reason": None if last is None else last.cause.value,
-            "grad_norm": values[decide.NORM],
+            "grad_norm": self.last_good()[0],
         }
 
     def last_good(self) -> tuple[float, float]:

@@ -32,10 +32,9 @@ CLIPPING = (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)
 class ScaledGradients:
     """The gradients of one ``Amp``, and what has been warned of.
 
-    Args:
-        params: gives the tensors whose gradients carry the loss scale now, and their masters.
-        left_out: gives the models' parameters with gradients that no enabled optimizer holds: what
-            ``amp.backward`` has added there is never unscaled.
+    ``params`` gives the tensors whose gradients carry the loss scale now, and their masters;
+    ``left_out`` the models' parameters with gradients that no enabled optimizer holds: what
+    ``amp.backward`` has added there is never unscaled.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,12 +164,16 @@ class Skip(NamedTuple):
     @property
     def ranks(self) -> str:
         """The ranks at fault, as "rank 3"; "" where there is only one rank."""
-        found = self.at_fault
-        return f"rank{'s' * (len(found) > 1)} {listed(found)}" if found else ""
+        return ranks_in_words(self.at_fault) if self.at_fault else ""
 
     def is_good(self, magnitude: float) -> bool:
         """Return whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
         return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 3, 4"."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 class Explanation(NamedTuple):

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tritonamp.casts import rounded_inputs
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.rounded_inputs import (
-    Readers,
-    RoundedInput,
-    inputs_to_cast,
-    remedy,
-    roundings,
-    worst_rounding,
-)
+from tritonamp.casts.rounded_inputs import RoundedInput
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Recorder
@@ -53,23 +47,27 @@ class DryRun(Recorder):
 
     def given(self, batch: Batch) -> Batch:
         batch = super().given(batch)
-        self._inputs = inputs_to_cast(*batch, signature_of(self._model.forward), self._policy)
-        rows = [worst_rounding(one.tensor, self._dtype).tolist() for one in self._inputs]
+        self._inputs = rounded_inputs.inputs_to_cast(
+            *batch, signature_of(self._model.forward), self._policy
+        )
+        rows = [
+            rounded_inputs.worst_rounding(one.tensor, self._dtype).tolist() for one in self._inputs
+        ]
         self._worst = [number for row in rows for number in row]
         return batch
 
     def __enter__(self) -> "DryRun":
         super().__enter__()
-        self._readers = self._hooks.enter_context(Readers(self._inputs))
+        self._readers = self._hooks.enter_context(rounded_inputs.Readers(self._inputs))
         self._hooks.enter_context(_BceInFp32(self))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        lost = roundings(self._inputs, self._worst)
+        lost = rounded_inputs.roundings(self._inputs, self._worst)
         self.rounded = [one for one in lost if one.path in self._readers.only_others]
         if self.rounded:
-            self.cast_inputs = remedy(self._inputs, self.rounded)
+            self.cast_inputs = rounded_inputs.remedy(self._inputs, self.rounded)
 
     def _note_functions(self, loss: Tensor) -> None:
         """Note the user's autograd Functions that autocast does not know of."""

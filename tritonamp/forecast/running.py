@@ -148,12 +148,10 @@ def _gradients(loss: Tensor, params: list[Tensor], watch: WatchedCopy) -> Sequen
 
 
 def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:
-    """Return the scalar loss of a model's output; of a ``loss_fn`` that is a module a copy runs.
+    """Return the scalar loss of a model's output, or raise ``Misuse``.
 
-    Without one it is the loss that the model has computed, else the mean of its floating tensors.
-
-    Raises:
-        Misuse: no scalar.
+    Of a ``loss_fn`` that is a module a copy runs. Without one it is the loss that the model has
+    computed, else the mean of its floating tensors.
     """
     if loss_fn is None:
         return _own_loss(output)

@@ -48,7 +48,6 @@ class Snapshot:
         model: what will be called.
         args: with what.
         kwargs: and with what by name.
-        weak: hold the tensors in the arguments only as long as somebody else does.
         method: of the model that is called in the place of its forward.
         outputs: storages of what models have returned before, while they live.
         alone: record generators, grad mode and autocast; else the caller sets ``ambient``.
@@ -65,7 +64,6 @@ class Snapshot:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        weak: bool = False,
         method: str = "__call__",
         outputs: Sequence[Storage] = (),
         alone: bool = True,
@@ -80,8 +78,6 @@ class Snapshot:
         note = self._noted
         given = [note(v) if type(v) is Tensor else mapped(note, v) for v in args]
         self._given = tuple(given), kwargs and mapped(note, kwargs)
-        if weak:
-            self._given = mapped(_weak, self._given)
         if alone:
             self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
@@ -202,6 +198,6 @@ def _alive(value: Any) -> Any:
     if value is None:
         raise BatchGoneError(
             "the batch of this forward is gone, so it cannot be run again: keep a reference to it "
-            "until after optimizer.step(), or have snapshots hold it (weak=False)"
+            "until after optimizer.step()"
         )
     return value
