@@ -26,11 +26,7 @@ _SAME_DTYPE = """
 
 
 class Unrounded(Tensor):
-    """Says it is of a half dtype.
-
-    Attributes:
-        values: not rounded, float32, of the same shape and strides.
-    """
+    """Says it is of a half dtype; ``values`` are FP32, of the same shape and strides."""
 
     values: Tensor  # type: ignore[assignment]  # for sparse tensors a method
     # private, and how torch's documentation writes it for subclasses that only dispatch (torch 2.11

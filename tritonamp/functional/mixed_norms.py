@@ -35,7 +35,8 @@ def mixed_layer_norm(
         eps: as of ``layer_norm``.
         dtype: of the result.
     """
-    if _is_ours_in(dtype, input, normalized_shape, weight, bias):
+    least = min_numel()
+    if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=least):
         n = math.prod(normalized_shape)
         return Norm.apply(input, weight, bias, (n, eps, True, dtype, "auto"))
     x, w, b = _alike(dtype, input, weight, bias)
@@ -61,18 +62,12 @@ def mixed_rms_norm(
         eps: as of ``rms_norm``.
         dtype: of the result.
     """
-    if _is_ours_in(dtype, input, normalized_shape, weight):
+    if dtype in STORED and is_ours(input, normalized_shape, weight, least=min_numel()):
         n = math.prod(normalized_shape)
         eps = RMS_EPS if eps is None else eps
         return Norm.apply(input, weight, None, (n, eps, False, dtype, "auto"))
     x, w = _alike(dtype, input, weight)
     return torch.nn.functional.rms_norm(x, normalized_shape, w, eps).to(dtype)
-
-
-def _is_ours_in(
-    dtype: torch.dtype, input: Tensor, shape: Sequence[int], *weights: Tensor | None
-) -> bool:
-    return dtype in STORED and is_ours(input, shape, *weights, least=min_numel())
 
 
 def _alike(dtype: torch.dtype, input: Tensor, *weights: Tensor | None) -> Iterator[Any]:

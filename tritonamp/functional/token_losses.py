@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.functional import linear_head
 from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.functional.linear_head import (
-    LinearHead,
-    Results,
-    Tensors,
-    backend_of,
-    check_layer,
-    differentiable,
-    dtype_of_logits,
-    results_of_linear,
-)
+from tritonamp.functional.linear_head import LinearHead, Results, Tensors
 from tritonamp.kernels.token_log_probs import token_log_probs as of_rows
 from tritonamp.kernels.token_log_probs_backward import token_log_probs_backward
 
@@ -33,7 +25,7 @@ class TokenRows(NamedTuple):
     entropy: bool
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        log_probs, stats = of_rows(logits, targets, *self, backend_of(logits.dtype))
+        log_probs, stats = of_rows(logits, targets, *self, linear_head.backend_of(logits.dtype))
         return ((log_probs, stats[2]) if self.entropy else (log_probs,)), stats
 
     def gradient(
@@ -45,7 +37,7 @@ class TokenRows(NamedTuple):
             torch.stack(tuple(grads)),
             stats,
             self.temperature,
-            backend_of(logits.dtype),
+            linear_head.backend_of(logits.dtype),
         )
 
     def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
@@ -73,7 +65,7 @@ class TokenLogProbs(torch.autograd.Function):
         logits, targets, stats = ctx.saved_tensors
         if torch.is_grad_enabled():  # it is differentiated again
             results = ctx.loss.by_torch(logits, targets)
-            return *differentiable(results, (logits,), (True,), grads), None, None
+            return *linear_head.differentiable(results, (logits,), (True,), grads), None, None
         return ctx.loss.gradient(logits, targets, grads, stats), None, None
 
 
@@ -139,13 +131,13 @@ def linear_token_log_probs(
         ValueError: shapes, the targets' dtype, the temperature or ``chunk_rows`` are no such.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    check_layer(input, weight, bias, chunk_rows)
+    linear_head.check_layer(input, weight, bias, chunk_rows)
     _check(tuple(input.shape[:-1]), targets, temperature)
     rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
-    dtype = dtype_of_logits(input, weight)
+    dtype = linear_head.dtype_of_logits(input, weight)
     loss = TokenRows(float(temperature), return_entropy)
     chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-    results = results_of_linear(rows, weight, bias, classes, dtype, loss, chunk_rows)
+    results = linear_head.results_of_linear(rows, weight, bias, classes, dtype, loss, chunk_rows)
     results = tuple(result.view(targets.shape) for result in results)
     return (results[0], results[1]) if return_entropy else results[0]
 

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.diagnosis.replay.known_ops import (
-    DIVISORS,
-    DOES_NOT_FIT,
-    ON_PURPOSE,
-    are_same,
-    differ,
-    family,
-    is_masked,
-)
+from tritonamp.diagnosis.replay import known_ops
 from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.verdicts import Event, OpInput
@@ -88,7 +80,7 @@ class Watch(PlacedOps):
         try:
             result = call.run()
         except RuntimeError as error:
-            if DOES_NOT_FIT in str(error):
+            if known_ops.DOES_NOT_FIT in str(error):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
                 self.refused = Event(place, "forward", dtype, str(func), scalars=call.scalars())
             raise
@@ -140,10 +132,12 @@ class Watch(PlacedOps):
         """Return an earlier event that reached results that are not finite, or a new one."""
         causes = [self.origin(t, ran.place) for t in ran.call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
-        masked = nan and is_masked(ran.call)
+        masked = nan and known_ops.is_masked(ran.call)
         if masked:  # log(0) may stand for a mask, too
             causes = [
-                e for e in causes if not e.quiet and not ("log" in family(e.place.op) and e.zero)
+                e
+                for e in causes
+                if not e.quiet and not ("log" in known_ops.family(e.place.op) and e.zero)
             ]
         elif nan:
             for e in causes:
@@ -168,10 +162,10 @@ class Watch(PlacedOps):
         inputs = call.inputs()
         given = asked.inputs()
         divisor = None
-        if name in DIVISORS and len(call.args) > DIVISORS[name]:
-            divisor = call.args[DIVISORS[name]]
+        if name in known_ops.DIVISORS and len(call.args) > known_ops.DIVISORS[name]:
+            divisor = call.args[known_ops.DIVISORS[name]]
         rounded = False
-        if "cast" in family(name):
+        if "cast" in known_ops.family(name):
             rounded = asked is call or storage(inputs[0]) in {storage(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
         return Event(
@@ -190,7 +184,7 @@ class Watch(PlacedOps):
             masked=masked,
             constant=constant,
             rounding=rounded,
-            squares=name == "mul" and are_same(call.args),
+            squares=name == "mul" and known_ops.are_same(call.args),
         )
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
@@ -239,8 +233,13 @@ class Watch(PlacedOps):
             if result.shape != values.shape:
                 continue
             finite = torch.isfinite(result)
-            wrong = differ(result[finite], values[finite])
-            if met and met[0].absorbed is None and wrong and call.schema.name not in ON_PURPOSE:
+            wrong = known_ops.differ(result[finite], values[finite])
+            if (
+                met
+                and met[0].absorbed is None
+                and wrong
+                and call.schema.name not in known_ops.ON_PURPOSE
+            ):
                 met[0].absorbed = place
             if not bool(finite.all()):
                 self._memories.put(result, values)
