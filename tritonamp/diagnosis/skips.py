@@ -17,13 +17,6 @@ _REPLAY = (
     " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the "
     "operation."
 )
-_ZERO_EPS = (
-    "eps={eps:g} is 0 in {dtype}, so a small gradient is divided by 0. Give an eps of {fits:g} or "
-    "more, or level='O2', which steps in FP32"
-)
-_OUR_STEP = (
-    "Lower the learning rate, or take level='O2', which steps in FP32 and skips what overflows"
-)
 
 
 class Cause(enum.Enum):
@@ -113,10 +106,15 @@ class Writer(NamedTuple):
     def fault(self) -> str:
         """What is wrong with its steps, if they have written inf or NaN; and what to do."""
         if self.zero_eps is None:
-            return _OUR_STEP
+            return (
+                "Lower the learning rate, or take level='O2', which steps in FP32 and skips what "
+                "overflows"
+            )
         fits = 10.0 ** math.ceil(math.log10(torch.finfo(self.dtype).smallest_normal))
-        dtype = short(self.dtype)
-        return _ZERO_EPS.format(eps=self.zero_eps, dtype=dtype, fits=fits)
+        return (
+            f"eps={self.zero_eps:g} is 0 in {short(self.dtype)}, so a small gradient is divided by "
+            f"0. Give an eps of {fits:g} or more, or level='O2', which steps in FP32"
+        )
 
 
 class Steps(NamedTuple):

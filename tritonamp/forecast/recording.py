@@ -35,13 +35,9 @@ it makes gradients in the forward, in the dtype of its input.
 """
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """The op in records of tensors that no op of the run made."""
-NORMS = (
-    "native_layer_norm",
-    "native_group_norm",
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "_native_batch_norm_legit",
-)
+NORMS = """
+    native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit
+""".split()
 
 
 @dataclass(eq=False)

@@ -62,10 +62,7 @@ class LinearHead(NamedTuple):
     def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
         """Return the gradients of rows, weight and bias, in ``wide``, or None where not needed.
 
-        Args:
-            dlogits: [r, v], the gradients of logits.
-            rows: [r, d], the operand that the logits were made of.
-            needed: which of the three.
+        ``dlogits`` [r, v] are the gradients of logits, which were made of the operand rows [r, d].
         """
         dlogits = dlogits.to(self.operand)
         return (

@@ -12,18 +12,9 @@ ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}
 """What these replace was meant to be replaced."""
 DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
 DIVISORS = {
-    "div": 1,
-    "divide": 1,
-    "true_divide": 1,
+    **dict.fromkeys("reciprocal rsqrt pow log log2 log10 logit".split(), 0),
+    **dict.fromkeys("div divide true_divide xlogy".split(), 1),
     "addcdiv": 2,
-    "reciprocal": 0,
-    "rsqrt": 0,
-    "pow": 0,
-    "log": 0,
-    "log2": 0,
-    "log10": 0,
-    "xlogy": 1,
-    "logit": 0,
 }
 """The argument that must not be zero, by its number."""
 

@@ -37,7 +37,6 @@ def find_fault(
     dtype: torch.dtype = torch.float16,
     scale: float = 1.0,
     backward: bool | None = None,
-    silent: bool = True,
     harmless: bool = False,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
@@ -56,7 +55,6 @@ def find_fault(
         scale: the loss scale of the backward.
         backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is
             given.
-        silent: also report an overflow that leaves the result finite, and wrong.
         harmless: also report an overflow that vanished, where nothing is wrong.
         grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a
             model without a loss.
@@ -73,7 +71,7 @@ def find_fault(
         replay = _Replay(models, dtype, scale)
         with _untouched(models, replay.watch):
             output = replay.forward(run, expected)
-            fault = replay.fault_of_forward(output, silent)
+            fault = replay.fault_of_forward(output)
             if fault is None and replay.wants_backward(output, backward, grad_outputs):
                 fault = replay.fault_of_backward(output, grad_outputs)
             if fault is None and harmless:
@@ -167,7 +165,7 @@ class _Replay:
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
         )
 
-    def fault_of_forward(self, output: Any, silent: bool) -> FaultReport | None:
+    def fault_of_forward(self, output: Any) -> FaultReport | None:
         """Report what made the output non-finite; else what made it wrong."""
         if isinstance(output, FaultReport):
             return output
@@ -179,11 +177,11 @@ class _Replay:
         events = [e for e in events if is_loss or not e.quiet]
         if events:
             return self._fault(self._first(events), outcome=_outcome(bad[0], is_loss))
-        absorbed = [e for e in self.watch.events if e.absorbed]
-        if silent and absorbed:
-            outcome = "the result is finite" if results else ""
-            return self._fault(absorbed[0], silent=True, outcome=outcome)
-        return None
+        absorbed = next((e for e in self.watch.events if e.absorbed), None)
+        if absorbed is None:
+            return None
+        outcome = "the result is finite" if results else ""
+        return self._fault(absorbed, silent=True, outcome=outcome)
 
     def vanished(self) -> FaultReport | None:
         """Report an overflow that vanished, and left the right numbers as far as is known."""

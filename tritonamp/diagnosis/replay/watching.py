@@ -229,23 +229,17 @@ class Watch(PlacedOps):
         if call.schema.written:
             for t in results:
                 self._memories.forget(t)
+        on_purpose = call.schema.name in known_ops.ON_PURPOSE
         for result, values in zip(results, exact, strict=False):
             if result.shape != values.shape:
                 continue
             finite = torch.isfinite(result)
-            wrong = known_ops.differ(result[finite], values[finite])
-            if (
-                met
-                and met[0].absorbed is None
-                and wrong
-                and call.schema.name not in known_ops.ON_PURPOSE
-            ):
-                met[0].absorbed = place
+            if met and not on_purpose and known_ops.differ(result[finite], values[finite]):
+                met[0].absorbed = met[0].absorbed or place
             if not bool(finite.all()):
                 self._memories.put(result, values)
-        ends = bool(results) and all(map(is_finite, results))
-        if met and ends and met[0].vanished is None:
-            met[0].vanished = place
+        if met and results and all(map(is_finite, results)):
+            met[0].vanished = met[0].vanished or place
 
     def _overflows(self, tensors: list[Tensor]) -> list[Event]:
         origins = [self._memories.of(t).origin for t in tensors if not is_finite(t)]
