@@ -10,6 +10,7 @@ from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels.decide import FAULT, OUTLIER, VETO
+from tritonamp.watched.ops import nonfinite_samples
 
 # times the gradients of the step before: more than a scale that is looking for its level runs into
 _SUDDEN = 256
@@ -128,7 +129,7 @@ def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
     found = []
     for batch in batches:
         for path, tensor in batch:
-            bad = _bad_samples(tensor)
+            bad = nonfinite_samples(tensor)
             if bad:
                 kind = "sample(s)" if tensor.dim() > 1 else "element(s)"
                 shape = tuple(tensor.shape)
@@ -141,14 +142,6 @@ def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
         f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}"
     )
     return Explanation(skip, Cause.DATA, reason)
-
-
-def _bad_samples(tensor: Tensor) -> list[int]:
-    bad = ~torch.isfinite(tensor.detach())
-    if tensor.dim() > 1:
-        bad = bad.flatten(1).any(1)
-    found: list[int] = bad.reshape(-1).nonzero().flatten().tolist()
-    return found
 
 
 def _in_parameters(
@@ -181,10 +174,6 @@ def _buffers(parameters: Mapping[Tensor, str]) -> str:
 
 
 def _nonfinite(named: Iterable[tuple[Tensor, str]]) -> list[str]:
-    dense = [
-        (t.detach(), name)
-        for t, name in named
-        if t.is_floating_point() and t.layout is torch.strided
-    ]
-    flags = [torch.isfinite(t).all() for t, _ in dense]
+    dense = [(t, n) for t, n in named if t.is_floating_point() and t.layout is torch.strided]
+    flags = [torch.isfinite(t.detach()).all() for t, _ in dense]  # all are asked before one is read
     return [name for flag, (_, name) in zip(flags, dense, strict=True) if not flag]

@@ -58,6 +58,15 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
+def nonfinite_samples(tensor: Tensor) -> list[int]:
+    """Return the samples (of one dimension the elements) that hold inf or NaN. Waits."""
+    bad = ~torch.isfinite(tensor.detach())
+    if tensor.dim() > 1:
+        bad = bad.flatten(1).any(1)
+    found: list[int] = bad.reshape(-1).nonzero().flatten().tolist()
+    return found
+
+
 def amax(tensor: Tensor) -> float:
     """Return the largest finite magnitude; 0 where there is none."""
     magnitudes = tensor.detach().abs()

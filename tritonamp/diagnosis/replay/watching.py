@@ -20,6 +20,7 @@ from tritonamp.watched.ops import (
     floats,
     is_finite,
     is_watched,
+    nonfinite_samples,
     storage,
 )
 from tritonamp.watched.places import Place, PlacedOps, Way
@@ -209,8 +210,7 @@ class Watch(PlacedOps):
             source = "data"
             name = label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
             if tensor.dim() > 1:
-                bad = ~torch.isfinite(tensor)
-                samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
+                samples = tuple(nonfinite_samples(tensor))
         event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
         event.names, event.samples = (name,), samples
         memory.origin = event
