@@ -42,7 +42,8 @@ class DeviceRecord:
         self._kept = [0.0] * _KEPT  # until there is a record
         self._copied: Tensor | None = None  # what is copied to the host: numbers, and the loss
         self._numbers: Tensor | None = None  # a part of it, as are the next two
-        self._counts: Tensor | None = None
+        # how many decisions had each outcome, on the device; None: there was no decision
+        self.counts: Tensor | None = None
         self._loss: Tensor | None = None  # NaN: not known
         self._knows_loss = False
         # by the ids of a decision's lists of parameters, which are kept: nothing else has their ids
@@ -51,18 +52,22 @@ class DeviceRecord:
         self._readback: Readback | None = None
 
     def place(
-        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
-    ) -> Record | None:
-        """Return the place of a decision, see ``StepLog.record``; None: there is none yet."""
-        found = self._places.get(tuple(map(id, params)))
-        if found is None or ranks != self._ranks or found[0].numbers.device != device:
-            return None
-        return found[0]
-
-    def make_place(
-        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
+        self,
+        params: Sequence[list[Tensor]],
+        device: torch.device,
+        ranks: Sequence[int],
+        before_change: Callable[[], None],
     ) -> Record:
-        """Make the place that ``place`` returns from then on; copies under way must be read."""
+        """Return the place of a decision on a device about the gradients of ``params``.
+
+        These are one list for each optimizer. The lists do not change: other parameters come in
+        other lists. Magnitudes of ``ranks`` follow theirs. Before a place is made
+        ``before_change`` is called, since copies under way know the names of before.
+        """
+        known = self._places.get(tuple(map(id, params)))
+        if known and ranks == self._ranks and known[0].numbers.device == device:
+            return known[0]
+        before_change()
         flat = [param for part in params for param in part]
         positions = {param: i for i, param in enumerate(flat)}
         if not positions.keys() <= self._names.keys():
@@ -90,7 +95,7 @@ class DeviceRecord:
         readback = Readback(copied)  # takes memory: nothing is half-way if there is none
         self._outgrown += [record for record, _ in self._places.values()]
         self._copied, self._readback = copied, readback
-        self._numbers, self._counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
+        self._numbers, self.counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
         self._knows_loss = False
         self._ranks = ranks
         self._places = {}
@@ -126,11 +131,6 @@ class DeviceRecord:
         return self._numbers is not None and is_capturing(self._numbers.device)
 
     # the numbers
-
-    @property
-    def counts(self) -> Tensor | None:
-        """How many decisions had each outcome, on the device; None: there was no decision."""
-        return self._counts
 
     def values(self) -> list[float]:
         """Return the numbers of the last decision, or those that were loaded. Reads the device."""

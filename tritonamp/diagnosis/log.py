@@ -71,16 +71,9 @@ class StepLog:
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
-        """Return the record for a decision on a device.
-
-        It is about the gradients of ``params``, one list for each optimizer. The lists do not
-        change: other parameters come in other lists. Magnitudes of ``ranks`` follow theirs.
-        """
-        found = self._device_record.place(params, device, ranks)
-        if found is None:
-            self.collect(wait=True)  # readings under way know the names of before
-            found = self._device_record.make_place(params, device, ranks)
-        return found
+        """Return the record for a decision; see ``DeviceRecord.place``."""
+        read_all = functools.partial(self.collect, wait=True)
+        return self._device_record.place(params, device, ranks, read_all)
 
     def decided(
         self,
