@@ -52,11 +52,6 @@ class Cause(enum.Enum):
         """Whether it does not go away by itself, so that its text says since when it is there."""
         return self is Cause.PARAMETERS
 
-    @property
-    def asked_for(self) -> bool:
-        """Whether the user's program wanted the skip; it is no fault."""
-        return self in (Cause.OUTLIER, Cause.VETO)
-
 
 _ADVICE = {
     Cause.DATA: "Clean the data, or drop these samples.",
@@ -202,4 +197,4 @@ class Explanation(NamedTuple):
     @property
     def needs_help(self) -> bool:
         """Whether it is more than the loss scale finding its level, or a skip that was wanted."""
-        return not (self.cause.scale_moves or self.cause.asked_for)
+        return self.cause not in (Cause.SCALE, Cause.OUTLIER, Cause.VETO)

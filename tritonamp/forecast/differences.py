@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tritonamp.diagnosis.replay.faults import for_json
-from tritonamp.forecast.ulps import PARTS, Difference, Drift, drifts
+from tritonamp.forecast.ulps import PARTS, Difference, Drift, drift_of
 from tritonamp.names import short
 
 GROWN = 1.5  # times what its inputs were off: what the text shows
@@ -58,7 +58,7 @@ class Comparison:
         for each in self.differences:
             if not each.parameter:
                 calls[each.place, each.op, each.backward].append(each)
-        parting = [Drift(c[0], c[-1], len(c)) for c in calls.values() if drifts(c)]
+        parting = filter(None, map(drift_of, calls.values()))
         return max(parting, key=lambda each: each.growth, default=None)
 
     @property

@@ -78,12 +78,12 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
     return _rms(off) / ulp, float(off.max()) / ulp
 
 
-def drifts(calls: Sequence[Difference]) -> bool:
-    """Whether an operation goes further off from call to call, half of it or more by itself."""
-    start, end = calls[0], calls[-1]
+def drift_of(calls: Sequence[Difference]) -> Drift | None:
+    """Return how an operation goes further off from call to call, half of it or more by itself."""
+    drift = Drift(calls[0], calls[-1], len(calls))
     own = sum(max(each.ulps - each.before, 0.0) for each in calls)
-    grown = _growth(start.before, end.ulps) >= PARTS
-    return len(calls) > 1 and grown and own >= (end.ulps - start.before) / 2
+    by_itself = own >= (drift.end.ulps - drift.start.before) / 2
+    return drift if len(calls) > 1 and drift.growth >= PARTS and by_itself else None
 
 
 def _growth(before: float, ulps: float) -> float:

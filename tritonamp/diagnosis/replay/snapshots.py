@@ -43,14 +43,6 @@ class Snapshot:
                    grad_outputs=snapshot.grad_outputs, scale=scale)
 
     Arguments are kept without the graphs that they come from.
-
-    Args:
-        model: what will be called.
-        args: with what.
-        kwargs: and with what by name.
-        method: of the model that is called in the place of its forward.
-        outputs: storages of what models have returned before, while they live.
-        alone: record generators, grad mode and autocast; else the caller sets ``ambient``.
     """
 
     ambient: AmbientState  # under what the forward runs
@@ -64,9 +56,9 @@ class Snapshot:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        method: str = "__call__",
-        outputs: Sequence[Storage] = (),
-        alone: bool = True,
+        method: str = "__call__",  # of the model, which may stand in the place of its forward
+        outputs: Sequence[Storage] = (),  # of what models have returned before, while they live
+        alone: bool = True,  # generators, grad mode and autocast; else the caller sets ``ambient``
     ) -> None:
         self.model = model
         self.method = method
