@@ -70,10 +70,9 @@ class Growth(NamedTuple):
     def words(self, in_fp32: Fp32Run | None) -> str:
         """Return what has grown, and that FP32 is no way out."""
         before, now = self.losses
-        known = in_fp32 is not None and in_fp32.loss is not None and math.isfinite(in_fp32.loss)
-        if known and (now is None or not math.isfinite(now)):
-            assert in_fp32 is not None
-            now = in_fp32.loss
+        known = math.nan if in_fp32 is None or in_fp32.loss is None else in_fp32.loss
+        if math.isfinite(known) and (now is None or not math.isfinite(now)):
+            now = known
         parts = []
         if before is not None and now is not None:
             became = f"{now:.3g}" if math.isfinite(now) else "inf or NaN"

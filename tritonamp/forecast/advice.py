@@ -1,6 +1,5 @@
 """Faults of a model and its optimizers in half that show before any data is seen."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,16 +53,16 @@ def _refused(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 ) -> Iterator[Finding]:
     """Yield what ``enable`` would raise about the optimizers, and about mixed half dtypes."""
-    checks: dict[str, Callable[[], object]] = {
-        "optimizer": functools.partial(check_optimizers, optimizers, [model]),
-        "half dtypes": functools.partial(check_half_dtypes, half_parameters([model]), policy),
-    }
-    for kind, check in checks.items():
+    checks: list[tuple[str, Sequence[object], Callable[[], object]]] = [
+        ("optimizer", optimizers, lambda: check_optimizers(optimizers, [model])),
+        ("half dtypes", [model], lambda: check_half_dtypes(half_parameters([model]), policy)),
+    ]
+    for kind, refused, check in checks:
         try:
             check()
         except ValueError as error:
             why, _, advice = str(error).partition(": ")[2].rpartition(": ")
-            where = type(optimizers[0]).__name__ if kind == "optimizer" else type(model).__name__
+            where = type(refused[0]).__name__
             yield Finding(kind, where, f"enable refuses it: {why}", advice, weight=1e12)
 
 
