@@ -138,8 +138,8 @@ class WeightSizes:
             found.append((times / max(pace, 1.0), *largest))
         if not found:
             return 1.0, (0.0, 0.0)
-        most = max(times for times, _, _ in found)
-        return most, (min(then for _, then, _ in found), max(last for _, _, last in found))
+        grown, before, after = zip(*found, strict=True)
+        return max(grown), (min(before), max(after))
 
 
 def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:

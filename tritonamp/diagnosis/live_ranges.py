@@ -106,10 +106,7 @@ class LiveRanges:
         self._handles = []
 
     def after_decision(self, counts: Tensor) -> None:
-        """Keep what a watched step has left, and look ahead to the next step. Never waits.
-
-        ``counts`` are of decisions by outcome, this one included, on the device.
-        """
+        """Keep what a watched step has left, and look ahead; see ``StepLog``. Never waits."""
         if not self._handles:
             return
         now = torch.cat([counts.sum().double().view(1), self._table.flatten()])

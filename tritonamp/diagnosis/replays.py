@@ -49,30 +49,23 @@ _IN_THE_LOSS = (
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Replays:
     """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
 
     Where ranks train together each runs its own, all at the same step, and all have one report.
-    ``healed`` names modules that were healed because of what was found.
     """
 
-    def __init__(
-        self,
-        models: list[nn.Module],
-        policy: Policy,
-        log: StepLog,
-        forwards: Forwards,
-        trials: TrialBlocks,
-        ranks: Ranks,
-    ) -> None:
-        self._models = models
-        self._policy = policy
-        self._log = log
-        self._forwards = forwards
-        self._trials = trials
-        self._ranks = ranks
-        self._remedies: dict[tuple[str, str | None], Remedy | None] = {}
-        self.healed: list[str] = []
+    _models: list[nn.Module]  # the enabled ones
+    _policy: Policy
+    _log: StepLog
+    _forwards: Forwards
+    _trials: TrialBlocks
+    _ranks: Ranks
+    # by kind of fault and module
+    _remedies: dict[tuple[str, str | None], Remedy | None] = dataclasses.field(default_factory=dict)
+    # names of modules that were healed because of what was found
+    healed: list[str] = dataclasses.field(default_factory=list)
 
     def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
         """Return what the forwards of the last skip, or a function, give together in FP32.

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tritonamp.diagnosis.batches import Forwards
@@ -18,34 +19,27 @@ from tritonamp.policy import Policy
 logger = logging.getLogger("tritonamp")
 
 
+@dataclass(eq=False, repr=False)
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
     Ranks that train together have taken one decision: all come here at the same step. What each has
     found they put together, and go on from that alone, so that all say, heal and raise the same.
 
-    ``heal`` makes the module of a name compute in FP32; ``counts`` are of the faults so far.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        log: StepLog,
-        heal: Callable[[str], None],
-        forwards: Forwards,
-        replays: Replays,
-        ranks: Ranks,
-    ) -> None:
-        self._policy = policy
-        self._log = log
-        self._heal = heal
-        self._forwards = forwards
-        self._replays = replays
-        self._ranks = ranks
-        self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
-        self._vanished = ""  # what was found in a good batch
-        self.counts = FaultCounts()
-        forwards.holds_recent = policy.on_nonfinite in ("explain", "heal")
+    _policy: Policy
+    _log: StepLog
+    _heal: Callable[[str], None]  # makes the module of a name compute in FP32
+    _forwards: Forwards
+    _replays: Replays
+    _ranks: Ranks
+    counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
+    _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
+    _vanished: str = ""  # what was found in a good batch
+
+    def __post_init__(self) -> None:
+        self._forwards.holds_recent = self._policy.on_nonfinite in ("explain", "heal")
 
     def __call__(self, skipped: bool) -> None:
         """Carry out the policy's response to a decision: to skip, or to step.
@@ -128,9 +122,9 @@ class Response:
         return text
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
-        """Return the cause of the last skip, with the report of a replay if there is one.
+        """Return the cause of the last skip, and what a replay, now or before, has reported.
 
-        ``replay`` runs the batch again now, or a function. All ranks do so together.
+        All ranks replay together.
         """
         if replay is False:
             return self._told(self._log.explanation(), False)

@@ -115,10 +115,7 @@ def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> 
 
 
 def _is_noise(gradient: TensorRecord) -> bool:
-    """Return whether rounding alone explains a gradient.
-
-    That of a key's bias in attention, for example, is zero but for rounding.
-    """
+    """Return whether rounding alone explains a gradient, as that of a key's bias in attention."""
     terms = [source.sizes.amax for made_by in gradient.sources for source in made_by.sources]
     limit = NOISE * math.prod(min(1.0, amax) for amax in terms)
     return bool(terms) and gradient.sizes.amax <= limit

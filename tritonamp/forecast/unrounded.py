@@ -161,10 +161,7 @@ class Magnitudes(NamedTuple):
         return self.amax * scale >= rounds_to_inf(dtype)
 
     def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Return the share of the non-zero values that times ``scale`` become zero in ``dtype``.
-
-        ``scale`` is a power of two.
-        """
+        """Return the share of values not zero that times a power of two become so in ``dtype``."""
         return self._share_below(rounds_to_zero(dtype) / scale)
 
     def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
