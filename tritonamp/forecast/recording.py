@@ -90,16 +90,9 @@ class Recorder(WatchedCopy):
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
         half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
         made_by, scaled = record_of(tensor), "gradient" in op
-        self._record(
-            tensor,
-            Place(parameter.rpartition(".")[0]),
-            op,
-            half=half,
-            parameter=parameter,
-            backward=scaled,
-            scaled=scaled,
-            sources=[made_by] if made_by else [],
-        )
+        fields = {"half": half, "parameter": parameter, "backward": scaled, "scaled": scaled}
+        sources = [made_by] if made_by else []
+        self._record(tensor, Place(parameter.rpartition(".")[0]), op, sources=sources, **fields)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = OpCall(func, args, kwargs or {})

@@ -171,9 +171,8 @@ class PlacedOps(TorchDispatchMode):
         """Return where the forward op of an autograd node ran."""
         number = node._sequence_nr()
         # writes to views make two or three nodes for one op
-        return next(
-            (self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None
-        )
+        made = (self._nodes.get(n) for n in range(number, number - 4, -1))
+        return next(filter(None, made), None)
 
     def place_of_failure(self, error: BaseException) -> Place:
         """Return where an exception was raised: innermost line of the user's, innermost module."""

@@ -166,9 +166,7 @@ class FaultReport:
     def __str__(self) -> str:
         event = self.event
         lines = [self.heading]
-        code = ""
-        if event.place.file:
-            code = linecache.getline(event.place.file, event.place.number).strip()
+        code = linecache.getline(event.place.file or "", event.place.number).strip()
         if code:
             lines.append(f"  code:    {code}")
         lines.append(f"  why:     {self.why}")

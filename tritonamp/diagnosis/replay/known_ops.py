@@ -58,9 +58,8 @@ def is_masked(call: OpCall) -> bool:
 def are_same(args: tuple[Any, ...]) -> bool:
     """Return whether the first two arguments are equal tensors: their product is a square."""
     first, second = args[:2]
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return False
-    return first.dtype is second.dtype and torch.equal(first, second)
+    are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    return are_tensors and first.dtype is second.dtype and torch.equal(first, second)
 
 
 def differ(result: Tensor, other: Tensor) -> bool:

@@ -196,16 +196,11 @@ class _Replay:
         if kind == "parameters":
             held = [(name, t) for name, t in self.names.weights() if floats(t) and not is_finite(t)]
             names = tuple(name for name, _ in held)
-            if held and all(self._master_is_finite(t) for _, t in held):
+            masters = [[v.get(t) for v in _fp32_values(self.models) if t in v] for _, t in held]
+            if held and all(any(map(is_finite, found)) for found in masters):
                 kind = "weight_overflow"
         return FaultReport(
             kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields
-        )
-
-    def _master_is_finite(self, tensor: Tensor) -> bool:
-        return any(
-            tensor in values and is_finite(values.get(tensor))
-            for values in _fp32_values(self.models)
         )
 
     # backward

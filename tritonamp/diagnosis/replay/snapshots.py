@@ -77,7 +77,7 @@ class Snapshot:
         """Return the same forward, with its batch held only as long as somebody else does."""
         weak = Snapshot.__new__(Snapshot)
         vars(weak).update(vars(self))  # copy.copy takes five times as long, and each step does this
-        weak._given = mapped(_weak, self._given)
+        weak._given = mapped(lambda v: weakref.ref(v) if isinstance(v, Tensor) else v, self._given)
         weak._outputs, weak._grads = (), {}
         return weak
 
@@ -172,10 +172,6 @@ class Snapshot:
         None: no backward has come yet.
         """
         return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
-
-
-def _weak(value: Any) -> Any:
-    return weakref.ref(value) if isinstance(value, Tensor) else value
 
 
 def _version(value: Any) -> int:
