@@ -21,7 +21,7 @@ from tritonamp.casts.trials import Trials
 from tritonamp.class_swap import install
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.replays import Fp32Runs, Replays
+from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
@@ -217,10 +217,10 @@ def _diagnosis(
         healing.heal(name)
         ranks.rebuild(healing.modules)
 
-    fp32_runs, together = Fp32Runs(models, trials), ReplayRanks(ranks)
+    together = ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
     replays = Replays(models, policy, log, forwards, trials, together)
-    return log, replays, Response(policy, log, heal, forwards, replays, fp32_runs, together)
+    return log, replays, Response(policy, log, heal, forwards, replays, together)
 
 
 def _check_steps(request: Request) -> None:
