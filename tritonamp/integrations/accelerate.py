@@ -4,6 +4,7 @@ The loop stays as it is.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.class_swap import Swapped, install, is_installed, uninstall
+from tritonamp.policy import HALF_DTYPES
 
 ENGINES = (
     DistributedType.NO,
@@ -65,10 +67,19 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
         )
     if settings.get("level") in DTYPE_OPEN and settings.get("policy") is None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
+    _keep_outputs(accelerator)
     if is_installed(accelerator):  # with settings that hold no more
         uninstall(accelerator)
     install(accelerator, _EnabledAccelerator, None, settings)
     accelerator.native_amp, accelerator.scaler = False, None
+
+
+def _keep_outputs(accelerator: accelerate.Accelerator) -> None:
+    """Have FSDP2 leave the outputs of the model to its policy: Accelerate would make them half."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    given = None if plugin is None else plugin.mixed_precision_policy
+    if given is not None and given.output_dtype in HALF_DTYPES:
+        plugin.mixed_precision_policy = dataclasses.replace(given, output_dtype=None)
 
 
 class _EnabledAccelerator(Swapped, accelerate.Accelerator):
@@ -85,7 +96,7 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
-        prepared = result if isinstance(result, tuple) else (result,)
+        prepared = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2: a list
         optimizers = [o for o in prepared if isinstance(o, AcceleratedOptimizer)]
         if not optimizers or (
             self.amp is not None and all(getattr(o, "amp", None) is self.amp for o in optimizers)
@@ -190,6 +201,9 @@ class _SavedWithScaler:
         self.state_dict = amp.state_dict
         self.load_state_dict = amp.load_state_dict
         self._scaler = amp.scaler
+
+    def _lazy_init_scale_growth_tracker(self, _: Any) -> None:
+        """Leave the scale that was loaded: Accelerate's ``load_state`` asks for it under FSDP2."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_scaler":  # of a copy that is being made
