@@ -6,8 +6,8 @@ The ranks are this file run as a script, see two_ranks.py.
 
 import contextlib
 import math
-import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tiny_models import LINES, make_llama, make_tokenizer, peft, transformers
 from two_ranks import RANKS, Pair, on_ranks, serve
 
 import tritonamp
-
-if sys.version_info < (3, 11):
-    pytest.skip("transformers 5.23 needs Python 3.11", allow_module_level=True)
-os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported
-pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from tritonamp.integrations.accelerate import enable
+from tritonamp.integrations.transformers import enable as enable_trainer
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+trl = pytest.importorskip("trl", reason="trl is not installed")
+
+OF_TRL = "`(is_)?gradient_checkpointing.*` is deprecated"  # and of PEFT, to transformers
 
 pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{OF_TRL}"),
     pytest.mark.clients,
     pytest.mark.ranks,
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
 ]
 
 STEPS, BAD = 6, 2
-HALF_ROUNDINGS = 10 * 2.0**-11
-"""Between weights and loss: of weights, and of what each layer reads and returns."""
+ROUNDINGS = 4
+"""Between weights and loss: of two layers' weights, and of what they return."""
 
 
 @contextlib.contextmanager
@@ -50,7 +53,8 @@ def accelerate_has_fsdp(gpus: bool = True) -> Iterator[None]:
     it takes DDP without a word. What is replaced is its answer to which hardware there is.
     """
     rank = str(dist.get_rank())
-    told = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": str(RANKS)}
+    told = {"LOCAL_RANK": rank, "RANK": rank}
+    told |= {"LOCAL_WORLD_SIZE": str(RANKS), "WORLD_SIZE": str(RANKS)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in told.items():
             patch.setenv(name, value)
@@ -185,7 +189,7 @@ def by_accelerate(level: str, mixed_precision: str | None, folder: str) -> dict[
     }
 
 
-def check(answers: list[dict[str, Any]], roundings: float) -> None:
+def check(answers: list[dict[str, Any]], dtype: torch.dtype) -> None:
     """Both ranks decide as one process on the joint batch, whose losses theirs have as a mean."""
     first, second = answers
     for key in ("alone", "causes", "end"):
@@ -194,8 +198,7 @@ def check(answers: list[dict[str, Any]], roundings: float) -> None:
     pairs = zip(first["losses"], second["losses"], first["alone"], strict=True)
     for one, other, joint in pairs:
         assert one != other
-        print(abs((one + other) / 2 - joint) / joint)
-        assert abs((one + other) / 2 - joint) <= roundings * joint
+        assert abs((one + other) / 2 - joint) <= ROUNDINGS * torch.finfo(dtype).eps / 2 * joint
 
 
 @pytest.mark.parametrize(
@@ -204,9 +207,173 @@ def check(answers: list[dict[str, Any]], roundings: float) -> None:
 def test_accelerate(pair: Pair, tmp_path: Path, level: str, mixed_precision: str | None) -> None:
     folder = str(tmp_path / "state")
     answers = by_accelerate(pair, level=level, mixed_precision=mixed_precision, folder=folder)
-    check(answers, HALF_ROUNDINGS * (8 if mixed_precision == "bf16" else 1))
+    check(answers, torch.bfloat16 if mixed_precision == "bf16" else torch.float16)
     for answer in answers:
         assert answer["skips"] == [i == BAD for i in range(STEPS)]
+
+
+# transformers
+
+
+def overflow_in_training(module: nn.Module) -> None:
+    """Have gradients of its output overflow in the third batch of training: on rank 1, or alone."""
+    here, calls = not dist.is_initialized() or dist.get_rank() == 1, []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training and output.requires_grad:
+            calls.append(len(calls))
+            if here and calls[-1] == BAD:
+                output.register_hook(lambda grad: grad * math.inf)
+
+    module.register_forward_hook(hook)
+
+
+def language_model(tokenizer: Any) -> Any:
+    model = make_llama(tokenizer, layers=2)
+    overflow_in_training(model.model.norm)
+    return model
+
+
+def make_trainer(folder: str, size: int, **arguments: Any) -> Any:
+    """With ``size`` rows in a batch; ``RANKS`` * ``size`` are those of a joint step."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(3, 12, (4 * STEPS, 8), generator=generator)
+    settings: dict[str, Any] = dict(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=STEPS,
+        logging_steps=1,
+        per_device_train_batch_size=size,
+        learning_rate=0.01,
+        adam_epsilon=0.01,
+        save_strategy="steps",
+        save_steps=BAD + 2,
+        train_sampling_strategy="sequential",
+    )
+    return transformers.Trainer(
+        model=language_model(make_tokenizer()),
+        args=transformers.TrainingArguments(**{**settings, **arguments}),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    )
+
+
+FSDP: dict[str, Any] = dict(fsdp=True)  # version 2 unless told otherwise
+
+
+def logged(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@on_ranks
+def by_trainer(level: str, folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    with accelerate_has_fsdp():
+        ends = []
+        for start in (None, f"{folder}/checkpoint-{BAD + 2}"):
+            trainer = make_trainer(folder, 2, **FSDP, **arguments)
+            enable_trainer(trainer, level=level, scaler=scaler())
+            trainer.train(resume_from_checkpoint=start)
+            assert {type(p).__name__ for p in trainer.model.parameters()} == {"DTensor"}
+            ends.append(whole(trainer.model.state_dict()))
+            ends[-1]["steps"] = trainer.accelerator.amp.stats()["steps"]
+            if start is None:
+                losses, found = logged(trainer), causes(trainer.accelerator.amp)
+            trainer.accelerator.free_memory()
+            AcceleratorState._reset_state(True)
+    assert ends[0] == ends[1]
+    return {"losses": losses, "causes": found, "end": ends[0]}
+
+
+def check_trainer(answers: list[dict[str, Any]], trainer: Any) -> None:
+    """Both ranks decide as one process on the joint batch, whose losses they log."""
+    for answer in answers:
+        assert answer["end"] == answers[0]["end"]
+        assert answer["causes"] == causes(trainer.accelerator.amp)
+    losses = logged(trainer)
+    rounding = ROUNDINGS * torch.finfo(torch.float16).eps / 2
+    assert losses[0] - losses[-1] > 10 * rounding * losses[0]
+    for a, b in zip(answers[0]["losses"], losses, strict=True):
+        print(abs(a - b) / b)
+        assert abs(a - b) <= rounding * b
+
+
+@pytest.mark.parametrize(
+    ("level", "arguments"),
+    [
+        ("O1", {}),
+        ("O2", {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}),
+        ("O2", {"fp16": True}),
+    ],
+    ids=str,
+)
+def test_trainer(pair: Pair, tmp_path: Path, level: str, arguments: dict[str, Any]) -> None:
+    answers = by_trainer(pair, level=level, folder=str(tmp_path / "run"), arguments=arguments)
+    trainer = make_trainer(str(tmp_path / "alone"), 2 * RANKS, **arguments)
+    enable_trainer(trainer, level=level, scaler=scaler())
+    trainer.train()
+    check_trainer(answers, trainer)
+    trainer.accelerator.free_memory()
+
+
+# TRL
+
+
+def make_sft(folder: str, size: int, lora: bool, **arguments: Any) -> Any:
+    tokenizer = make_tokenizer()
+    settings: dict[str, Any] = dict(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=STEPS,
+        max_length=16,
+        logging_steps=1,
+        per_device_train_batch_size=size,
+        learning_rate=0.02,
+        adam_epsilon=0.01,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        bf16=False,
+    )
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    torch.manual_seed(1)
+    return trl.SFTTrainer(
+        model=language_model(tokenizer),
+        args=trl.SFTConfig(**{**settings, **arguments}),
+        train_dataset=datasets.Dataset.from_dict({"text": LINES}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=2, target_modules=targets) if lora else None,
+    )
+
+
+@on_ranks
+def by_sft(level: str, lora: bool, folder: str, sharded: bool) -> dict[str, Any]:
+    with accelerate_has_fsdp(gpus=sharded):
+        warnings.filterwarnings("ignore", OF_TRL, FutureWarning)
+        trainer = make_sft(f"{folder}/run", 2, lora, **FSDP)
+        engine = DistributedType.FSDP if sharded else DistributedType.MULTI_CPU  # as on any CPU
+        assert trainer.accelerator.distributed_type is engine
+        enable_trainer(trainer, level=level, scaler=scaler())
+        trainer.train()
+        assert {type(p).__name__ == "DTensor" for p in trainer.model.parameters()} == {sharded}
+        end = whole({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})
+        found = causes(trainer.accelerator.amp)
+        trainer.accelerator.free_memory()
+    return {"losses": logged(trainer), "causes": found, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("level", "lora", "sharded"),
+    [("O2", True, True), ("O2", True, False), ("O1", True, True), ("O2", False, True)],
+)
+def test_sft(pair: Pair, tmp_path: Path, level: str, lora: bool, sharded: bool) -> None:
+    answers = by_sft(pair, level=level, lora=lora, folder=str(tmp_path), sharded=sharded)
+    trainer = make_sft(str(tmp_path / "alone"), 2 * RANKS, lora)
+    enable_trainer(trainer, level=level, scaler=scaler())
+    trainer.train()
+    check_trainer(answers, trainer)
+    trainer.accelerator.free_memory()
 
 
 if __name__ == "__main__":
