@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -93,12 +94,15 @@ class SaveFirst(Callback):
             trainer.save_checkpoint(self.folder)
 
 
-def fit(model: Model, level: str, rank: int | None, **settings: Any) -> MixedPrecision:
-    """Train with the plugin on the share of a rank; None: on all, alone."""
+def scaler() -> tritonamp.GradScaler:
+    return tritonamp.GradScaler("cpu", init_scale=2.0**10)
+
+
+def fit(model: Model, plugin: Any, rank: int | None, **settings: Any) -> Any:
+    """Train with the plugin on the share of a rank, None: on all, alone; return the plugin."""
     torch.manual_seed(1)  # for what the loader draws
     how: dict[str, Any] = dict(accelerator="cpu", devices=1, logger=False, max_epochs=EPOCHS)
     how |= dict(enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-    plugin = MixedPrecision(level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
     start = settings.pop("start", None)
     how |= dict(use_distributed_sampler=False, gradient_clip_val=1.0)
     trainer = Trainer(plugins=[plugin], **{**how, **settings})
@@ -116,22 +120,27 @@ def whole(model: nn.Module) -> list[list[float]]:
     return [p.double().flatten().tolist() for p in full]
 
 
+def fit_sharded(model: Model, plugin: Any, saves_shards: bool, **settings: Any) -> Any:
+    """The same on all ranks, with FSDP2."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    strategy = ModelParallelStrategy(RANKS, 1, saves_shards, process_group_backend="gloo")
+    how = dict(strategy=strategy, devices=RANKS, **settings)
+    return fit(model, plugin, dist.get_rank(), **how)
+
+
 @on_ranks
 def parallel(
     level: str, policy: bool, half: bool, saves_shards: bool, folder: str
 ) -> dict[str, Any]:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    rank = dist.get_rank()
-    os.environ["LOCAL_RANK"] = str(rank)
-    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-    warnings.filterwarnings("ignore", category=PossibleUserWarning)
     given = MixedPrecisionPolicy(param_dtype=torch.float16 if policy else None)
 
     def run(**settings: Any) -> tuple[Model, MixedPrecision]:
-        model = Model(given, half)
-        strategy = ModelParallelStrategy(RANKS, 1, saves_shards, process_group_backend="gloo")
-        return model, fit(model, level, rank, strategy=strategy, devices=RANKS, **settings)
+        model, plugin = Model(given, half), MixedPrecision(level=level, scaler=scaler())
+        return model, fit_sharded(model, plugin, saves_shards, **settings)
 
     model, plugin = run(callbacks=[SaveFirst(folder)])
     assert Path(folder).is_dir() is saves_shards
@@ -161,7 +170,7 @@ def test_model_parallel_strategy(
     how = dict(level=level, policy=policy, half=half, saves_shards=saves_shards)
     answers = parallel(pair, folder=str(tmp_path / "saved"), **how)
     alone = Model(None, half)
-    plugin = fit(alone, level, None)
+    plugin = fit(alone, MixedPrecision(level=level, scaler=scaler()), None)
     for answer in answers:
         assert answer["end"] == answers[0]["end"]
         assert answer["causes"] == causes(plugin) == ["None", "None", "scale overflow"] * EPOCHS
@@ -169,7 +178,26 @@ def test_model_parallel_strategy(
     pairs = zip(*(answer["losses"] for answer in answers), alone.losses, strict=True)
     for one, other, joint in pairs:
         assert one != other
-        print(abs((one + other) / 2 - joint) / joint)
+        assert abs((one + other) / 2 - joint) <= ROUNDINGS * 2.0**-11 * joint
+
+
+@on_ranks
+def by_scaler() -> dict[str, Any]:
+    """Lightning's own plugin, with our scaler alone."""
+    model, ours = Model(MixedPrecisionPolicy()), scaler()
+    fit_sharded(model, StockMixedPrecision("16-mixed", "cpu", ours), True, gradient_clip_val=None)
+    return {"losses": model.losses, "scale": ours.get_scale(), "end": whole(model)}
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+def test_our_scaler_in_lightnings_own_plugin(pair: Pair) -> None:
+    first, second = by_scaler(pair)
+    assert first["end"] == second["end"]
+    assert first["scale"] == second["scale"] == 2.0**10 / 2**EPOCHS  # an overflow in each
+    alone = Model(None)
+    fit(alone, StockMixedPrecision("16-mixed", "cpu", scaler()), None, gradient_clip_val=None)
+    for one, other, joint in zip(first["losses"], second["losses"], alone.losses, strict=True):
         assert abs((one + other) / 2 - joint) <= ROUNDINGS * 2.0**-11 * joint
 
 
