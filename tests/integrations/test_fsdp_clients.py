@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from tiny_models import LINES, make_llama, make_tokenizer, peft, transformers
-from two_ranks import RANKS, Pair, on_ranks, serve
-
-import tritonamp
-
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from tiny_models import LINES, make_llama, make_tokenizer, peft, transformers
+from torch import Tensor, nn
+from two_ranks import RANKS, Pair, on_ranks, serve
 
+import tritonamp
 from tritonamp.integrations.accelerate import enable
 from tritonamp.integrations.transformers import enable as enable_trainer
 

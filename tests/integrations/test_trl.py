@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same
-from tiny_models import LINES, dtypes, loaded_llama, make_tokenizer, peft, stored, transformers
+from tiny_models import LINES, dtypes, loaded_llama, make_tokenizer, peft, stored
 
 from tritonamp.integrations.transformers import enable
 

@@ -1,10 +1,15 @@
 """The class that ``enable`` gives to an optimizer."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from tritonamp.class_swap import Swapped
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
 from tritonamp.step.stepper import Stepper
@@ -63,7 +68,8 @@ class EnabledOptimizer(Swapped):
             )
         stepper = _awake(self)
         if not self.state and _is_made_for_loading():
-            super().step()  # type: ignore[misc]
+            with _unmoved_halves(self):
+                super().step()  # type: ignore[misc]
             return
         if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
             stepper.check_scaler(None)
@@ -144,6 +150,17 @@ def _is_made_for_loading() -> bool:
     while frame is not None and frame.f_code is not maker:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
+
+
+@contextlib.contextmanager
+def _unmoved_halves(optimizer: Any) -> Iterator[None]:
+    """Keep half parameters: where eps is 0 in half, the update of zeros is 0 / 0, at any rate."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = {p: p.detach().clone() for p in params if p.dtype in HALF_DTYPES}
+    yield
+    with torch.no_grad():
+        for p, value in before.items():
+            p.copy_(value)
 
 
 def _awake(optimizer: Any) -> Stepper:
