@@ -664,7 +664,7 @@ def test_an_optimizer_with_a_format_of_its_own(device: torch.device) -> None:
 # what torch.distributed.checkpoint.state_dict, and clients through it, make of an optimizer
 
 
-def enabled(level: str, kind: str, seed: int) -> Run:
+def fresh(level: str, kind: str, seed: int) -> Run:
     model = net(torch.device("cpu"), seed)
     optimizer = ADAMS[kind](model.parameters(), lr=1e-2)
     return model, optimizer, tritonamp.enable(model, optimizer, level=level)
@@ -679,7 +679,7 @@ def test_state_goes_through_torchs_functions(level: str, kind: str) -> None:
         set_optimizer_state_dict,
     )
 
-    run, again = enabled(level, kind, 0), enabled(level, kind, 1)
+    run, again = fresh(level, kind, 0), fresh(level, kind, 1)
     train(run, 0, 2)
     model, optimizer, amp = again
     model.load_state_dict(run[0].state_dict())
@@ -694,7 +694,7 @@ def test_state_goes_through_torchs_functions(level: str, kind: str) -> None:
 
 
 def test_a_step_on_zeros_of_the_users_own_is_a_step() -> None:
-    model, optimizer, amp = enabled("O1", "torch", 0)
+    model, optimizer, amp = fresh("O1", "torch", 0)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     with pytest.raises(RuntimeError, match=r"no amp\.backward\(loss\) fed this optimizer"):
