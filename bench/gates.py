@@ -14,12 +14,15 @@ FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
 MAX_GROWTH = 1.15
+AMD_LANES = 32  # scalar registers that lie in lanes of vector ones in a loop, written before it
 AMD_REGISTERS = 168  # of a lane's 512: three waves for each SIMD unit of a CU
 STACK = {  # bytes: two numbers that a loop does not change may be put aside
     70: 8,  # which has no uniform registers
     75: 8 if VERSION == "3.7" else 0,  # put aside before a loop, and read after it
     100: 8,  # where ptxas rather does so than take a register more
 }
+
+SHARED = {"adamw_8bit": 256 if VERSION == "3.6" else 0}  # a tile's exponents change their layout
 
 
 def faults(row: Row) -> list[str]:
@@ -31,9 +34,10 @@ def faults(row: Row) -> list[str]:
             f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: "
             f"allowed are {stack} B of stack for what a loop does not change"
         )
-    if build.max_shared is not None and row.shared > build.max_shared:
+    shared = SHARED.get(build.name.split()[0], 0)
+    if build.max_shared is not None and row.shared > max(build.max_shared, shared):
         wrong.append(
-            f"{row.shared} B of shared memory, allowed are {build.max_shared}: "
+            f"{row.shared} B of shared memory, allowed are {max(build.max_shared, shared)}: "
             "a layout is converted"
         )
     allowed = build.max_registers if build.aligned else 255
@@ -41,8 +45,8 @@ def faults(row: Row) -> list[str]:
         allowed = AMD_REGISTERS
     elif build.arch == 70:
         allowed = allowed * 3 // 2  # it has no uniform registers for what all threads share
-    if row.scalar_spills and build.moves_tensors:
-        wrong.append(f"{row.scalar_spills} spills of scalar registers, allowed are none")
+    if row.scalar_spills > AMD_LANES and build.moves_tensors:
+        wrong.append(f"{row.scalar_spills} spills of scalar registers, allowed are {AMD_LANES}")
     if row.registers > allowed:
         wrong.append(f"{row.registers} registers, allowed are {allowed}")
     if row.occupancy == 0:

@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 import torch._dynamo  # here, and not in the first enable: see pytest_collection_finish
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
+from gpuless.interpreter import prepared_once
 from two_ranks import Pair
 
 import tritonamp
@@ -81,6 +82,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> Iterator[None]:
+    with prepared_once():
+        yield
 
 
 @pytest.fixture

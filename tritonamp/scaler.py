@@ -122,6 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         self._min_scale = min_scale
         self._max_scale = max_scale
         self._hysteresis = hysteresis
+        self._memory: Tensor | None = None  # of ``scale_state``
         self._hysteresis_tracker: Tensor | None = None
         self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
@@ -188,10 +189,18 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         refuse_capture(torch.device(dev), "the loss scale")
         super()._lazy_init_scale_growth_tracker(dev)
-        self._hysteresis_tracker = torch.full(
-            (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
-        )
-        self._ceiling = torch.full((), self._init_ceiling, dtype=torch.float32, device=dev)
+        assert self._scale is not None and self._growth_tracker is not None
+        scale, growth_tracker = self._scale, self._growth_tracker
+        # in one piece of memory, of which one launch makes a copy
+        self._memory = torch.zeros(4, dtype=torch.float32, device=dev)
+        self._scale, _, _, self._ceiling = self._memory.unbind()
+        _, self._growth_tracker, self._hysteresis_tracker, _ = self._memory.view(
+            torch.int32
+        ).unbind()
+        self._scale.copy_(scale)
+        self._growth_tracker.copy_(growth_tracker)
+        self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+        self._ceiling.fill_(self._init_ceiling)
         self._loss_nonfinite = torch.zeros((), dtype=torch.float32, device=dev)
 
     @property
@@ -242,6 +251,12 @@ class GradScaler(torch.amp.GradScaler):
         return ScaleState(
             self._scale, self._growth_tracker, self._hysteresis_tracker, self._ceiling
         )
+
+    @property
+    def scale_memory(self) -> Tensor:
+        """The memory of ``scale_state``, of shape (4,); it exists once a loss was scaled."""
+        assert self._memory is not None
+        return self._memory
 
     def record(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
         """Note, for the next ``update``, a decision that was made elsewhere.
@@ -486,6 +501,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._ceiling is not None:
             state["_init_ceiling"] = float(self._ceiling)
         passing = (
+            "_memory",
             "_hysteresis_tracker",
             "_ceiling",
             "_loss_nonfinite",

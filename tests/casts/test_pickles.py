@@ -80,6 +80,7 @@ def test_it_loads_under_the_safe_globals_of_the_plain_model(handles: Any, level:
     assert_same(found.state_dict(), model.state_dict())
 
 
+@pytest.mark.long
 def test_it_loads_where_there_is_no_tritonamp(
     handles: Any, fresh_python: FreshPython, tmp_path: Path
 ) -> None:

@@ -156,6 +156,7 @@ def test_the_rest_is_torchs_in_fp32(
     torch.testing.assert_close(loss, STOCK(x, weight, target, **more), rtol=0, atol=2**-8)
 
 
+@pytest.mark.filterwarnings("ignore:linear_cross_entropy. ``options`` ignored")  # by torch 2.13
 def test_probabilities_with_options(device: torch.device, amp: tritonamp.Amp) -> None:
     """The operator behind options gets them, too."""
     x, weight, _, _ = arguments(device)

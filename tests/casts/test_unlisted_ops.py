@@ -94,7 +94,7 @@ FUNCTIONS: dict[str, str] = {
     """,
     "replaced while a model is enabled": "linear_cross_entropy",
     "torch._grouped_mm, which has a rule": "grouped_mm",
-    "of float8 tensors and their scales": "scaled_grouped_mm scaled_mm",
+    "of float8 tensors and their scales": "scaled_addmm scaled_addmm_ scaled_grouped_mm scaled_mm",
     "removed from torch: it raises": "lstsq solve",
 }
 

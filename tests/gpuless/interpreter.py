@@ -4,12 +4,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch.torch_version import TorchVersion
+
 from tritonamp.kernels.device import INTERPRETED, triton_version
+
+_TRITON = TorchVersion(triton_version() or "0")
 
 if INTERPRETED:
     from triton.runtime import interpreter
 
-if INTERPRETED and triton_version() < "3.7":
+FUSES = INTERPRETED and _TRITON >= "3.9"
+"""Whether ``tl.fma`` rounds once, as on a GPU."""
+
+if INTERPRETED and _TRITON < "3.7":
     # a scalar that a kernel has loaded is an array of one element there, which today's NumPy makes
     # no index of
     def _patch(tensor, scope, original=interpreter._patch_lang_tensor):
@@ -17,6 +24,17 @@ if INTERPRETED and triton_version() < "3.7":
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
 
     interpreter._patch_lang_tensor = _patch
+
+
+if INTERPRETED:
+    # asked for each result of each operation, and makes a dictionary of all types each time
+    def _numpys(dtype, known={}, ask=interpreter._get_np_dtype):  # noqa: B006
+        found = known.get(dtype.name)
+        if found is None:
+            found = known[dtype.name] = ask(dtype)
+        return found
+
+    interpreter._get_np_dtype = _numpys
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import every_test  # noqa: F401  # first: it asks for Triton's interpreter
 import pytest
 import torch
-from gpuless.interpreter import prepared_once
 from torch import Tensor
 
 from tritonamp.kernels import softmax, softmax_backward
@@ -126,12 +125,6 @@ def sum_and_error(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> tuple[Tens
     exact = torch.sum(wide, dims, keepdim)
     n = max(x.numel() // max(exact.numel(), 1), 1)
     return exact, U * (math.log2(n) + 2) * torch.sum(wide.abs(), dims, keepdim)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> Iterator[None]:
-    with prepared_once():
-        yield
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ def test_kernels_hold_nothing_that_is_nvidias_alone() -> None:
         assert names & NVIDIAS_ALONE == asked, path.name
 
 
+@pytest.mark.static
 def test_some_kernels_build(fresh_python: FreshPython) -> None:
     """All of them, with their gates: ``python bench/static.py --arch gfx942 gfx1100``."""
     pytest.importorskip("triton")

@@ -650,6 +650,7 @@ def test_ctrl_c_while_a_policy_is_entered_or_left(
         before, interrupted = now(), 0
         while True:
             tracer = InterruptedAt(interrupted + 1)
+            sys._getframe().f_trace_opcodes = True  # before settrace, for Python 3.12
             sys.settrace(tracer)
             try:
                 enter(run)

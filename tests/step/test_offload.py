@@ -596,7 +596,7 @@ def test_host_memory_is_read_after_copies(fake_cuda: FakeCuda) -> None:
         run.amp.disable()
 
 
-@pytest.mark.parametrize("state", ["fp32", "8bit"])
+@pytest.mark.parametrize("state", ["fp32", *more(["8bit"])])
 def test_plans_are_found_again(
     runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, plans: None, state: str
 ) -> None:

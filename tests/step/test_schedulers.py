@@ -120,7 +120,7 @@ def test_one_step_for_each_that_was_taken(
     assert run.optimizer.param_groups[0]["lr"] == 0.01 * (taken + 2)
 
 
-@pytest.mark.parametrize("lag", [0, 3, *more([1, 7, 40, 1000])])
+@pytest.mark.parametrize("lag", [3, *more([0, 1, 7, 40, 1000])])
 def test_whenever_outcomes_arrive(fake_cuda: FakeCuda, lag: int) -> None:
     """Never behind, ahead by no more than the skips that are not known."""
     run, generator = Run("cuda", backend="eager"), random.Random(lag)

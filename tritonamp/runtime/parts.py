@@ -37,7 +37,7 @@ from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of

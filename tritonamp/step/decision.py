@@ -13,7 +13,7 @@ from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.kernels.outliers import Limit, outliers
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 
 Stats = tuple[Tensor, Tensor]
 """Results of grad_stats: magnitudes by parameter, sums of squares."""
@@ -95,7 +95,8 @@ class Decision:
         self._verdict = scale.new_empty(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
-        self._judged: dict[MasterWeights, Stats] = {}  # statistics of gradients unscaled since
+        self._stats: dict[MasterWeights, Stats] = {}  # in memory that the next ones are written to
+        self._judged: dict[MasterWeights, Stats] = {}  # copies, of gradients unscaled since
         self._undo = Undo()
         self._backend = backend
 
@@ -118,10 +119,15 @@ class Decision:
         # not in place: a scaler that the user drives learns of it in ``decide``
         self.loss_nonfinite = torch.maximum(self.loss_nonfinite, wanted)
 
+    def unscale(self, weights: MasterWeights) -> None:
+        """Unscale one optimizer's gradients, and keep their statistics; once decided."""
+        self._keep(weights, self._stats[weights])
+        weights.unscale_(self.grad_scale)
+
     def unscale_early(self, weights: MasterWeights) -> None:
         """Unscale one optimizer's gradients because another loss is about to add its own."""
         if self.is_decided:
-            weights.unscale_(self.grad_scale)
+            self.unscale(weights)
             return
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
@@ -129,7 +135,7 @@ class Decision:
         decide(
             Evidence(*stats, flag, flag), self.scale, None, None, rule, None, verdict, self._backend
         )
-        self._keep([weights], [stats])
+        self._keep(weights, stats)
         earlier = self._found_earlier
         found = verdict[0]
         self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
@@ -157,13 +163,13 @@ class Decision:
         """
         self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
+        self._stats = dict(zip(self.waiting, stats, strict=True))
         amax, square_sum = self._joined(stats)
         eager = not DECIDE.uses_triton(self._backend, self.scale)
         if undoable or (eager and not ranks.several):
-            moved = self.scaler.scale_state if self.moves_scale else ()
+            moved = [self.scaler.scale_memory] if self.moves_scale else []
             window = [] if outlying is None else [outlying.window]
             self._undo = Undo([*moved, record.numbers, *window])
-            self._keep(self.waiting, stats)
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
         if ranks.several:
@@ -215,10 +221,10 @@ class Decision:
         """Drop the copies: an optimizer has stepped or skipped."""
         self._undo = Undo()
 
-    def _keep(self, waiting: Iterable[MasterWeights], stats: Iterable[Stats]) -> None:
+    def _keep(self, weights: MasterWeights, stats: Stats) -> None:
         """Keep copies of statistics: the kernels write the next ones to the same memory."""
-        for weights, (amax, square_sum) in zip(waiting, stats, strict=True):
-            self._judged[weights] = amax.clone(), square_sum.clone()
+        amax, square_sum = stats
+        self._judged[weights] = amax.clone(), square_sum.clone()
 
     def _joined(self, stats: Sequence[Stats]) -> Stats:
         if len(stats) == 1:

@@ -19,7 +19,7 @@ from tritonamp.kernels.ema import ema
 from tritonamp.names import prefixes
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.copied_buffers import CopiedBuffers
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.outcomes import StepOutcomes
 
 

@@ -14,7 +14,7 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler, scale_loss
 from tritonamp.step.decision import Decision, Phase
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 
 
 class PendingDecisions:

@@ -13,7 +13,7 @@ from tritonamp.nested import leaves
 from tritonamp.step.ema import EMA
 from tritonamp.step.host_memory import HostMemory
 from tritonamp.step.interrupts import Uninterrupted
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.stepper import Stepper
 

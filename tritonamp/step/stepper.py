@@ -24,7 +24,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, on_device
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.outliers import OutlierWindows
@@ -124,7 +124,7 @@ class Stepper:
         for decision in self._pending.of(optimizer, moves_scale=not by_scaler):
             self._decide(decision, undoable=True)
             if w.decision is decision:
-                w.unscale_(decision.grad_scale)
+                decision.unscale(w)
                 w.show_true_gradients()
                 found_inf = decision.found_inf
         return found_inf
@@ -286,7 +286,7 @@ class Stepper:
             self._leave(w, decisions)
             return
         if judged.grad_scale is not None:
-            w.unscale_(judged.grad_scale)
+            decisions[0].unscale(w)
         optimizer = w.optimizer
         before = _versions(optimizer)
         try:
@@ -320,7 +320,7 @@ class Stepper:
         for decision in decisions:
             self._decide(decision, undoable=undoable, known={w: gradients})
         if len(decisions) > 1 and w.decision is not None:
-            w.unscale_(w.decision.grad_scale)
+            w.decision.unscale(w)
             gradients = w.gradients()
         grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
         return _Judged(gradients, grad_scale, _found_inf(decisions))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.skips import Writer
-from tritonamp.step.masters import MasterWeights
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.rules import zero_eps
 
 
