@@ -693,6 +693,15 @@ def test_state_goes_through_torchs_functions(level: str, kind: str) -> None:
         run_[2].disable()
 
 
+def test_masters_are_unknown_to_torchs_functions() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer, amp = fresh("O2", "torch", 0)
+    with pytest.raises(KeyError):
+        get_optimizer_state_dict(model, optimizer)
+    amp.disable()
+
+
 def test_a_step_on_zeros_of_the_users_own_is_a_step() -> None:
     model, optimizer, amp = fresh("O1", "torch", 0)
     for param in model.parameters():

@@ -46,7 +46,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
 
     Raises:
         ValueError: an accelerator that computes in FP8, that has prepared optimizers already, or
-            runs another engine.
+            runs another engine, FSDP1 included.
     """
     if accelerator.mixed_precision not in DTYPES:
         raise ValueError(
@@ -58,6 +58,11 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             f"accelerator: expected one of {', '.join(map(str, ENGINES))}, got "
             f"{accelerator.distributed_type}: other engines have loss scales and masters of their "
             "own"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "accelerator: expected FSDP2, whose shards can be FP32 masters, got FSDP1: say "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in its config"
         )
     # private (accelerate 1.15): what it has prepared; a model's forward runs under its autocast
     if accelerator._optimizers or (accelerator.native_amp and accelerator._models):
@@ -76,7 +81,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
 
 def _keep_outputs(accelerator: accelerate.Accelerator) -> None:
     """Have FSDP2 leave the outputs of the model to its policy: Accelerate would make them half."""
-    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     given = None if plugin is None else plugin.mixed_precision_policy
     if given is not None and given.output_dtype in HALF_DTYPES:
         plugin.mixed_precision_policy = dataclasses.replace(given, output_dtype=None)
@@ -108,7 +113,8 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
                 "accelerator.prepare: expected all models and optimizers at once, got an optimizer "
                 "without its model, or after others: prepare all models and optimizers in one "
                 "call, and call accelerator.free_memory() before the next ones (a Trainer on "
-                "several GPUs in one process is of this kind: use torchrun, or show it one GPU)"
+                "several GPUs in one process is of this kind: use torchrun, or show it one GPU; so "
+                "is one whose model transformers has sharded itself: use fsdp=True)"
             )
         self.amp = tritonamp.enable(models, [o.optimizer for o in optimizers], **self._settings)
         self.scaler = _SavedWithScaler(self.amp)
