@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="there is none for Pyt
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 VOCABULARY = 17
+LINES = ["the cat sat on the mat", "a dog ran in the park", "the dog sat on a mat", "a cat ran"]
 
 
 def loaded_gpt2(folder: Path, dtype: torch.dtype, width: int = 32) -> Any:
@@ -33,6 +34,41 @@ def loaded_gpt2(folder: Path, dtype: torch.dtype, width: int = 32) -> Any:
     )
     transformers.GPT2LMHeadModel(config).to(dtype).save_pretrained(folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def make_tokenizer() -> Any:
+    """Return one that knows the words of ``LINES``."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = ["<pad>", "<eos>", "<unk>", *sorted({word for line in LINES for word in line.split()})]
+    numbers = {word: i for i, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def make_llama(tokenizer: Any, layers: int = 1) -> Any:
+    """Return a Llama for the words of ``tokenizer``, in FP32."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def loaded_llama(folder: Path, dtype: torch.dtype, as_dtype: Any, tokenizer: Any) -> Any:
+    """Return a Llama as it comes from files in ``dtype``, loaded as ``as_dtype``."""
+    make_llama(tokenizer).to(dtype).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=as_dtype)
 
 
 def tokens() -> Tensor:

@@ -52,7 +52,8 @@ class Pair:
         for rank in self._ranks:
             print(json.dumps([name, arguments]), file=rank.stdin, flush=True)
         # the first time they import torch
-        timer = threading.Timer(3 * TIMEOUT * self._number / RANKS, self.stop)
+        seconds = 3 * TIMEOUT * self._number / RANKS
+        timer = threading.Timer(seconds, self._kill)
         timer.start()
         try:
             answers = [rank.stdout.readline() for rank in self._ranks]
@@ -61,9 +62,8 @@ class Pair:
         failed = [answer for answer in answers if not answer.startswith("[")]
         if failed:
             self.stop()
-            pytest.fail(
-                "\n".join(json.loads(text) if text else "a rank has died" for text in failed)
-            )
+            died = f"a rank has died, or was killed after {seconds:g} s"
+            pytest.fail("\n".join(json.loads(text) if text else died for text in failed))
         return [json.loads(answer)[0] for answer in answers]
 
     def _start(self) -> None:
@@ -90,9 +90,14 @@ class Pair:
                 subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
             )
 
-    def stop(self) -> None:
+    def _kill(self) -> None:
+        """Have whoever waits for an answer read the end of the pipe: for the timer's thread."""
         for rank in self._ranks:
             rank.kill()
+
+    def stop(self) -> None:
+        self._kill()
+        for rank in self._ranks:
             rank.communicate()
         self._ranks.clear()
 

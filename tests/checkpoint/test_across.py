@@ -659,3 +659,53 @@ def test_an_optimizer_with_a_format_of_its_own(device: torch.device) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     amp.disable()
     assert optimizer.mine == 1
+
+
+# what torch.distributed.checkpoint.state_dict, and clients through it, make of an optimizer
+
+
+def fresh(level: str, kind: str, seed: int) -> Run:
+    model = net(torch.device("cpu"), seed)
+    optimizer = ADAMS[kind](model.parameters(), lr=1e-2)
+    return model, optimizer, tritonamp.enable(model, optimizer, level=level)
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_state_goes_through_torchs_functions(level: str, kind: str) -> None:
+    """They have a fresh optimizer step on zeros first, which is no step of the run."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    run, again = fresh(level, kind, 0), fresh(level, kind, 1)
+    train(run, 0, 2)
+    model, optimizer, amp = again
+    model.load_state_dict(run[0].state_dict())
+    amp.load_state_dict(run[2].state_dict())  # first, as Accelerate does
+    state = copy.deepcopy(get_optimizer_state_dict(run[0], run[1]))
+    set_optimizer_state_dict(model, optimizer, state)
+    assert amp.stats()["steps"] == 2 and len(amp.history) == 0
+    assert train(again, 2, 4) == train(run, 2, 4)
+    assert amp.stats()["steps"] == 4
+    for run_ in (run, again):
+        run_[2].disable()
+
+
+def test_masters_are_unknown_to_torchs_functions() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer, amp = fresh("O2", "torch", 0)
+    with pytest.raises(KeyError):
+        get_optimizer_state_dict(model, optimizer)
+    amp.disable()
+
+
+def test_a_step_on_zeros_of_the_users_own_is_a_step() -> None:
+    model, optimizer, amp = fresh("O1", "torch", 0)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(RuntimeError, match=r"no amp\.backward\(loss\) fed this optimizer"):
+        optimizer.step()
+    amp.disable()

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same
-from tiny_models import dtypes, peft, stored, transformers
+from tiny_models import LINES, dtypes, loaded_llama, make_tokenizer, peft, stored
 
 from tritonamp.integrations.transformers import enable
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 trl = pytest.importorskip("trl", reason="trl is not installed")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
@@ -23,38 +22,9 @@ pytestmark = [
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 STEPS = 6
-LINES = ["the cat sat on the mat", "a dog ran in the park", "the dog sat on a mat", "a cat ran"]
 LORA = pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
 HALVES = pytest.mark.parametrize("half", [FP16, BF16], ids=str)
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
-
-
-def make_tokenizer() -> Any:
-    words = ["<pad>", "<eos>", "<unk>", *sorted({word for line in LINES for word in line.split()})]
-    numbers = {word: i for i, word in enumerate(words)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
-def loaded_llama(folder: Path, dtype: torch.dtype, as_dtype: Any, tokenizer: Any) -> Any:
-    """A Llama out of files in ``dtype``."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=as_dtype)
 
 
 def make_trainer(

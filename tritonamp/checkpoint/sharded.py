@@ -36,6 +36,12 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
                 f"{call} got nothing to save; name the objects, as in save_sharded(folder, "
                 "model=model)"
             )
+        if any(getattr(o, "_is_stage", False) for o in objects.values()):
+            raise ValueError(
+                "cannot save stages of a pipeline, which hold other tensors each: give save a path "
+                "for each stage; stages under FSDP2 or tensor parallelism are for "
+                "torch.distributed.checkpoint, under a name for each stage"
+            )
         content = collect(objects, sharded=True)
         tensors = _described(content)
         if first:

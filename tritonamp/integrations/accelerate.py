@@ -4,6 +4,7 @@ The loop stays as it is.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.class_swap import Swapped, install, is_installed, uninstall
+from tritonamp.policy import HALF_DTYPES
 
 ENGINES = (
     DistributedType.NO,
@@ -44,7 +46,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
 
     Raises:
         ValueError: an accelerator that computes in FP8, that has prepared optimizers already, or
-            runs another engine.
+            runs another engine, FSDP1 included.
     """
     if accelerator.mixed_precision not in DTYPES:
         raise ValueError(
@@ -57,6 +59,11 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             f"{accelerator.distributed_type}: other engines have loss scales and masters of their "
             "own"
         )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "accelerator: expected FSDP2, whose shards can be FP32 masters, got FSDP1: say "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in its config"
+        )
     # private (accelerate 1.15): what it has prepared; a model's forward runs under its autocast
     if accelerator._optimizers or (accelerator.native_amp and accelerator._models):
         raise ValueError(
@@ -65,10 +72,19 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
         )
     if settings.get("level") in DTYPE_OPEN and settings.get("policy") is None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
+    _keep_outputs(accelerator)
     if is_installed(accelerator):  # with settings that hold no more
         uninstall(accelerator)
     install(accelerator, _EnabledAccelerator, None, settings)
     accelerator.native_amp, accelerator.scaler = False, None
+
+
+def _keep_outputs(accelerator: accelerate.Accelerator) -> None:
+    """Have FSDP2 leave the outputs of the model to its policy: Accelerate would make them half."""
+    plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    given = None if plugin is None else plugin.mixed_precision_policy
+    if given is not None and given.output_dtype in HALF_DTYPES:
+        plugin.mixed_precision_policy = dataclasses.replace(given, output_dtype=None)
 
 
 class _EnabledAccelerator(Swapped, accelerate.Accelerator):
@@ -85,7 +101,7 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
-        prepared = result if isinstance(result, tuple) else (result,)
+        prepared = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2: a list
         optimizers = [o for o in prepared if isinstance(o, AcceleratedOptimizer)]
         if not optimizers or (
             self.amp is not None and all(getattr(o, "amp", None) is self.amp for o in optimizers)
@@ -97,7 +113,8 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
                 "accelerator.prepare: expected all models and optimizers at once, got an optimizer "
                 "without its model, or after others: prepare all models and optimizers in one "
                 "call, and call accelerator.free_memory() before the next ones (a Trainer on "
-                "several GPUs in one process is of this kind: use torchrun, or show it one GPU)"
+                "several GPUs in one process is of this kind: use torchrun, or show it one GPU; so "
+                "is one whose model transformers has sharded itself: use fsdp=True)"
             )
         self.amp = tritonamp.enable(models, [o.optimizer for o in optimizers], **self._settings)
         self.scaler = _SavedWithScaler(self.amp)
@@ -190,6 +207,9 @@ class _SavedWithScaler:
         self.state_dict = amp.state_dict
         self.load_state_dict = amp.load_state_dict
         self._scaler = amp.scaler
+
+    def _lazy_init_scale_growth_tracker(self, _: Any) -> None:
+        """Leave the scale that was loaded: Accelerate's ``load_state`` asks for it under FSDP2."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_scaler":  # of a copy that is being made

@@ -92,8 +92,8 @@ class MixedPrecision(Precision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the model's FP32 values again: a half model that was not enabled rounded them."""
-        if self._module is None or not self._came_in_half:
-            return
+        if self._module is None or not self._came_in_half or "state_dict" not in checkpoint:
+            return  # ModelParallelStrategy has loaded an enabled model
         for module in self._module.modules():
             if isinstance(module, LightningModule):
                 module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)

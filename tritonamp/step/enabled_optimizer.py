@@ -1,9 +1,15 @@
 """The class that ``enable`` gives to an optimizer."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from tritonamp.class_swap import Swapped
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
 from tritonamp.step.rules import rule_of
@@ -49,6 +55,9 @@ class EnabledOptimizer(Swapped):
     def step(self, closure: Any = None) -> None:
         """Step or skip: unscale, check, clip, update, half copies. A no-op without gradients.
 
+        Where ``torch.distributed.checkpoint.state_dict`` calls it, with gradients and learning
+        rates of 0, for state to load into, it is the optimizer's own, and no decision.
+
         Raises:
             RuntimeError: a closure was passed, or gradients did not come from
                 ``amp.backward(loss)``.
@@ -61,6 +70,10 @@ class EnabledOptimizer(Swapped):
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
         stepper = _awake(self)
+        if not self.state and _is_made_for_loading():
+            with _unmoved_halves(self):
+                super().step()  # type: ignore[misc]
+            return
         if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
             stepper.check_scaler(None)
         # private (torch 2.11 to 2.15): without this mark an LR scheduler warns that it was called
@@ -132,6 +145,32 @@ class EnabledOptimizer(Swapped):
                 self.step()  # for whoever watches
             finally:
                 self._stepped = False
+
+
+def _is_made_for_loading() -> bool:
+    """Tell whether torch calls ``step`` to make state, not to train.
+
+    Nothing public tells: it is read from the stack, by a private name (torch 2.11 to 2.15). Between
+    may be wrappers around the optimizer.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if module is None:  # nobody has used it
+        return False
+    maker, frame = module._init_optim_state.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not maker:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+@contextlib.contextmanager
+def _unmoved_halves(optimizer: Any) -> Iterator[None]:
+    """Keep half parameters: where eps is 0 in half, the update of zeros is 0 / 0, at any rate."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = {p: p.detach().clone() for p in params if p.dtype in HALF_DTYPES}
+    yield
+    with torch.no_grad():
+        for p, value in before.items():
+            p.copy_(value)
 
 
 def _awake(optimizer: Any) -> Stepper:

@@ -1,0 +1,406 @@
+"""Accelerate, Trainer and TRL on two gloo ranks under FSDP2: losses of one process on the joint
+batch, one decision of both ranks, and a resume that is not a stop.
+
+The ranks are this file run as a script, see two_ranks.py.
+"""
+
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from tiny_models import LINES, make_llama, make_tokenizer, peft, transformers
+from torch import Tensor, nn
+from two_ranks import RANKS, Pair, on_ranks, serve
+
+import tritonamp
+from tritonamp.integrations.accelerate import enable
+from tritonamp.integrations.transformers import enable as enable_trainer
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+trl = pytest.importorskip("trl", reason="trl is not installed")
+
+OF_TRL = "`(is_)?gradient_checkpointing.*` is deprecated"  # and of PEFT, to transformers
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{OF_TRL}"),
+    pytest.mark.clients,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
+
+STEPS, BAD = 6, 2
+ROUNDINGS = 4
+"""Between weights and loss: of two layers' weights, and of what they return."""
+
+
+@contextlib.contextmanager
+def accelerate_has_fsdp(gpus: bool = True) -> Iterator[None]:
+    """Have Accelerate run FSDP over gloo on CPU.
+
+    Accelerate 1.15 does so on GPUs and their like alone (``AcceleratorState.__init__``): on CPUs
+    it takes DDP without a word. What is replaced is its answer to which hardware there is.
+    """
+    rank = str(dist.get_rank())
+    told = {"LOCAL_RANK": rank, "RANK": rank}
+    told |= {"LOCAL_WORLD_SIZE": str(RANKS), "WORLD_SIZE": str(RANKS)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, value)
+        if gpus:
+            found = "gloo", DistributedType.MULTI_GPU
+            patch.setattr(PartialState, "_prepare_backend", lambda *_: found)
+            patch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+        AcceleratorState._reset_state(True)
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def share(x: Tensor) -> Tensor:
+    return x.chunk(RANKS)[dist.get_rank()]
+
+
+def parts(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.25)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def scaler() -> tritonamp.GradScaler:
+    return tritonamp.GradScaler("cpu", init_scale=2.0**10)
+
+
+def loss_of(output: Tensor, y: Tensor, overflows: bool) -> Tensor:
+    if overflows:
+        output.register_hook(lambda grad: grad * math.inf)
+    return nn.functional.mse_loss(output, y)
+
+
+def whole(state: dict[str, Any]) -> dict[str, list[float]]:
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
+    return {n: t.double().flatten().tolist() for n, t in full.items()}
+
+
+def causes(amp: tritonamp.Amp) -> list[str]:
+    return [str(record.cause) for record in amp.history]
+
+
+class Run:
+    """A training under Accelerate on the share of this rank."""
+
+    def __init__(self, level: str, mixed_precision: str | None) -> None:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=20
+        )
+        self.accelerator: Any = Accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
+        enable(self.accelerator, level=level, scaler=scaler())
+        model = net()
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, *parts(model))
+        self.losses: list[float] = []
+        self.skips: list[bool] = []
+        # torch 2.14 alone rounds the first gradients under DDP otherwise than all later ones
+        self.accelerator.backward(self.model(batches()[0][0]).mean())
+        self.optimizer.zero_grad()
+
+    def train(self, start: int, end: int) -> dict[str, list[float]]:
+        for i, (x, y) in list(enumerate(batches()))[start:end]:
+            with self.accelerator.accumulate(self.model):
+                output = self.model(share(x))
+                assert output.dtype is torch.float32
+                loss = loss_of(output, share(y), i == BAD and dist.get_rank() == 1)
+                self.accelerator.backward(loss)
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.skips.append(self.accelerator.optimizer_step_was_skipped)
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return whole(self.model.state_dict())
+
+
+def alone(level: str, dtype: torch.dtype) -> tuple[list[float], list[str]]:
+    """Losses and causes of one process on the joint batches."""
+    model, losses = net(), []
+    optimizer, scheduler = parts(model)
+    amp = tritonamp.enable(model, optimizer, level=level, dtype=dtype, scaler=scaler())
+    for i, (x, y) in enumerate(batches()):
+        loss = loss_of(model(x), y, i == BAD)
+        amp.backward(loss)
+        amp.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(RANKS if amp.history[-1].cause is None else 0):  # as Accelerate steps it
+            scheduler.step()
+        losses.append(loss.item())
+    found = causes(amp)
+    amp.disable()
+    return losses, found
+
+
+@on_ranks
+def by_accelerate(
+    level: str, mixed_precision: str | None, sharded: bool, folder: str
+) -> dict[str, Any]:
+    with accelerate_has_fsdp(gpus=sharded):
+        run = Run(level, mixed_precision)
+        assert {type(p).__name__ == "DTensor" for p in run.model.parameters()} == {sharded}
+        run.train(0, BAD + 2)
+        run.accelerator.save_state(folder)
+        end = run.train(BAD + 2, STEPS)
+        stats, found = run.accelerator.amp.stats(), causes(run.accelerator.amp)
+        run.accelerator.free_memory()
+        AcceleratorState._reset_state(True)
+        again = Run(level, mixed_precision)
+        again.accelerator.load_state(folder)
+        resumed = again.train(BAD + 2, STEPS)
+        counts = again.accelerator.amp.stats()
+        again.accelerator.free_memory()
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float16
+    assert (resumed, again.losses) == (end, run.losses[BAD + 2 :])
+    assert [counts[k] for k in ("steps", "scale")] == [stats[k] for k in ("steps", "scale")]
+    losses, expected = alone(level, dtype)
+    return {
+        "losses": run.losses,
+        "alone": losses,
+        "causes": [found, expected],
+        "skips": run.skips,
+        "end": end,
+    }
+
+
+def check(answers: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    """Both ranks decide as one process on the joint batch, whose losses theirs have as a mean."""
+    first, second = answers
+    for key in ("alone", "causes", "end"):
+        assert first[key] == second[key]
+    assert first["causes"][0] == first["causes"][1]
+    pairs = zip(first["losses"], second["losses"], first["alone"], strict=True)
+    for one, other, joint in pairs:
+        assert one != other
+        assert abs((one + other) / 2 - joint) <= ROUNDINGS * torch.finfo(dtype).eps / 2 * joint
+
+
+@pytest.mark.parametrize(
+    ("level", "mixed_precision", "sharded"),
+    [
+        ("O1", None, True),
+        ("O2", None, True),
+        ("O2", "fp16", True),
+        ("O1", "bf16", True),
+        ("O2", None, False),
+    ],
+)
+def test_accelerate(
+    pair: Pair, tmp_path: Path, level: str, mixed_precision: str | None, sharded: bool
+) -> None:
+    how = dict(level=level, mixed_precision=mixed_precision, sharded=sharded)
+    answers = by_accelerate(pair, folder=str(tmp_path / "state"), **how)
+    check(answers, torch.bfloat16 if mixed_precision == "bf16" else torch.float16)
+    for answer in answers:
+        assert answer["skips"] == [i == BAD for i in range(STEPS)]
+
+
+@on_ranks
+def by_fsdp1() -> str:
+    with accelerate_has_fsdp():
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+        try:
+            enable(accelerator, level="O2")
+        except ValueError as error:
+            return str(error)
+    return "enabled"
+
+
+def test_fsdp1_is_refused(pair: Pair) -> None:
+    for text in by_fsdp1(pair):
+        assert text.startswith("accelerator: expected FSDP2, whose shards can be FP32 masters")
+
+
+# transformers
+
+
+def overflow_in_training(module: nn.Module) -> None:
+    """Have gradients of its output overflow in the third batch of training: on rank 1, or alone."""
+    here, calls = not dist.is_initialized() or dist.get_rank() == 1, []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training and output.requires_grad:
+            calls.append(len(calls))
+            if here and calls[-1] == BAD:
+                output.register_hook(lambda grad: grad * math.inf)
+
+    module.register_forward_hook(hook)
+
+
+def language_model(tokenizer: Any) -> Any:
+    model = make_llama(tokenizer, layers=2)
+    overflow_in_training(model.model.norm)
+    return model
+
+
+def make_trainer(folder: str, size: int, **arguments: Any) -> Any:
+    """With ``size`` rows in a batch; ``RANKS`` * ``size`` are those of a joint step."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(3, 12, (4 * STEPS, 8), generator=generator)
+    settings: dict[str, Any] = dict(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=STEPS,
+        logging_steps=1,
+        per_device_train_batch_size=size,
+        learning_rate=0.01,
+        adam_epsilon=0.01,
+        save_strategy="steps",
+        save_steps=BAD + 2,
+        train_sampling_strategy="sequential",
+    )
+    return transformers.Trainer(
+        model=language_model(make_tokenizer()),
+        args=transformers.TrainingArguments(**{**settings, **arguments}),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    )
+
+
+FSDP: dict[str, Any] = dict(fsdp=True)  # version 2 unless told otherwise
+
+
+def logged(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@on_ranks
+def by_trainer(level: str, folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    with accelerate_has_fsdp():
+        ends = []
+        for start in (None, f"{folder}/checkpoint-{BAD + 2}"):
+            trainer = make_trainer(folder, 2, **FSDP, **arguments)
+            enable_trainer(trainer, level=level, scaler=scaler())
+            trainer.train(resume_from_checkpoint=start)
+            assert {type(p).__name__ for p in trainer.model.parameters()} == {"DTensor"}
+            ends.append(whole(trainer.model.state_dict()))
+            ends[-1]["steps"] = trainer.accelerator.amp.stats()["steps"]
+            if start is None:
+                losses, found = logged(trainer), causes(trainer.accelerator.amp)
+            trainer.accelerator.free_memory()
+            AcceleratorState._reset_state(True)
+    assert ends[0] == ends[1]
+    return {"losses": losses, "causes": found, "end": ends[0]}
+
+
+def check_trainer(answers: list[dict[str, Any]], trainer: Any) -> None:
+    """Both ranks decide as one process on the joint batch, whose losses they log."""
+    for answer in answers:
+        assert answer["end"] == answers[0]["end"]
+        assert answer["causes"] == causes(trainer.accelerator.amp)
+    losses = logged(trainer)
+    rounding = ROUNDINGS * torch.finfo(torch.float16).eps / 2
+    assert losses[0] - losses[-1] > 10 * rounding * losses[0]
+    for a, b in zip(answers[0]["losses"], losses, strict=True):
+        assert abs(a - b) <= rounding * b
+
+
+@pytest.mark.parametrize(
+    ("level", "arguments"),
+    [
+        ("O1", {}),
+        ("O2", {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}),
+        ("O2", {"fp16": True}),
+    ],
+    ids=str,
+)
+def test_trainer(pair: Pair, tmp_path: Path, level: str, arguments: dict[str, Any]) -> None:
+    answers = by_trainer(pair, level=level, folder=str(tmp_path / "run"), arguments=arguments)
+    trainer = make_trainer(str(tmp_path / "alone"), 2 * RANKS, **arguments)
+    enable_trainer(trainer, level=level, scaler=scaler())
+    trainer.train()
+    check_trainer(answers, trainer)
+    trainer.accelerator.free_memory()
+
+
+# TRL
+
+
+def make_sft(folder: str, size: int, lora: bool, **arguments: Any) -> Any:
+    tokenizer = make_tokenizer()
+    settings: dict[str, Any] = dict(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=STEPS,
+        max_length=16,
+        logging_steps=1,
+        per_device_train_batch_size=size,
+        learning_rate=0.02,
+        adam_epsilon=0.01,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        bf16=False,
+    )
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    torch.manual_seed(1)
+    return trl.SFTTrainer(
+        model=language_model(tokenizer),
+        args=trl.SFTConfig(**{**settings, **arguments}),
+        train_dataset=datasets.Dataset.from_dict({"text": LINES}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=2, target_modules=targets) if lora else None,
+    )
+
+
+@on_ranks
+def by_sft(level: str, lora: bool, folder: str, sharded: bool) -> dict[str, Any]:
+    with accelerate_has_fsdp(gpus=sharded):
+        warnings.filterwarnings("ignore", OF_TRL, FutureWarning)
+        trainer = make_sft(f"{folder}/run", 2, lora, **FSDP)
+        engine = DistributedType.FSDP if sharded else DistributedType.MULTI_CPU  # as on any CPU
+        assert trainer.accelerator.distributed_type is engine
+        enable_trainer(trainer, level=level, scaler=scaler())
+        trainer.train()
+        assert {type(p).__name__ == "DTensor" for p in trainer.model.parameters()} == {sharded}
+        end = whole({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})
+        found = causes(trainer.accelerator.amp)
+        trainer.accelerator.free_memory()
+    return {"losses": logged(trainer), "causes": found, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("level", "lora", "sharded"),
+    [("O2", True, True), ("O2", True, False), ("O1", True, True), ("O2", False, True)],
+)
+def test_sft(pair: Pair, tmp_path: Path, level: str, lora: bool, sharded: bool) -> None:
+    answers = by_sft(pair, level=level, lora=lora, folder=str(tmp_path), sharded=sharded)
+    trainer = make_sft(str(tmp_path / "alone"), 2 * RANKS, lora)
+    enable_trainer(trainer, level=level, scaler=scaler())
+    trainer.train()
+    check_trainer(answers, trainer)
+    trainer.accelerator.free_memory()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
