@@ -3,20 +3,13 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _INHERITED = object()
-
-
-class UserFunction(NamedTuple):
-    """A function of the user's own in the lists: ``module.name``, and its wrapper."""
-
-    module: Any
-    name: str
-    wrap: Callable[[Any], Any]
+Listed = tuple[Any, str, Callable[[Any], Any]]  # a function of the user's: module, name, wrapper
 
 
 class Casts:
@@ -32,15 +25,15 @@ class Casts:
     """
 
     def __init__(
-        self, active: bool, enable_caching: bool, dtype: torch.dtype, device_types: frozenset[str]
+        self, enable_caching: bool, dtype: torch.dtype, device_types: frozenset[str]
     ) -> None:
         self.dtype = dtype
         self.device_types = device_types
         self.owners: weakref.WeakSet[Any] | None = None
-        self.user_functions: list[UserFunction] = []
+        self.user_functions: list[Listed] = []
         self.has_cache = enable_caching
         self.cache: dict[Tensor, Tensor] = {}
-        self._is_active = active
+        self._is_active = True
         self._versions: dict[Tensor, int] = {}
         self._all_wrappers: list[tuple[Any, str, Any]] = []
 

@@ -8,11 +8,11 @@ import torch
 
 from tritonamp.apex.amp import lists, wrap
 from tritonamp.apex.amp._amp_state import _amp_state
-from tritonamp.apex.amp.casts import UserFunction
+from tritonamp.apex.amp.casts import Listed
 from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle
 from tritonamp.apex.amp.wrap import F
 
-_registered: list[UserFunction] = []  # for the next ``init``
+_registered: list[Listed] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
@@ -41,7 +41,7 @@ def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
             f"No function named {name} in module {module}: expected the name of a function that it "
             "has"
         )
-    _registered.append(UserFunction(module, name, wrapper))
+    _registered.append((module, name, wrapper))
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -77,7 +77,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Cast around torch's functions in the whole process; the casts of an earlier call end.
 
     Args:
@@ -95,19 +95,15 @@ def init(
     carried = earlier.user_functions if earlier.is_active() else []
     earlier._deactivate()
     if not enabled:
-        no_casts = _amp_state.handle = NoOpHandle()
-        return no_casts
+        nothing = _amp_state.handle = NoOpHandle()
+        return nothing
     handle = _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, patch_type)
-    handle.user_functions = _without_repetition([*carried, *_registered])
+    functions = [*carried, *_registered]
+    last = {(id(module), name): (module, name, wrapper) for module, name, wrapper in functions}
+    handle.user_functions = list(last.values())  # of the entries for one function
     _registered.clear()
     _patch(handle, allow_banned)
     return handle
-
-
-def _without_repetition(functions: list[UserFunction]) -> list[UserFunction]:
-    """Of entries for one function the last."""
-    last = {(id(function.module), function.name): function for function in functions}
-    return list(last.values())
 
 
 def _patch(handle: AmpHandle, allow_banned: bool) -> None:
