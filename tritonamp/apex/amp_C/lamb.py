@@ -45,8 +45,8 @@ def multi_tensor_lamb(
     values = [_clipped(grads, global_grad_norm, max_grad_norm), params, moments, squares]
     arguments = beta1, beta2, eps, step, bias_correction, weight_decay, mode, grad_averaging
     updates = adam_updates(values, *arguments)
-    norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates)]
-    _step(params, updates, *norms, lr, weight_decay, use_nvlamb)
+    norms, update_norms = (torch.stack(torch._foreach_norm(xs)) for xs in (params, updates))
+    _step(params, updates, norms, update_norms, lr, weight_decay, use_nvlamb)
     store(lists[1:], [params, moments, squares])
 
 
