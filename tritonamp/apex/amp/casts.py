@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ class Casts:
 
     # the functions
 
-    def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Put ``wrap(module.name)`` in the place of ``module.name``, if there is one."""
-        if not callable(getattr(module, name, None)):
-            return
-        self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
-        setattr(module, name, wrap(getattr(module, name)))
+    def _replace(self, module: Any, names: Iterable[str], wrap: Callable[[Any], Any]) -> None:
+        """Put ``wrap(module.name)`` in the place of each ``module.name`` that there is."""
+        for name in names:
+            if callable(getattr(module, name, None)):
+                self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
+                setattr(module, name, wrap(getattr(module, name)))
 
     def _deactivate(self) -> None:
         """Put all functions back."""
