@@ -1,7 +1,6 @@
 """``Amp``: the handle that ``enable`` returns."""
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -31,8 +30,6 @@ from tritonamp.step.ema import EMA
 from tritonamp.step.stage_loss import StageLoss
 from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import leaves, nodes
-
-logger = logging.getLogger("tritonamp")
 
 T = TypeVar("T")
 
