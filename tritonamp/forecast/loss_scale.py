@@ -23,19 +23,34 @@ LOSS = "the loss"  # where a finding is that no module has
 
 @dataclass(frozen=True)
 class Outlook:
-    """What one half format would make of the values of a dry run."""
+    """What one half format would make of the values of a dry run.
+
+    Attributes:
+        dtype: the half format.
+        stored: how many results of the forward the policy stores in half.
+        overflows: how many of them overflow.
+        vanishing: share of their values, other than zero, that become zero.
+        subnormal: share of their values that keep fewer bits.
+        grad_vanishing: share of the gradients' values, other than zero, that become zero at loss
+            scale 1.
+        max_scale: the largest power of two at which no gradient overflows, at most 2^24.
+        limited_by: the gradient that would overflow next.
+        scale: the loss scale recommended: ``max_scale`` with a margin.
+        scaled_vanishing: ``grad_vanishing`` at ``scale``.
+        lost: parameters whose gradients are zero even at ``max_scale``.
+    """
 
     dtype: torch.dtype
-    stored: int  # results of the forward that the policy stores in half
-    overflows: int  # how many of them overflow
-    vanishing: float  # share of their values, other than zero, that become zero
-    subnormal: float  # share of their values that keep fewer bits
-    grad_vanishing: float  # share of gradients' values that become zero at loss scale 1
-    max_scale: float  # largest power of two at which no gradient overflows, at most 2^24
-    limited_by: str  # the gradient that would overflow next
-    scale: float  # the loss scale recommended: ``max_scale`` with a margin
-    scaled_vanishing: float  # ``grad_vanishing`` at ``scale``
-    lost: tuple[str, ...]  # parameters whose gradients are zero even at ``max_scale``
+    stored: int
+    overflows: int
+    vanishing: float
+    subnormal: float
+    grad_vanishing: float
+    max_scale: float
+    limited_by: str
+    scale: float
+    scaled_vanishing: float
+    lost: tuple[str, ...]
 
     @property
     def fits(self) -> bool:

@@ -17,18 +17,29 @@ ROUNDED = 8.0  # ulps that inputs may always be off: of values that were rounded
 
 @dataclass(frozen=True)
 class Difference:
-    """One result of an operation at two levels."""
+    """One result of an operation at two levels.
 
-    place: Place  # of it; in backward, of the forward operation that the gradient belongs to
-    op: str  # in aten; "to float16", "output" of a module, "input", "parameter", "gradient"
-    shape: tuple[int, ...]  # of the result
-    backward: bool  # it was computed in backward
-    parameter: str  # the full name, for a parameter and its gradient
-    # root of the mean square of what the result is off, in ulps of the half format at the root mean
-    # square of the reference; inf where it has inf or NaN and the reference not
+    Attributes:
+        place: of the operation; in backward, of the forward operation that the gradient belongs to.
+        op: its name in aten; "to float16" for a cast, "output" of a module, "input", "parameter",
+            "gradient".
+        shape: of the result.
+        backward: it was computed in backward.
+        parameter: the full name, for a parameter and its gradient.
+        ulps: root of the mean square of what the result is off, in ulps of the half format at the
+            root mean square of the reference; inf where it has inf or NaN and the reference not.
+        worst: the most that one element is off, in the same unit.
+        before: the largest ``ulps`` of what it was computed from.
+    """
+
+    place: Place
+    op: str
+    shape: tuple[int, ...]
+    backward: bool
+    parameter: str
     ulps: float
-    worst: float  # the most that one element is off, in the same unit
-    before: float  # the largest ``ulps`` of what it was computed from
+    worst: float
+    before: float
 
     @property
     def growth(self) -> float:
