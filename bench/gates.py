@@ -20,6 +20,7 @@ STACK = {  # bytes: two numbers that a loop does not change may be put aside
     70: 8,  # which has no uniform registers
     75: 8 if VERSION == "3.7" else 0,  # put aside before a loop, and read after it
     100: 8,  # where ptxas rather does so than take a register more
+    120: 8 if VERSION == "3.7" else 0,  # as sm_75
 }
 
 SHARED = {"adamw_8bit": 256 if VERSION == "3.6" else 0}  # a tile's exponents change their layout
