@@ -70,7 +70,8 @@ class EnabledOptimizer(Swapped):
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
         stepper = _awake(self)
-        if not self.state and _is_made_for_loading():
+        has_state = vars(_unwrapped(self)).get("state")  # ``self.state`` waits
+        if not has_state and _is_made_for_loading():
             with _unmoved_halves(self):
                 super().step()  # type: ignore[misc]
             return
