@@ -53,7 +53,7 @@ class Casts:
 
     def _replace(self, module: Any, names: Iterable[str], wrap: Callable[[Any], Any]) -> None:
         """Put ``wrap(module.name)`` in the place of each ``module.name`` that there is."""
-        for name in dict.fromkeys(names):
+        for name in names:
             if callable(getattr(module, name, None)):
                 self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
                 setattr(module, name, wrap(getattr(module, name)))
