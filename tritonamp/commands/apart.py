@@ -16,13 +16,7 @@ NAMED = 4  # of the results that grow most
 
 
 def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None:
-    """Draw each result in the order in which it was computed, and save the picture to ``path``.
-
-    Args:
-        model: its name, for the title.
-        compared: what is drawn.
-        path: ends in ".png".
-    """
+    """Draw each result in the order in which it was computed, and save the picture to ``path``."""
     results = [each for each in compared.differences if not each.parameter]
     top = 10 * max([1.0, *(each.ulps for each in results if math.isfinite(each.ulps))])
     figure = Figure(figsize=(10, 5), layout="constrained")

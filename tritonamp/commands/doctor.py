@@ -90,8 +90,9 @@ def _bytes(level: str) -> tuple[str, ...]:
 
 def _versions() -> list[tuple[str, str]]:
     gpus = torch.cuda.device_count()
+    implementation, system = platform.python_implementation(), platform.system()
     return [
-        ("python", _python()),
+        ("python", f"{platform.python_version()} ({implementation}, {system})"),
         ("tritonamp", tritonamp.__version__),
         ("torch", torch.__version__),
         ("triton", hardware.triton_version() or "cannot be imported"),
@@ -112,11 +113,6 @@ def _without_gpus() -> str:
     if torch.backends.mps.is_available():
         return "none that tritonamp can use: for Apple's (mps) there is torch.amp"
     return "none that torch can use"
-
-
-def _python() -> str:
-    implementation, system = platform.python_implementation(), platform.system()
-    return f"{platform.python_version()} ({implementation}, {system})"
 
 
 def _cuda() -> str:

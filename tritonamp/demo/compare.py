@@ -17,18 +17,6 @@ from tritonamp.demo.train import criterion
 
 SMALL = "bf16", "8bit"
 WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs
-HEADER = (
-    "model",
-    "level",
-    "result",
-    "seconds",
-    "peak MiB",
-    "B/param",
-    "steps",
-    "skipped",
-    "final scale",
-    "backend",
-)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -37,7 +25,8 @@ def compare(args: argparse.Namespace) -> None:
     print(f"training in {args.dtype} on {describe(device)}, seed {args.seed}")
     runs = [run for task in tasks() for run in _train_levels(task, args, device)]
 
-    print(table(HEADER, [_row(run) for run in runs]))
+    rows = [_row(run) for run in runs]
+    print(table([*rows[0]], [[*row.values()] for row in rows]))
     print(f"seconds: the training loop alone; peak MiB: {memory.MEANING[device.type]}.")
     small = ", ".join(f"{_bytes('O2', state):.3g} with state={state!r}" for state in SMALL)
     print(f"B/param: bytes of a parameter, its gradient, master and moments; O2 takes {small}.")
@@ -89,19 +78,19 @@ def _train_levels(task: Task, args: argparse.Namespace, device: torch.device) ->
         yield measured(task, level, steps=steps, quiet=args.quiet, **settings)
 
 
-def _row(run: Run) -> list[str]:
-    return [
-        run.task.name,
-        run.level,
-        run.shown_score,
-        f"{run.seconds:.1f}",
-        f"{run.peak_bytes / 2**20:.1f}",
-        f"{_bytes(run.level):.3g}",
-        str(run.stats["steps"]),
-        str(run.stats["skipped"]),
-        f"{run.stats['scale']:g}",
-        run.stats["backend"],
-    ]
+def _row(run: Run) -> dict[str, str]:
+    return {
+        "model": run.task.name,
+        "level": run.level,
+        "result": run.shown_score,
+        "seconds": f"{run.seconds:.1f}",
+        "peak MiB": f"{run.peak_bytes / 2**20:.1f}",
+        "B/param": f"{_bytes(run.level):.3g}",
+        "steps": str(run.stats["steps"]),
+        "skipped": str(run.stats["skipped"]),
+        "final scale": f"{run.stats['scale']:g}",
+        "backend": run.stats["backend"],
+    }
 
 
 def _bytes(level: str, state: str = "fp32") -> float:

@@ -28,8 +28,6 @@ def _conv(inputs: int, outputs: int) -> nn.Sequential:
 class CharTransformer(nn.Module):
     """(N, T) character codes -> (N, T, vocabulary) logits; T is at most ``context``."""
 
-    positions: Tensor
-
     def __init__(
         self, vocabulary: int, context: int, width: int = 64, heads: int = 4, layers: int = 2
     ):
@@ -38,11 +36,10 @@ class CharTransformer(nn.Module):
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
-        self.register_buffer("positions", torch.arange(context), persistent=False)
 
     def forward(self, codes: Tensor) -> Tensor:
-        positions = self.positions[: codes.shape[1]]
-        logits: Tensor = self.head(self.blocks(self.token(codes) + self.position(positions)))
+        positions = self.position(torch.arange(codes.shape[1], device=codes.device))
+        logits: Tensor = self.head(self.blocks(self.token(codes) + positions))
         return logits
 
 

@@ -165,14 +165,10 @@ def train_tritonamp(
     ask: Callable[[tritonamp.Amp, nn.Module], str] = lambda amp, model: amp.explain(),
     **policy: Any,
 ) -> Outcome:
-    """Train in the loop of tritonamp.
+    """Train in the loop of tritonamp; ``policy`` is level and fields of ``tritonamp.enable``.
 
-    Args:
-        experiment: what is trained, on what.
-        setting: on which device, from which seed, for how many steps.
-        ask: asked after the training, while the model is still enabled; the answer is the run's
-            explanation.
-        policy: level and fields of ``tritonamp.enable``.
+    ``ask`` is called after the training, while the model is still enabled; what it returns is the
+    run's explanation.
     """
     model, optimizer = experiment.start(setting)
     amp = tritonamp.enable(model, optimizer, **policy)

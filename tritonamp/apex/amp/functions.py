@@ -1,7 +1,7 @@
 """``amp.init``, and the user's own functions in the lists."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,18 +110,15 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     )
     for overrides in every:
         replace = functools.partial(handle._replace, overrides.MODULE)
-        replace(_once(overrides.FP16_FUNCS, lists.LAYERS), wrap.half_op)
-        replace(_once(overrides.FP32_FUNCS), float_function)
-        replace(_once([*overrides.CASTS, *overrides.SEQUENCE_CASTS]), promote_function)
+        ops = (name for name in overrides.FP16_FUNCS if name not in lists.LAYERS)
+        replace(ops, wrap.half_op)
+        replace(overrides.FP32_FUNCS, float_function)
+        replace([*overrides.CASTS, *overrides.SEQUENCE_CASTS], promote_function)
         if overrides is not lists.functional_overrides:
-            replace((name + "_" for name in _once(overrides.FP32_FUNCS)), wrap.refuse_half)
-            replace((name + "_" for name in _once(overrides.FP16_FUNCS)), wrap.match_first)
+            replace((name + "_" for name in overrides.FP32_FUNCS), wrap.refuse_half)
+            replace((name + "_" for name in overrides.FP16_FUNCS), wrap.match_first)
         for name, message in overrides.BANNED_FUNCS:
             refuse = functools.partial(wrap.refuse_half, message=message)
             replace([name], float_function if allow_banned else refuse)
     handle._replace(lists.rnn_overrides.MODULE, lists.LAYERS, wrap.half_layer)
     handle._replace(torch.nn.RNNBase, ["check_input"], wrap.any_input_dtype)
-
-
-def _once(names: Iterable[str], without: Iterable[str] = ()) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name not in without]

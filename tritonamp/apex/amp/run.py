@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.apex.amp._amp_state import _amp_state, maybe_print
+from tritonamp.apex.amp._amp_state import _amp_state, master_params, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
 from tritonamp.apex.amp.stash import put_stash, take_stash
 from tritonamp.kernels.device import is_capturing
@@ -98,15 +98,11 @@ class AmpRun:
         That is needed where the parameters are their own masters.
         """
         with _amp_state.handle._disable_casts():
-            if (
-                optimizer not in self._fed
-                and not self._amp.policy.master_weights
-                and _has_gradients(optimizer)
-            ):
+            is_plain = optimizer not in self._fed and not self._amp.policy.master_weights
+            if is_plain and any(p.grad is not None for p in master_params(optimizer)):
                 one = LossScaler(1.0, None, 1.0, self._device).scaler
-                with self._amp.scale_loss(
-                    torch.ones((), device=self._device), optimizer, scaler=one
-                ):
+                loss = torch.ones((), device=self._device)
+                with self._amp.scale_loss(loss, optimizer, scaler=one):
                     pass  # the backward has been
             yield
         self._fed.discard(optimizer)
@@ -142,15 +138,8 @@ class _ParametersOf(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Also of those that are plain tensors, which no module could register."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        params = dict.fromkeys(p for group in groups for p in group["params"])
+        params = dict.fromkeys(p for o in self._optimizers for p in master_params(o))
         return ((f"parameter {i}", p) for i, p in enumerate(params))
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(
-        param.grad is not None for group in optimizer.param_groups for param in group["params"]
-    )
 
 
 class _Warned(logging.Filter):

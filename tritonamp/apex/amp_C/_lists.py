@@ -10,13 +10,7 @@ GRADS, PARAMS, MOMENTS, SQUARES = "gradients", "parameters", "first moments", "s
 
 
 def checked(function: str, tensor_lists: Lists, *names: str, optional: str = "") -> Lists:
-    """Return ``tensor_lists``, which are those of ``names``, in that order.
-
-    Args:
-        function: whose argument they are.
-        tensor_lists: one list for each name.
-        names: of the lists.
-        optional: one more list may follow, of that.
+    """Return ``tensor_lists``, one for each name; one of ``optional`` may follow.
 
     Raises:
         RuntimeError: another number of lists, lists of different lengths, or tensors of different

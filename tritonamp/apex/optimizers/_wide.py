@@ -22,15 +22,7 @@ class WideOptimizer(Optimizer):
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Make the optimizer.
-
-        Args:
-            arguments: ``locals()`` at the beginning of a subclass's ``__init__``: each argument is
-                a default of the groups, but for ``_NO_DEFAULTS``.
-
-        Raises:
-            RuntimeError: ``amsgrad``.
-        """
+        """Take ``locals()`` of a subclass's ``__init__``: all but ``_NO_DEFAULTS`` are defaults."""
         refuse_amsgrad(self, arguments.get("amsgrad", False))
         defaults = {n: value for n, value in arguments.items() if n not in _NO_DEFAULTS}
         super().__init__(arguments["params"], defaults)

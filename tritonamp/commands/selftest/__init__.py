@@ -38,18 +38,15 @@ def run(
     groups: Collection[str] = (),
     tell: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the checks on ``device``; one that fails leaves the others alone.
+    """Run the checks of ``groups``, or all, on ``device``; one that fails leaves the others alone.
 
-    Args:
-        device: a GPU, or the CPU.
-        groups: of ``GROUPS``; none: all.
-        tell: called with a line after each check.
+    ``tell`` is called with a line after each.
 
     Returns:
         what ``--json`` prints: device, backend and reason; "failed", how many checks did; "checks",
         for each its group, name, status, detail, seconds, and the numbers that it found.
     """
-    backend = _backend(device)
+    backend = hardware.choose_backend("triton" if hardware.INTERPRETED else "auto", device)
     outcomes = []
     for group in groups or GROUPS:
         for check in GROUPS[group](device, backend.name):
@@ -87,12 +84,6 @@ def text(found: dict[str, Any]) -> str:
 
 def as_json(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1)
-
-
-def _backend(device: torch.device) -> hardware.Backend:
-    """Return the kernels where they can run, Triton's interpreter included, else eager torch."""
-    requested = "triton" if hardware.INTERPRETED else "auto"
-    return hardware.choose_backend(requested, device)
 
 
 def _outcome(check: Check) -> dict[str, Any]:
