@@ -125,9 +125,6 @@ class Run:
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, *parts(model))
         self.losses: list[float] = []
         self.skips: list[bool] = []
-        # torch 2.14 alone rounds the first gradients under DDP otherwise than all later ones
-        self.accelerator.backward(self.model(batches()[0][0]).mean())
-        self.optimizer.zero_grad()
 
     def train(self, start: int, end: int) -> dict[str, list[float]]:
         for i, (x, y) in list(enumerate(batches()))[start:end]:
