@@ -183,7 +183,7 @@ def test_backward_from_the_gradients_that_arrived(device: torch.device) -> None:
 
 def test_a_batch_that_is_gone(model: Restless, device: torch.device) -> None:
     x = batch(device)
-    snapshot = Snapshot(model, (x,), {}, weak=True)
+    snapshot = Snapshot(model, (x,), {}).weakened()
     snapshot.run()
     del x
     with pytest.raises(BatchGoneError, match="keep a reference to it"):

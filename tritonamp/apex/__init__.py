@@ -10,18 +10,7 @@ import pkgutil
 import sys
 from typing import Any
 
-_PARTS = (
-    "amp",
-    "amp_C",
-    "apex_C",
-    "contrib",
-    "fp16_utils",
-    "multi_tensor_apply",
-    "normalization",
-    "optimizers",
-    "parallel",
-    "transformer",
-)
+_PARTS = [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """Rules of the op table for ops that have a kernel of their own."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -200,7 +201,7 @@ def _layer_norm_rule(
     ):
         args = input, normalized_shape, weight, bias, eps, cudnn_enable
         return storage_rule(stock, active, *args)
-    n = norms.numel(normalized_shape)
+    n = math.prod(normalized_shape)
     return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, True, input.dtype)
 
 
@@ -222,7 +223,7 @@ def _rms_norm_rule(
         input, normalized_shape, weight, least=least
     ):
         return storage_rule(stock, active, input, normalized_shape, weight, eps)
-    n, eps = norms.numel(normalized_shape), norms.RMS_EPS if eps is None else eps
+    n, eps = math.prod(normalized_shape), norms.RMS_EPS if eps is None else eps
     return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, False, input.dtype)
 
 

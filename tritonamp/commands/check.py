@@ -63,12 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
-    """Make the model, forecast, and print; return the exit status.
-
-    Args:
-        args: what ``add_arguments`` has read.
-        fail: called with a message where the command cannot be carried out; does not return.
-    """
+    """Forecast, print and return the exit status; ``fail`` ends the command with a message."""
     for path in (args.policy, args.picture):
         if path is not None and not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}")

@@ -9,19 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 import tritonamp
 from tritonamp.commands import selftest
+from tritonamp.commands.selftest.training import LEVELS as TRIALS
+from tritonamp.commands.selftest.training import SmallTraining
 from tritonamp.commands.table import table
 from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
 LEVELS, STATES = ("O0", "O1", "O2"), ("fp32", "bf16", "8bit")
-TRIALS = [("O0", torch.float16)] + [
-    (level, dtype) for dtype in (torch.float16, torch.bfloat16) for level in ("O1", "O2", "O3")
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     """Print the report, or the selftest of the first GPU; return the exit status.
 
-    Args:
-        args: what ``add_arguments`` has read.
-        fail: called with a message where the arguments make no sense; does not return.
+    ``fail`` ends the command with a message.
     """
     if args.selftest is None:
         if args.json:
@@ -176,17 +172,10 @@ def _trial(level: str, dtype: torch.dtype, device: torch.device) -> tuple[str, s
 
 
 def _train_one_step(level: str, dtype: torch.dtype, device: torch.device) -> str:
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).to(
-        device
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    amp = tritonamp.enable(model, optimizer, level=level, dtype=dtype)
-    try:
-        amp.backward(model(torch.ones(4, 8, device=device)).square().mean())
-        optimizer.step()
-        stats = amp.stats()
-    finally:
-        amp.disable()
+    run = SmallTraining(device)
+    with tritonamp.enable(run.model, run.optimizer, level=level, dtype=dtype) as run.amp:
+        run.step()
+        stats = run.amp.stats()
     if stats["skipped"]:
         return f"no: the step was skipped, {stats['last_skip_reason']}"
     return f"works, loss scale {stats['scale']:g}"

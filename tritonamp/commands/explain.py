@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     """Print the section of a text, or the list of all; return the exit status.
 
-    Args:
-        args: what ``add_arguments`` has read.
-        fail: called with a message where the arguments make no sense; does not return.
+    ``fail`` ends the command with a message.
     """
     pages = sections()
     if not args.text:
@@ -47,17 +45,14 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         fail(f"expected the text of an error, got {text.strip()!r}")
     found = find(text, pages)
     if not found:
-        print(_not_found(nearest(text, pages)))
+        near = nearest(text, pages)
+        listed = f"The nearest:\n\n{_listed(near)}" if near else _ALL
+        print(f"No section is about this text. {listed}")
         return 1
     print(_shown(found[0]))
     if found[1:]:
         print(f"\nThe text holds others, too:\n\n{_listed(found[1:])}")
     return 0
-
-
-def _not_found(near: Sequence[Section]) -> str:
-    listed = f"The nearest:\n\n{_listed(near)}" if near else _ALL
-    return f"No section is about this text. {listed}"
 
 
 def _listed(pages: Sequence[Section]) -> str:

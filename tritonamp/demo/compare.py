@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 import tritonamp
 from tritonamp.commands.table import table
@@ -64,7 +63,7 @@ def tasks() -> list[Task]:
         batch_size=64,
         lr=3e-3,
         steps=300,
-        score=_accuracy,
+        score=data.percent_right,
         shown_as="accuracy {:.2f} %",
     )
     chars = Task(
@@ -108,7 +107,3 @@ def _row(run: Run) -> list[str]:
 def _bytes(level: str, state: str = "fp32") -> float:
     policy: tritonamp.Policy = getattr(tritonamp, level)
     return policy.bytes_per_parameter(state)
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    return 100 * (logits.argmax(-1) == labels).float().mean()

@@ -72,5 +72,10 @@ def batches(
         yield split.x[rows].to(device), split.y[rows].to(device)
 
 
+def percent_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the accuracy of (N, C) logits, in percent."""
+    return 100 * (logits.argmax(-1) == labels).float().mean()
+
+
 def _windows(codes: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     return codes[:-1].unfold(0, CONTEXT, stride), codes[1:].unfold(0, CONTEXT, stride)

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 import tritonamp
+from tritonamp.demo import data
+
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,14 @@ def power_of_two(scale: float) -> str:
     return f"{scale:g}" if scale in (0.0, 1.0) else f"2^{math.log2(scale):g}"
 
 
-def _nothing(model: nn.Module) -> None: ...
+def classify(logits: Tensor, _: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of half or FP32 logits, computed in FP32."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return how many images, in percent, the model gives their labels."""
+    return {"accuracy": data.percent_right(model(images), labels).item()}
 
 
 @dataclass(frozen=True)
@@ -52,32 +63,44 @@ class Experiment:
 
     Attributes:
         build: makes the FP32 model, on the CPU.
-        optimizer: makes its optimizer, from the parameters.
-        batches: gives ``steps`` batches on the device; the first tensor of each is the model's
-            input.
+        split: images and labels, on the CPU.
+        batch_size: images of a training batch.
+        optimizer: makes the optimizer of the parameters.
         criterion: (output, *batch) -> scalar loss, computed outside of autocast.
-        score: (model, device) -> numbers by column, without gradients.
+        score: (model, test images, test labels) -> numbers by column, without gradients.
+        change: (batches, seed) -> batches that the model is trained on; the first tensor of each is
+            its input.
         watch: called with the model between backward and step.
     """
 
     build: Callable[[], nn.Module]
+    split: data.Split
+    batch_size: int
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
-    batches: Callable[[int, Setting], Iterator[tuple[Tensor, ...]]]
-    criterion: Callable[..., Tensor]
-    score: Callable[[nn.Module, torch.device], dict[str, float]]
     steps: int
-    watch: Callable[[nn.Module], None] = _nothing
+    criterion: Callable[..., Tensor] = classify
+    score: Callable[[nn.Module, Tensor, Tensor], dict[str, float]] = accuracy
+    change: Callable[[Batches, int], Iterator[tuple[Tensor, ...]]] = lambda batches, seed: batches
+    watch: Callable[[nn.Module], object] = lambda model: None
 
     def start(self, setting: Setting) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(setting.seed)  # equal weights on both sides
         model = self.build().to(setting.device)
         return model, self.optimizer(model.parameters())
 
+    def batches(self, steps: int, setting: Setting) -> Iterator[tuple[Tensor, ...]]:
+        drawn = data.batches(self.split, self.batch_size, steps, setting.seed, setting.device)
+        return self.change(drawn, setting.seed)
+
     def loader(self, name: str, setting: Setting) -> Iterator[tuple[Tensor, ...]]:
         steps = setting.steps or self.steps
         yield from tqdm(
             self.batches(steps, setting), name, total=steps, disable=setting.quiet, leave=False
         )
+
+    def test(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """Return the score of a trained model."""
+        return self.score(model.eval(), self.split.test_x.to(device), self.split.test_y.to(device))
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,10 @@ class Outcome:
     skipped: int
     stats: dict[str, Any] = field(default_factory=dict)
     explanation: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Return what a story's table shows of it."""
+        return {**self.score, "skipped": self.skipped, "loss scale": self.scale}
 
 
 def train_torch(
@@ -125,20 +152,17 @@ def train_torch(
         losses.append(loss.detach())
 
     with torch.no_grad(), torch.autocast(setting.device.type, torch.float16, enabled=autocast):
-        score = experiment.score(model.eval(), setting.device)
+        score = experiment.test(model, setting.device)
     return Outcome(
         score, torch.stack(losses).tolist(), scaler.get_scale(), len(losses) - len(taken)
     )
-
-
-Question = Callable[[tritonamp.Amp, nn.Module], str]
 
 
 def train_tritonamp(
     experiment: Experiment,
     setting: Setting,
     *,
-    ask: Question = lambda amp, _: amp.explain(),
+    ask: Callable[[tritonamp.Amp, nn.Module], str] = lambda amp, model: amp.explain(),
     **policy: Any,
 ) -> Outcome:
     """Train in the loop of tritonamp.
@@ -163,7 +187,7 @@ def train_tritonamp(
         losses.append(loss.detach())
 
     with torch.no_grad():
-        score = experiment.score(model.eval(), setting.device)
+        score = experiment.test(model, setting.device)
     stats, explanation = amp.stats(), ask(amp, model)
     amp.disable()
     return Outcome(

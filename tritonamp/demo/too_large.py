@@ -1,15 +1,16 @@
 """Stories of numbers that are too large for half precision, and of batches that were bad before."""
 
+import functools
 import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.demo import data
 from tritonamp.demo.sides import (
+    Batches,
     Experiment,
     Outcome,
     Setting,
@@ -56,24 +57,23 @@ class RowReader(nn.Module):
 def attention(setting: Setting) -> Story:
     """Attention scores overflow on pixels that nobody normalised."""
     split = data.digits()
-    split = split._replace(x=split.x * PIXEL_MAX, test_x=split.test_x * PIXEL_MAX)
     experiment = Experiment(
         build=RowReader,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        batches=lambda steps, s: data.batches(split, 32, steps, s.seed, s.device),
-        criterion=_classify,
-        score=lambda model, device: _accuracy(model, split, device),
+        split=split._replace(x=split.x * PIXEL_MAX, test_x=split.test_x * PIXEL_MAX),
+        batch_size=32,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         steps=180,
     )
+    ours = functools.partial(train_tritonamp, experiment, setting)
     fp32 = train_torch(experiment, setting, autocast=False, scaling=False)
     stock = train_torch(experiment, setting)
-    explained = train_tritonamp(experiment, setting, on_nonfinite="explain", ask=_replayed)
-    healed = train_tritonamp(experiment, setting, on_nonfinite="heal", ask=_fp32_modules)
+    explained = ours(on_nonfinite="explain", ask=lambda amp, model: amp.explain(replay=True))
+    healed = ours(on_nonfinite="heal", ask=lambda amp, model: str(amp.policy.fp32_modules))
     rows = {
-        "FP32": fp32,
-        "torch.amp": stock,
-        'tritonamp, "explain"': explained,
-        'tritonamp, "heal"': healed,
+        "FP32": fp32.row(),
+        "torch.amp": stock.row(),
+        'tritonamp, "explain"': explained.row(),
+        'tritonamp, "heal"': healed.row(),
     }
     words = [
         f"Pixels go in as 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of "
@@ -86,29 +86,20 @@ def attention(setting: Setting) -> Story:
         f"on. Afterwards amp.policy.fp32_modules is {healed.explanation}, and the accuracy "
         f"{healed.score['accuracy']:.1f} %; in FP32 it is {fp32.score['accuracy']:.1f} %.",
     ]
-    return Story({name: _row(outcome) for name, outcome in rows.items()}, words)
-
-
-def _replayed(amp: tritonamp.Amp, model: nn.Module) -> str:
-    return amp.explain(replay=True)
-
-
-def _fp32_modules(amp: tritonamp.Amp, model: nn.Module) -> str:
-    return str(amp.policy.fp32_modules)
+    return Story(rows, words)
 
 
 def bad_batches(setting: Setting) -> Story:
     """Forty batches with one inf pixel each wear out the loss scale."""
-    split = data.digits()
     experiment = Experiment(
         build=lambda: nn.Sequential(
             nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)
         ),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-        batches=lambda steps, s: _with_bad_ones(data.batches(split, 64, steps, s.seed, s.device)),
-        criterion=_classify,
-        score=lambda model, device: _accuracy(model, split, device),
+        split=data.digits(),
+        batch_size=64,
+        optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
         steps=300,
+        change=_with_bad_ones,
     )
     stock = train_torch(experiment, setting)
     ours = train_tritonamp(experiment, setting)
@@ -120,10 +111,10 @@ def bad_batches(setting: Setting) -> Story:
         "tritonamp sees that the loss itself was not finite, which no scale can change: it stays "
         f"at {power_of_two(ours.scale)}. amp.explain() says:\n{ours.explanation}",
     ]
-    return Story({"torch.amp": _row(stock), "tritonamp": _row(ours)}, words)
+    return Story({"torch.amp": stock.row(), "tritonamp": ours.row()}, words)
 
 
-def _with_bad_ones(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _with_bad_ones(batches: Batches, seed: int) -> Batches:
     for i, (x, y) in enumerate(batches):
         if i % 2 == 0 and i < 2 * BAD_BATCHES:
             x[-1, 0, 3, 3] = torch.inf  # a batch is a copy
@@ -132,16 +123,15 @@ def _with_bad_ones(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[T
 
 def masked(setting: Setting) -> Story:
     """Tell of the NaN loss of a masked autoencoder: (loss * mask).sum() / mask.sum() in half."""
-    split = data.digits()
     experiment = Experiment(
         build=lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        batches=lambda steps, s: _with_pixels_hidden(
-            data.batches(split, 2048, steps, s.seed, s.device), s.seed
-        ),
-        criterion=_error_on_hidden,
-        score=lambda model, device: _restored(model, split, device),
+        split=data.digits(),
+        batch_size=2048,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
         steps=100,
+        criterion=_error_on_hidden,
+        score=_restored,
+        change=_with_pixels_hidden,
     )
     batch = next(experiment.batches(1, setting))
 
@@ -165,14 +155,12 @@ def masked(setting: Setting) -> Story:
         "What helps, too: to compute such a loss in `with amp.autocast():`, where sums are FP32.",
     ]
     return Story(
-        {name: {**_row(outcome), "NaN losses": _nans(outcome)} for name, outcome in rows.items()},
+        {name: {**outcome.row(), "NaN losses": _nans(outcome)} for name, outcome in rows.items()},
         words,
     )
 
 
-def _with_pixels_hidden(
-    batches: Iterator[tuple[Tensor, Tensor]], seed: int
-) -> Iterator[tuple[Tensor, ...]]:
+def _with_pixels_hidden(batches: Batches, seed: int) -> Iterator[tuple[Tensor, ...]]:
     """Yield (images with 0 for the hidden pixels, whole images, where they are hidden).
 
     All are of shape (N, 64); pixels are 0 to 16.
@@ -192,23 +180,10 @@ def _error_on_hidden(output: Tensor, _: Tensor, images: Tensor, hidden: Tensor) 
     return (loss * mask).sum() / mask.sum()
 
 
-def _restored(model: nn.Module, split: data.Split, device: torch.device) -> dict[str, float]:
-    batch = next(_with_pixels_hidden(iter([(split.test_x.to(device), split.test_y)]), seed=0))
+def _restored(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    batch = next(_with_pixels_hidden(iter([(images, labels)]), seed=0))
     return {"error on hidden pixels": _error_on_hidden(model(batch[0]).float(), *batch).item()}
-
-
-def _classify(logits: Tensor, _: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), labels)
-
-
-def _accuracy(model: nn.Module, split: data.Split, device: torch.device) -> dict[str, float]:
-    right = model(split.test_x.to(device)).argmax(-1) == split.test_y.to(device)
-    return {"accuracy": 100 * right.float().mean().item()}
 
 
 def _nans(outcome: Outcome) -> int:
     return sum(map(math.isnan, outcome.losses))
-
-
-def _row(outcome: Outcome) -> dict[str, float]:
-    return {**outcome.score, "skipped": outcome.skipped, "loss scale": outcome.scale}

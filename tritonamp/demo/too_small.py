@@ -51,14 +51,14 @@ class ReadAndRedraw(nn.Module):
 
 def vanishing(setting: Setting) -> Story:
     """Gradients of a loss with a small weight vanish without a loss scale."""
-    split = data.digits()
     experiment = Experiment(
         build=ReadAndRedraw,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
-        batches=lambda steps, s: data.batches(split, BATCH, steps, s.seed, s.device),
-        criterion=_read_and_redraw,
-        score=lambda model, device: _read_and_redrawn(model, split, device),
+        split=data.digits(),
+        batch_size=BATCH,
+        optimizer=functools.partial(torch.optim.Adam, lr=3e-3),
         steps=300,
+        criterion=_read_and_redraw,
+        score=_read_and_redrawn,
     )
     sides: dict[str, Train] = {
         FP32: _fp32,
@@ -127,13 +127,11 @@ class Reader(nn.Module):
 def lost_updates(setting: Setting) -> Story:
     """Tell of updates that are smaller than the distance from one half number to the next."""
     split = data.digits()
-    faded = split._replace(x=0.5 + 0.5 * split.x, test_x=0.5 + 0.5 * split.test_x)
     experiment = Experiment(
         build=lambda: _pretrained(split, setting.seed),
+        split=split._replace(x=0.5 + 0.5 * split.x, test_x=0.5 + 0.5 * split.test_x),  # faded
+        batch_size=32,
         optimizer=_adam,
-        batches=lambda steps, s: data.batches(faded, 32, steps, s.seed, s.device),
-        criterion=lambda logits, _, labels: F.cross_entropy(logits.float(), labels),
-        score=lambda model, device: {"accuracy": _accuracy(model(faded.test_x.to(device)), faded)},
         steps=800,
     )
     half_weights = dataclasses.replace(
@@ -147,7 +145,7 @@ def lost_updates(setting: Setting) -> Story:
         O2: (experiment, functools.partial(tracked, level="O2")),
     }
     start = _pretrained(split, setting.seed)
-    rows: Rows = {"before": experiment.score(start, torch.device("cpu"))}
+    rows: Rows = {"before": experiment.test(start, torch.device("cpu"))}
     lost: dict[str, list[float]] = {}
     for name, (own, train) in sides.items():
         unmoved = UnmovedWeights()
@@ -234,14 +232,10 @@ def _read_and_redraw(outputs: tuple[Tensor, Tensor], images: Tensor, labels: Ten
     return F.cross_entropy(logits.float(), labels) + REDRAWING_WEIGHT * redrawing
 
 
-def _read_and_redrawn(
-    model: nn.Module, split: data.Split, device: torch.device
-) -> dict[str, float]:
-    images = split.test_x.to(device)
+def _read_and_redrawn(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
     logits, pixels = model(images)
     error = F.mse_loss(pixels.float(), images.flatten(1))
-    return {"accuracy": _accuracy(logits, split), "error of the picture": error.item()}
-
-
-def _accuracy(logits: Tensor, split: data.Split) -> float:
-    return 100 * (logits.argmax(-1).cpu() == split.test_y).float().mean().item()
+    return {
+        "accuracy": data.percent_right(logits, labels).item(),
+        "error of the picture": error.item(),
+    }

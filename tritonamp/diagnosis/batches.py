@@ -20,21 +20,14 @@ MOST = 4  # forwards of one decision; of more micro-batches the last ones
 
 
 class Forwards:
-    """Snapshots of the forwards since the last decision.
+    """Snapshots of the forwards since the last decision, with their batches until it is known.
 
-    A snapshot holds its batch until the decision is known.
-
-    Args:
-        gradients: also keep the gradients that arrive at the outputs, to run the backward again.
-
-    Attributes:
-        recent: snapshots of the last decision.
-        holds_recent: they hold their batches until the next decision; else only weakly.
+    With ``gradients`` those that arrive at the outputs are kept, too, to run the backward again.
     """
 
     def __init__(self, gradients: bool) -> None:
-        self.recent: list[Snapshot] = []
-        self.holds_recent = False
+        self.recent: list[Snapshot] = []  # of the last decision
+        self.holds_recent = False  # whether these hold their batches until the next; else weakly
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._watch = AmbientWatch()
@@ -47,12 +40,7 @@ class Forwards:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Snapshot | None:
-        """Record a forward that is about to run.
-
-        Returns:
-            what ``after`` and ``failed`` take; None: the forward is of no interest, or a snapshot
-            of it would be wrong.
-        """
+        """Record a forward that is about to run; None: it is of no interest, or must not be."""
         if not torch.is_grad_enabled() or is_traced():
             return None
         snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs, alone=False)
@@ -80,25 +68,20 @@ class Forwards:
     def pop_all(self, others: Sequence[Sequence[Tensor]] = ()) -> list[Snapshot]:
         """Hand over the forwards of the decision that is being made, and begin anew.
 
-        Args:
-            others: parameters of each optimizer that waits for another decision. A forward that
-                trains these alone stays until then if no gradient has arrived at it: a GAN makes
-                its fakes before the discriminator's step, and goes back through them after it.
+        ``others`` are parameters of each optimizer that waits for another decision. A forward that
+        trains these alone stays until then if no gradient has arrived at it: a GAN makes its fakes
+        before the discriminator's step, and goes back through them after it.
         """
         taken = list(self._snapshots)
         self.recent = taken if self.holds_recent else [s.weakened() for s in taken]
         self._snapshots.clear()
         if others and self._gradients:
             later = {param for params in others for param in params}
-            self._snapshots.extend(
-                s for s in taken if s.grad_outputs is None and _trains_only(s.model, later)
-            )
+            for snapshot in taken:
+                trained = {param for param in snapshot.model.parameters() if param.requires_grad}
+                if trained and trained <= later and snapshot.grad_outputs is None:
+                    self._snapshots.append(snapshot)
         return taken
-
-
-def _trains_only(model: nn.Module, params: set[Tensor]) -> bool:
-    trained = {param for param in model.parameters() if param.requires_grad}
-    return bool(trained) and trained <= params
 
 
 def data_in(snapshots: Iterable[Snapshot]) -> list[list[tuple[str, Tensor]]]:

@@ -10,6 +10,7 @@ from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels.decide import FAULT, OUTLIER, VETO
+from tritonamp.watched.ops import nonfinite_samples
 
 # times the gradients of the step before: more than a scale that is looking for its level runs into
 _SUDDEN = 256
@@ -30,21 +31,16 @@ def find_cause(
 ) -> Explanation:
     """Find the cause of a skip. Waits for the device, but not where a scale merely finds its level.
 
-    Args:
-        skip: the skip.
-        batches: the data of the forwards that led to it, as far as they are known.
-        parameters: the model's parameters and buffers, with their names.
-        steps: the earlier steps.
+    ``batches`` are the data of the forwards that led to it, as far as they are known; parameters
+    and buffers have their names.
     """
     if skip.outcome == OUTLIER:
-        return Explanation(
-            skip, Cause.OUTLIER, f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
-        )
+        why = f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
+        return Explanation(skip, Cause.OUTLIER, why)
     if skip.outcome == VETO:
         where = f" on {skip.ranks}" if skip.ranks else ""
-        return Explanation(
-            skip, Cause.VETO, f"amp.veto was called with True{where}. {Cause.VETO.advice}"
-        )
+        why = f"amp.veto was called with True{where}. {Cause.VETO.advice}"
+        return Explanation(skip, Cause.VETO, why)
     if skip.outcome == FAULT:
         fault = (
             _in_data(skip, batches)
@@ -133,7 +129,7 @@ def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
     found = []
     for batch in batches:
         for path, tensor in batch:
-            bad = _bad_samples(tensor)
+            bad = nonfinite_samples(tensor)
             if bad:
                 kind = "sample(s)" if tensor.dim() > 1 else "element(s)"
                 shape = tuple(tensor.shape)
@@ -146,14 +142,6 @@ def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
         f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}"
     )
     return Explanation(skip, Cause.DATA, reason)
-
-
-def _bad_samples(tensor: Tensor) -> list[int]:
-    bad = ~torch.isfinite(tensor.detach())
-    if tensor.dim() > 1:
-        bad = bad.flatten(1).any(1)
-    found: list[int] = bad.reshape(-1).nonzero().flatten().tolist()
-    return found
 
 
 def _in_parameters(
@@ -186,10 +174,6 @@ def _buffers(parameters: Mapping[Tensor, str]) -> str:
 
 
 def _nonfinite(named: Iterable[tuple[Tensor, str]]) -> list[str]:
-    dense = [
-        (t.detach(), name)
-        for t, name in named
-        if t.is_floating_point() and t.layout is torch.strided
-    ]
-    flags = [torch.isfinite(t).all() for t, _ in dense]
+    dense = [(t, n) for t, n in named if t.is_floating_point() and t.layout is torch.strided]
+    flags = [torch.isfinite(t.detach()).all() for t, _ in dense]  # all are asked before one is read
     return [name for flag, (_, name) in zip(flags, dense, strict=True) if not flag]

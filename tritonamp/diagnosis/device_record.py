@@ -32,9 +32,7 @@ class DeviceRecord:
         RECORD numbers, see kernels.decide.Record | a magnitude by rank | one by parameter | loss
 
     It is made anew where parameters are added, or ranks change, and goes on from what it held.
-
-    Args:
-        names: gives parameter of the model to its full name; asked again when parameters are added.
+    ``names`` gives parameter of the model to its full name; asked again when some are added.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -44,7 +42,8 @@ class DeviceRecord:
         self._kept = [0.0] * _KEPT  # until there is a record
         self._copied: Tensor | None = None  # what is copied to the host: numbers, and the loss
         self._numbers: Tensor | None = None  # a part of it, as are the next two
-        self._counts: Tensor | None = None
+        # how many decisions had each outcome, on the device; None: there was no decision
+        self.counts: Tensor | None = None
         self._loss: Tensor | None = None  # NaN: not known
         self._knows_loss = False
         # by the ids of a decision's lists of parameters, which are kept: nothing else has their ids
@@ -53,28 +52,22 @@ class DeviceRecord:
         self._readback: Readback | None = None
 
     def place(
-        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
-    ) -> Record | None:
-        """Return where the decision about the gradients of ``params`` is to be noted.
-
-        Args:
-            params: one list for each optimizer. The lists do not change: other parameters come in
-                other lists.
-            device: where the decision is made.
-            ranks: behind the parameters the decision has a magnitude for each of these.
-
-        Returns:
-            None where there is no such place yet.
-        """
-        found = self._places.get(tuple(map(id, params)))
-        if found is None or ranks != self._ranks or found[0].numbers.device != device:
-            return None
-        return found[0]
-
-    def make_place(
-        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
+        self,
+        params: Sequence[list[Tensor]],
+        device: torch.device,
+        ranks: Sequence[int],
+        before_change: Callable[[], None],
     ) -> Record:
-        """Make the place that ``place`` returns from then on; copies under way must be read."""
+        """Return the place of a decision on a device about the gradients of ``params``.
+
+        These are one list for each optimizer. The lists do not change: other parameters come in
+        other lists. Magnitudes of ``ranks`` follow theirs. Before a place is made
+        ``before_change`` is called, since copies under way know the names of before.
+        """
+        known = self._places.get(tuple(map(id, params)))
+        if known and ranks == self._ranks and known[0].numbers.device == device:
+            return known[0]
+        before_change()
         flat = [param for part in params for param in part]
         positions = {param: i for i, param in enumerate(flat)}
         if not positions.keys() <= self._names.keys():
@@ -82,17 +75,11 @@ class DeviceRecord:
             self._names |= {p: later.get(p, f"a parameter of shape {tuple(p.shape)}") for p in new}
         size = RECORD + len(ranks) + len(self._names)
         numbers = self._numbers
-        if (
-            numbers is None
-            or len(numbers) != size
-            or numbers.device != device
-            or ranks != self._ranks
-        ):
+        made_for = size, device, ranks
+        if numbers is None or made_for != (len(numbers), numbers.device, self._ranks):
             numbers = self._make_room(size, device, ranks)
-        found = [
-            *range(len(flat), len(flat) + len(ranks)),
-            *(positions.get(p, -1) for p in self._names),
-        ]
+        of_ranks = range(len(flat), len(flat) + len(ranks))
+        found = [*of_ranks, *(positions.get(p, -1) for p in self._names)]
         record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device))
         self._places[tuple(map(id, params))] = record, params
         return record
@@ -108,7 +95,7 @@ class DeviceRecord:
         readback = Readback(copied)  # takes memory: nothing is half-way if there is none
         self._outgrown += [record for record, _ in self._places.values()]
         self._copied, self._readback = copied, readback
-        self._numbers, self._counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
+        self._numbers, self.counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
         self._knows_loss = False
         self._ranks = ranks
         self._places = {}
@@ -122,15 +109,11 @@ class DeviceRecord:
             self._loss.fill_(math.nan) if loss is None else self._loss.copy_(loss)
             self._knows_loss = loss is not None
 
-    def start_reading(self, attached: Attached) -> None:
-        """Start copying the record to the host."""
+    def start_reading(self, attached: Attached, again: bool = False) -> None:
+        """Start copying the record to the host; ``again``: in the place of the last copy."""
         assert self._readback is not None and self._copied is not None
-        self._readback.start(self._copied, attached)
-
-    def restart_reading(self, attached: Attached) -> None:
-        """Copy the record again, in the place of the last copy; ``attached`` if that was read."""
-        assert self._readback is not None and self._copied is not None
-        self._readback.restart(self._copied, attached)
+        start = self._readback.restart if again else self._readback.start
+        start(self._copied, attached)
 
     def cancel_last_reading(self) -> None:
         """Drop the copy that was started last."""
@@ -148,11 +131,6 @@ class DeviceRecord:
         return self._numbers is not None and is_capturing(self._numbers.device)
 
     # the numbers
-
-    @property
-    def counts(self) -> Tensor | None:
-        """How many decisions had each outcome, on the device; None: there was no decision."""
-        return self._counts
 
     def values(self) -> list[float]:
         """Return the numbers of the last decision, or those that were loaded. Reads the device."""

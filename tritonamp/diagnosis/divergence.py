@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.diagnosis.fault_counts import is_power_of_two
+
 # how many times larger than before; see Growth
 _MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
 _LOSS_GREW, _LOSS_EXPLODED, _NORM_GREW = 10.0, 100.0, 10.0
@@ -16,37 +18,22 @@ _SMALL = 0.1  # weights that begin at zero grow from here
 
 
 class Fp32Run(NamedTuple):
-    """What a failing batch gave when it ran again in FP32, weights included.
-
-    Attributes:
-        finite: whether the result is.
-        loss: the result where it is one number; None: the loss is computed outside of what ran.
-    """
+    """What a failing batch gave when it ran again in FP32, weights included."""
 
     finite: bool
-    loss: float | None = None
+    loss: float | None = None  # where the result is one number; None: it is computed elsewhere
 
 
 class Growth(NamedTuple):
-    """How much larger loss, gradients and weights are than they were.
+    """How much larger loss, gradients and weights are than they were."""
 
-    Attributes:
-        loss: how many times as large as in good steps; 1 where it is not known.
-        norm: the same of the gradients' norm.
-        weights: the same of the weights, beyond what growth at an even pace would give.
-        usual_loss: magnitude of the loss in good steps, 0 where it is not known.
-        after: the last step whose loss was usual.
-        losses: there, and now; None: not known.
-        largest: the largest weight before it grew, and now.
-    """
-
-    loss: float = 1.0
-    norm: float = 1.0
-    weights: float = 1.0
-    usual_loss: float = 0.0
-    after: int = 0
-    losses: tuple[float | None, float | None] = (None, None)
-    largest: tuple[float, float] = (0.0, 0.0)
+    loss: float = 1.0  # how many times as large as in good steps; 1 where it is not known
+    norm: float = 1.0  # the same of the gradients' norm
+    weights: float = 1.0  # the same of the weights, beyond what an even pace would give
+    usual_loss: float = 0.0  # magnitude in good steps, 0 where it is not known
+    after: int = 0  # the last step whose loss was usual
+    losses: tuple[float | None, float | None] = (None, None)  # there, and now; None: not known
+    largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
 
     @property
     def is_suspect(self) -> bool:
@@ -70,8 +57,7 @@ class Growth(NamedTuple):
     def is_divergence(self, in_fp32: Fp32Run | None) -> bool:
         """Return whether training has diverged, rather than left the range of a half format.
 
-        Args:
-            in_fp32: what FP32 makes of the failing batch; None: it was not asked.
+        ``in_fp32`` is what FP32 makes of the failing batch; None: it was not asked.
         """
         if not self.is_suspect:
             return False
@@ -84,10 +70,9 @@ class Growth(NamedTuple):
     def words(self, in_fp32: Fp32Run | None) -> str:
         """Return what has grown, and that FP32 is no way out."""
         before, now = self.losses
-        known = in_fp32 is not None and in_fp32.loss is not None and math.isfinite(in_fp32.loss)
-        if known and (now is None or not math.isfinite(now)):
-            assert in_fp32 is not None
-            now = in_fp32.loss
+        known = math.nan if in_fp32 is None or in_fp32.loss is None else in_fp32.loss
+        if math.isfinite(known) and (now is None or not math.isfinite(now)):
+            now = known
         parts = []
         if before is not None and now is not None:
             became = f"{now:.3g}" if math.isfinite(now) else "inf or NaN"
@@ -109,9 +94,6 @@ class WeightSizes:
     """The largest magnitude in each parameter, measured before steps 1, 2, 4, 8... of a run.
 
     It is measured on the device, which is not waited for: in the long run at no cost.
-
-    Args:
-        tensors: gives parameters, and buffers, of the model.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -120,13 +102,9 @@ class WeightSizes:
         self._seen = 0  # steps
 
     def before_step(self, counts: Tensor) -> None:
-        """Note that a step is about to be taken, or skipped.
-
-        Args:
-            counts: how many were taken, and skipped for one reason or another, this one included.
-        """
+        """Note that a step is about to be taken, or skipped; ``counts`` include it."""
         self._seen += 1
-        if self._seen & (self._seen - 1) == 0:
+        if is_power_of_two(self._seen):
             norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
             self._measured.append((counts.clone(), self._sizes(norm)))
 
@@ -142,15 +120,12 @@ class WeightSizes:
     def growth(self, taken: int, calm: Collection[int] = ()) -> tuple[float, tuple[float, float]]:
         """Return how many times larger the weights are than they were; the largest then, and now.
 
-        Growth at an even pace counts as none: weights of zero become larger at any rate. Nor does
-        growth until the last calm step: with the weights of then, the loss was as it should be.
-        Waits for the device.
-
-        Args:
-            taken: how many steps were taken.
-            calm: numbers of the steps that were taken with a usual loss.
+        Growth at an even pace of the ``taken`` steps counts as none: weights of zero become larger
+        at any rate. Nor does growth until the last of the ``calm`` steps: with the weights of then,
+        the loss was as it should be. Waits for the device.
         """
-        now = _read(self._sizes(_largest_finite))
+        # beside inf and NaN; takes memory, unlike a norm
+        now = _read(self._sizes(lambda p: torch.nan_to_num(p, 0.0, 0.0, 0.0).abs().max()))
         found: list[tuple[float, float, float]] = []
         read = [(counts.tolist(), _read(sizes)) for counts, sizes in self._measured]
         in_calm = [(counts, sizes) for counts, sizes in read if int(sum(counts)) in calm]
@@ -163,13 +138,8 @@ class WeightSizes:
             found.append((times / max(pace, 1.0), *largest))
         if not found:
             return 1.0, (0.0, 0.0)
-        most = max(times for times, _, _ in found)
-        return most, (min(then for _, then, _ in found), max(last for _, _, last in found))
-
-
-def _largest_finite(param: Tensor) -> Tensor:
-    """Return the largest magnitude beside inf and NaN; takes memory, unlike a norm."""
-    return torch.nan_to_num(param, 0.0, 0.0, 0.0).abs().max()
+        grown, before, after = zip(*found, strict=True)
+        return max(grown), (min(before), max(after))
 
 
 def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:
@@ -189,11 +159,8 @@ def growth_of(
 ) -> Growth:
     """Return how much has grown since the good steps. Waits for the device.
 
-    Args:
-        good: number, loss and norm of the steps that were taken, as far as they are known.
-        loss: of the step that was skipped; None: not known.
-        taken: how many steps were taken in all.
-        weights: the sizes that the weights had.
+    ``good`` are number, loss and norm of the steps that were taken, as far as they are known;
+    ``loss`` is that of the step that was skipped, ``taken`` how many were taken in all.
     """
     steps = list(good)
     losses = [(n, abs(x)) for n, x, _ in steps if x is not None]

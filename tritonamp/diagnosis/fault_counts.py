@@ -8,17 +8,11 @@ FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64
 
 
 class FaultCounts(NamedTuple):
-    """Counts of the faults that a lower scale cannot help.
+    """Counts of the faults that a lower scale cannot help."""
 
-    Attributes:
-        in_a_row: since the last step that was taken.
-        seen: since the last heal, of those that a replay can find.
-        by_module: those that a replay has found in a module, by its name.
-    """
-
-    in_a_row: int = 0
-    seen: int = 0
-    by_module: Mapping[str, int] = {}
+    in_a_row: int = 0  # since the last step that was taken
+    seen: int = 0  # since the last heal, of those that a replay can find
+    by_module: Mapping[str, int] = {}  # those that a replay has found in a module, by its name
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FaultCounts":
@@ -30,11 +24,7 @@ class FaultCounts(NamedTuple):
         return {**self._asdict(), "by_module": dict(self.by_module)}
 
     def with_fault(self, replayable: bool) -> "FaultCounts":
-        """Return the counts with one more fault.
-
-        Args:
-            replayable: a replay can find it.
-        """
+        """Return the counts with one more fault, which a replay can find if ``replayable``."""
         return self._replace(in_a_row=self.in_a_row + 1, seen=self.seen + replayable)
 
     def with_module(self, name: str) -> "FaultCounts":

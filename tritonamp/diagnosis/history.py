@@ -2,7 +2,6 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Explanation
@@ -11,41 +10,23 @@ from tritonamp.kernels.decide import CLEAN, VETO
 MOST = 1000  # steps
 
 
-class News(NamedTuple):
-    """What is new in a reading.
-
-    Attributes:
-        step: the number of the last decision, from 1.
-        taken: decisions to step since the reading before.
-        skipped: decisions to skip since then.
-    """
-
-    step: int
-    taken: int
-    skipped: int
-
-
 class History:
-    """The last steps, with the causes of those that were skipped.
-
-    Attributes:
-        records: the last steps, oldest first.
-        causes: how many skips had which cause.
-        counts: of decisions by outcome, at the last reading.
-        in_a_row: the skips since the last step, as far as each of them was read.
-        since: number of the first of the last steps that a lasting cause skipped; 0: the last was
-            not.
-        wrote: number of the step that has left the parameters as they are; 0: not known, or it was
-            not a step.
-    """
+    """The last steps, with the causes of those that were skipped."""
 
     def __init__(self) -> None:
-        self.records: deque[StepRecord] = deque(maxlen=MOST)
-        self.causes: Counter[str] = Counter()
-        self.counts = [0.0] * (VETO + 1)
-        self.in_a_row = 0
+        self.records: deque[StepRecord] = deque(maxlen=MOST)  # oldest first
+        self.causes: Counter[str] = Counter()  # how many skips had which cause
+        self.counts = [0.0] * (VETO + 1)  # of decisions by outcome, at the last reading
+        self.in_a_row = 0  # skips since the last step, as far as each of them was read
+        # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self.since = 0
+        # number of the step that has left the parameters as they are; 0: not known, or no step
         self.wrote = 0
+
+    @property
+    def step(self) -> int:
+        """The number of the last decision, from 1, by the last reading."""
+        return int(sum(self.counts))
 
     @property
     def taken(self) -> int:
@@ -55,7 +36,7 @@ class History:
     @property
     def skipped(self) -> int:
         """How many decisions were to skip, by the last reading."""
-        return int(sum(self.counts) - self.counts[CLEAN])
+        return self.step - self.taken
 
     @property
     def last_taken(self) -> int:
@@ -68,8 +49,8 @@ class History:
         self.counts = list(counts)
         self.in_a_row = 0
 
-    def count(self, counts: Sequence[float]) -> News:
-        """Take the counts of a reading, and return what is new in them."""
+    def update_counts(self, counts: Sequence[float]) -> tuple[int, int]:
+        """Take the counts of a reading; return how many are new of steps taken, and skipped."""
         clean, *skips = (int(now - then) for now, then in zip(counts, self.counts, strict=True))
         if min(clean, *skips) < 0:  # a decision was read, vetoed, and made again
             self._forget_last()
@@ -78,10 +59,10 @@ class History:
         if clean or sum(skips) != 1:  # decisions between were not read
             self.in_a_row = 0
         self.in_a_row += sum(skips) > 0
-        return News(int(sum(counts)), clean, sum(skips))
+        return clean, sum(skips)
 
     def _forget_last(self) -> None:
-        if self.records and self.records[-1].step == int(sum(self.counts)):
+        if self.records and self.records[-1].step == self.step:
             cause = self.records.pop().cause
             if cause is not None:
                 self.causes[cause] -= 1
@@ -92,22 +73,12 @@ class History:
         self.records.append(record)
 
     def begin_skip(self, step: int, untouched: bool) -> None:
-        """Note, before the cause is known, what has written the parameters.
-
-        Args:
-            step: number of the skipped one.
-            untouched: nobody but the last step has written to the parameters since.
-        """
+        """Note, before the cause is known, what has written the parameters; see ``Attached``."""
         if not self.since:
             self.wrote = step - 1 if untouched and self.last_taken == step - 1 else 0
 
     def add_skip(self, found: Explanation, scale: float) -> None:
-        """Note a skip.
-
-        Args:
-            found: its explanation.
-            scale: the loss scale of the decision.
-        """
+        """Note a skip, and the loss scale of its decision."""
         skip, cause = found.skip, found.cause
         self.since = (self.since or skip.step) if cause.lasting else 0
         self.causes[cause.value] += 1

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from tritonamp.diagnosis.replay import FaultReport
-from tritonamp.diagnosis.replay.faults import listed
-from tritonamp.diagnosis.skips import Cause, Explanation
+from tritonamp.diagnosis.skips import Cause, Explanation, ranks_in_words
 
 _EVIDENCE = Cause.PARAMETERS, Cause.DIVERGENCE, Cause.DATA
 """Causes that a rank has seen; all others are what is left."""
@@ -36,15 +35,10 @@ class Ranks(Protocol):
 
 
 class Finding(NamedTuple):
-    """What came of running batches again.
+    """What came of running batches again."""
 
-    Attributes:
-        report: in words.
-        faults: that were found, the one to blame first; on several ranks at most one of each.
-    """
-
-    report: str
-    faults: Sequence[FaultReport] = ()
+    report: str  # in words
+    faults: Sequence[FaultReport] = ()  # the one to blame first; on several ranks one of each
 
     @property
     def fault(self) -> FaultReport | None:
@@ -83,6 +77,4 @@ def _said_once(found: Mapping[int, Finding]) -> list[str]:
         by_text.setdefault(finding.report, []).append(rank)
     if len(by_text) == 1:
         return list(by_text)
-    return [
-        f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: {text}" for text, ranks in by_text.items()
-    ]
+    return [f"{ranks_in_words(ranks)}: {text}" for text, ranks in by_text.items()]

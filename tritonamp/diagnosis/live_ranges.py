@@ -1,11 +1,12 @@
 """How far the values of a run are from the end of their format, module by module, while it runs."""
 
+import itertools
 import logging
 import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,7 @@ from torch import Tensor, nn
 from tritonamp.diagnosis.range_hooks import RangeHook
 from tritonamp.diagnosis.trends import steps_left
 from tritonamp.kernels.device import is_capturing
-from tritonamp.kernels.ranges import (
-    AMAX,
-    ELEMENTS,
-    FORMAT,
-    FORMATS,
-    ROW,
-    SUBNORMALS,
-    ZEROS,
-)
+from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
 from tritonamp.names import prefixes, short
 from tritonamp.readback import Readback
 
@@ -72,14 +65,8 @@ class LiveRanges:
 
     All of it are operations on the device: a CUDA graph captures them, and nobody waits.
 
-    Args:
-        models: whose modules are watched, but for ``nn.Sequential``, which returns what its last
-            module does. Values on another device than that of the first parameter are not read.
-        every: steps from one reading to the next; the first step is read.
-        backend: "auto", "triton" or "eager".
-
-    Attributes:
-        every: steps from one reading to the next.
+    The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not: it returns
+    what its last module does. Nor are values on another device than that of the first parameter.
     """
 
     def __init__(self, models: Sequence[nn.Module], every: int, backend: str) -> None:
@@ -119,11 +106,7 @@ class LiveRanges:
         self._handles = []
 
     def after_decision(self, counts: Tensor) -> None:
-        """Keep what a watched step has left, and look ahead to the next step. Never waits.
-
-        Args:
-            counts: of decisions by outcome, this one included, on the device.
-        """
+        """Keep what a watched step has left, and look ahead; see ``StepLog``. Never waits."""
         if not self._handles:
             return
         now = torch.cat([counts.sum().double().view(1), self._table.flatten()])
@@ -152,7 +135,11 @@ class LiveRanges:
         for record in records:
             if record.steps_left and record.module not in self._warned:
                 self._warned.add(record.module)
-                logger.warning(_GROWS.format(**record._asdict(), **_limit(record)))
+                limit, ends = torch.finfo(record.dtype).max, short(record.dtype)
+                name = record.module or "the model"
+                logger.warning(
+                    _GROWS.format(**record._asdict(), name=name, limit=limit, format=ends)
+                )
 
     def last(self) -> list[RangeRecord]:
         """Return the records of the last step that was read. Waits for the device."""
@@ -167,9 +154,9 @@ class LiveRanges:
 
     def _records(self, values: Sequence[float]) -> Iterator[RangeRecord]:
         """Yield a record for each module and direction that had elements."""
-        rows = [values[at : at + ROW] for at in range(1, len(values), ROW)]
-        names = [(name, direction) for direction in DIRECTIONS for name in self._names]
-        for (name, direction), row in zip(names, rows, strict=True):
+        places = itertools.product(DIRECTIONS, self._names)
+        for (direction, name), at in zip(places, range(1, len(values), ROW), strict=True):
+            row = values[at : at + ROW]
             if row[ELEMENTS]:
                 record = _record(name, direction, int(values[0]), row)
                 yield record._replace(steps_left=self._steps_left(record))
@@ -190,30 +177,13 @@ _GROWS = (
 )
 
 
-def _limit(record: RangeRecord) -> dict[str, Any]:
-    name = record.module or "the model"
-    return {"name": name, "limit": torch.finfo(record.dtype).max, "format": short(record.dtype)}
-
-
 def _record(name: str, direction: str, step: int, row: Sequence[float]) -> RangeRecord:
     (absmax,) = struct.unpack("f", struct.pack("I", int(row[AMAX])))
     dtype = FORMATS[int(row[FORMAT])]
     assert dtype is not None
-    return RangeRecord(
-        name,
-        direction,
-        step,
-        absmax,
-        _headroom(absmax, torch.finfo(dtype).max),
-        row[ZEROS] / row[ELEMENTS],
-        row[SUBNORMALS] / row[ELEMENTS],
-        int(row[ELEMENTS]),
-        dtype,
-    )
-
-
-def _headroom(absmax: float, limit: float) -> float:
-    """Return how often ``absmax`` can double up to ``limit``."""
-    if absmax == 0.0:
-        return math.inf
-    return -absmax if math.isinf(absmax) else math.log2(limit / absmax)
+    headroom = -absmax  # of inf and NaN
+    if math.isfinite(absmax):
+        headroom = math.log2(torch.finfo(dtype).max / absmax) if absmax else math.inf
+    elements = int(row[ELEMENTS])
+    zeros, subnormals = row[ZEROS] / elements, row[SUBNORMALS] / elements
+    return RangeRecord(name, direction, step, absmax, headroom, zeros, subnormals, elements, dtype)

@@ -14,26 +14,13 @@ from tritonamp.diagnosis.causes import find_cause
 from tritonamp.diagnosis.device_record import COUNTS as COUNTS
 from tritonamp.diagnosis.device_record import DeviceRecord
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
+from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import Attached, StepRecord
 from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
-from tritonamp.kernels.decide import (
-    AMAX,
-    CLEAN,
-    FAULT,
-    LOSS,
-    NORM,
-    OUTLIER,
-    OVERFLOW,
-    RECORD,
-    SCALE,
-    SKIPPED,
-    SKIPPED_SCALE,
-    VETO,
-    Record,
-    ScaleRule,
-)
+from tritonamp.kernels import decide
+from tritonamp.kernels.decide import Record, ScaleRule
 from tritonamp.kernels.device import is_distributed, rank
 from tritonamp.readback import Reading
 
@@ -44,10 +31,6 @@ _LONG_RUN = 8  # skips in a row that are worth a warning
 
 class NonFiniteError(RuntimeError):
     """Raised under ``on_nonfinite="raise"`` for skips that no lower scale could have avoided."""
-
-
-InFp32 = Callable[[Sequence[Snapshot]], Fp32Run | None]
-"""Runs forwards again in FP32."""
 
 
 class RunNames(Protocol):
@@ -66,18 +49,7 @@ class RunNames(Protocol):
 class StepLog:
     """Counts of all decisions, a history of the last ones, and the causes of skips.
 
-    Args:
-        names: names in the models.
-        dtype: the half format.
-        log_skips: log a line for each skip, once its numbers have arrived, without waiting for the
-            device.
-
-    Attributes:
-        history: the history of steps that were read.
-        last: the explanation of the last skip.
-        last_scale: the loss scale of the last skip's backward.
-        batches: the snapshots of the last skip's forwards.
-        after_decision: called after each decision, with the counts by outcome, on the device.
+    With ``log_skips`` each skip is a line in the log once its numbers have arrived.
     """
 
     def __init__(self, names: RunNames, dtype: torch.dtype, log_skips: bool = False) -> None:
@@ -88,9 +60,10 @@ class StepLog:
         self._device_record = DeviceRecord(names.parameters)
         self._rule: ScaleRule | None = None  # of the last decision
         self.history = History()
-        self.last: Explanation | None = None
-        self.last_scale = 1.0
-        self.batches: Sequence[Snapshot] = ()
+        self.last: Explanation | None = None  # of the last skip, as are the next two
+        self.last_scale = 1.0  # of its backward
+        self.batches: Sequence[Snapshot] = ()  # its forwards
+        # called after each decision, with the counts by outcome, on the device
         self.after_decision: Callable[[Tensor], None] | None = None
 
     # a decision
@@ -98,19 +71,9 @@ class StepLog:
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
-        """Return the record for the decision about the gradients of ``params``.
-
-        Args:
-            params: one list for each optimizer. The lists do not change: other parameters come in
-                other lists.
-            device: the device of the decision.
-            ranks: the ranks, whose magnitudes follow those of the parameters.
-        """
-        found = self._device_record.place(params, device, ranks)
-        if found is None:
-            self.collect(wait=True)  # readings under way know the names of before
-            found = self._device_record.make_place(params, device, ranks)
-        return found
+        """Return the record for a decision; see ``DeviceRecord.place``."""
+        read_all = functools.partial(self.collect, wait=True)
+        return self._device_record.place(params, device, ranks, read_all)
 
     def decided(
         self,
@@ -121,11 +84,7 @@ class StepLog:
     ) -> None:
         """Process the results that have arrived, and start copying those of a new decision.
 
-        Args:
-            rule: of its loss scale.
-            batches: the forwards that led to it.
-            loss: 0-d on the device; None: not known.
-            untouched: nobody but the last step has written to the parameters since.
+        See ``Attached``; ``loss`` is 0-d on the device, None where it is not known.
         """
         self._rule = rule
         counts = self._device_record.counts
@@ -147,7 +106,7 @@ class StepLog:
     def decided_again(self, rule: ScaleRule) -> None:
         """Copy the results of the last decision anew: it was undone, and made again."""
         if not self._device_record.is_captured:
-            self._device_record.restart_reading(Attached(rule, ()))
+            self._device_record.start_reading(Attached(rule, ()), again=True)
 
     def collect(self, wait: bool = False) -> None:
         """Process the results that have arrived; with ``wait``, wait for all requested ones."""
@@ -159,23 +118,24 @@ class StepLog:
     def _process(self, reading: Reading) -> None:
         values, attached = reading
         loss = values[-1] if math.isfinite(values[-1]) else None
-        news = self.history.count(values[: len(COUNTS)])
-        if news.skipped:
-            self.history.begin_skip(news.step, attached.untouched)
-            found = self._explain(values[:-1], attached, loss, exact=not news.taken)
+        taken, skipped = self.history.update_counts(values[: len(COUNTS)])
+        step = self.history.step
+        if skipped:
+            self.history.begin_skip(step, attached.untouched)
+            found = self._explain(values[:-1], attached, loss, exact=not taken)
             self.last = found
-            self.batches, self.last_scale = attached.batches, values[SKIPPED_SCALE]
-            self.history.add_skip(found, values[SCALE])
+            self.batches, self.last_scale = attached.batches, values[decide.SKIPPED_SCALE]
+            self.history.add_skip(found, values[decide.SCALE])
             if self._log_skips:
                 self._say(found)
-        elif news.taken:
+        elif taken:
             self.history.add_step(
-                StepRecord(news.step, None, values[SCALE], values[NORM], loss=loss)
+                StepRecord(step, None, values[decide.SCALE], values[decide.NORM], loss=loss)
             )
 
     def _say(self, found: Explanation) -> None:
         # 1, 2, 4, 8...: a run that skips all the time is not to fill the log
-        is_news = math.frexp(found.skip.skipped)[0] == 0.5
+        is_news = is_power_of_two(found.skip.skipped)
         long_run = self.history.in_a_row == _LONG_RUN
         log = logger.warning if (found.needs_help and is_news) or long_run else logger.info
         facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
@@ -185,40 +145,35 @@ class StepLog:
     def _explain(
         self, values: Sequence[float], attached: Attached, loss: float | None, exact: bool
     ) -> Explanation:
-        """Explain a skip from the numbers of its decision.
-
-        Args:
-            values: the numbers of the device, without the loss.
-            attached: facts of the decision that the host knows.
-            loss: the loss; None: inf, NaN or not known.
-            exact: whether it was the last decision, not an earlier one.
-        """
+        """Explain a skip from the numbers of the device, without the loss; see ``Skip``."""
         rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
-            outcome=int(values[SKIPPED]),
+            outcome=int(values[decide.SKIPPED]),
             step=step,
             exact=exact,
             skipped=_skipped(values),
             since=self.history.since or step,
-            scale=values[SKIPPED_SCALE],
+            scale=values[decide.SKIPPED_SCALE],
             lowest=rule.min_scale,
             fixed=rule.min_scale == rule.max_scale,
             amax=self._device_record.by_name(values),
-            before=values[AMAX],
+            before=values[decide.AMAX],
             limit=self._limit,
             by_rank=self._device_record.by_rank(values),
             wrote=self.history.wrote,
             loss=loss,
-            outlier=tuple(values[LOSS:RECORD]),
+            outlier=tuple(values[decide.LOSS : decide.RECORD]),
         )
         return self._find_cause(skip, attached.batches)
 
     def _find_cause(
-        self, skip: Skip, batches: Sequence[Snapshot], in_fp32: InFp32 | None = None
+        self,
+        skip: Skip,
+        batches: Sequence[Snapshot],
+        in_fp32: Callable[[], Fp32Run | None] | None = None,
     ) -> Explanation:
         growth = functools.partial(self._growth, skip.loss)
-        again = None if in_fp32 is None else functools.partial(in_fp32, batches)
-        steps = Steps(self._model_names.writers(), growth, again)
+        steps = Steps(self._model_names.writers(), growth, in_fp32)
         return find_cause(skip, data_in(batches), self._model_names.tensors(), steps)
 
     def _growth(self, loss: float | None) -> Growth:
@@ -232,14 +187,14 @@ class StepLog:
         self.collect(wait=True)
         values = self._device_record.values()
         unseen = _skipped(values) > self.history.skipped
-        if values[SKIPPED] and self._rule is not None and (unseen or self.last is None):
+        if values[decide.SKIPPED] and self._rule is not None and (unseen or self.last is None):
             # a CUDA graph left it, whose decisions are not copied one by one
-            exact = values[CLEAN] == self.history.taken
+            exact = values[decide.CLEAN] == self.history.taken
             return self._explain(values, Attached(self._rule, ()), None, exact)
         return self.last
 
-    def reconsidered(self, in_fp32: InFp32) -> Explanation | None:
-        """Explain the last skip anew, now that its batch may run in FP32.
+    def reconsidered(self, in_fp32: Callable[[], Fp32Run | None]) -> Explanation | None:
+        """Explain the last skip anew, now that ``in_fp32`` may run its batch again.
 
         The same as ``explanation`` if a step was taken since.
         """
@@ -274,7 +229,7 @@ class StepLog:
     def any_taken(self) -> Tensor | None:
         """Whether any step was taken, 0-d bool on the device; None: there was no decision."""
         counts = self._device_record.counts
-        return None if counts is None else counts[CLEAN] > 0
+        return None if counts is None else counts[decide.CLEAN] > 0
 
     def counts(self) -> dict[str, int]:
         """Return the number of decisions by outcome of ``COUNTS``. Reads the device."""
@@ -283,22 +238,19 @@ class StepLog:
 
     def stats(self) -> dict[str, Any]:
         """Return the numbers as plain values. Reads the device."""
-        values, last = self._device_record.values(), self.explanation()
+        counts, last = self.counts(), self.explanation()
         return {
-            "steps": int(values[CLEAN]),
-            "skipped": _skipped(values),
-            "scale_overflows": int(values[OVERFLOW]),
-            "forward_faults": int(values[FAULT]),
-            "outliers": int(values[OUTLIER]),
-            "vetoes": int(values[VETO]),
+            "steps": counts.pop("clean"),
+            "skipped": sum(counts.values()),
+            **counts,
             "last_skip_reason": None if last is None else last.cause.value,
-            "grad_norm": values[NORM],
+            "grad_norm": self.last_good()[0],
         }
 
     def last_good(self) -> tuple[float, float]:
         """Return norm and largest magnitude of the last good step's gradients. Reads the device."""
         values = self._device_record.values()
-        return values[NORM], values[AMAX]
+        return values[decide.NORM], values[decide.AMAX]
 
     def load_counts(
         self, counts: Mapping[str, int], last_good: Sequence[float] = (0.0, 0.0)
@@ -312,4 +264,4 @@ class StepLog:
 
 def _skipped(values: Sequence[float]) -> int:
     """Return how many decisions were to skip, by the numbers of a record."""
-    return int(sum(values[: len(COUNTS)]) - values[CLEAN])
+    return int(sum(values[: len(COUNTS)]) - values[decide.CLEAN])

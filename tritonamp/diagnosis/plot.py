@@ -18,11 +18,6 @@ def save_picture(
 ) -> Path:
     """Write the picture to ``path``, in the format of its suffix, and return the path.
 
-    Args:
-        history: oldest first.
-        path: of the file.
-        ranges: of the steps that were watched, oldest first.
-
     Raises:
         RuntimeError: there was no step yet.
         ValueError: a suffix that matplotlib cannot write.
@@ -93,11 +88,10 @@ def _draw_skips(axes: Any, history: Sequence[StepRecord]) -> None:
 def _draw_headroom(axes: Any, ranges: Sequence[Sequence[RangeRecord]]) -> None:
     """Draw a line for each of the outputs and gradients with the least headroom at the end."""
     tightest = sorted(ranges[-1], key=lambda record: record.headroom_bits)[:_TIGHTEST]
+    found = [r for of_step in ranges for r in of_step]
     for module, direction in [(record.module, record.direction) for record in tightest]:
-        found = [r for of_step in ranges for r in of_step]
         same = [r for r in found if (r.module, r.direction) == (module, direction)]
-        label = f"{module or 'the model'}, {direction}"
-        bits = [r.headroom_bits for r in same]
-        axes.plot([r.step for r in same], bits, marker=".", label=label)
+        steps, bits = [r.step for r in same], [r.headroom_bits for r in same]
+        axes.plot(steps, bits, marker=".", label=f"{module or 'the model'}, {direction}")
     axes.set(xlabel="step", ylabel="headroom in bits")
     axes.legend(fontsize="small")

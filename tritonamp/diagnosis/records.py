@@ -32,14 +32,8 @@ class StepRecord(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """What is known on the host about a decision.
+    """What is known on the host about a decision."""
 
-    Attributes:
-        rule: of its loss scale.
-        batches: the forwards that led to it.
-        untouched: nobody but the last step has written to the parameters since.
-    """
-
-    rule: ScaleRule
-    batches: Sequence[Snapshot]
-    untouched: bool = False
+    rule: ScaleRule  # of its loss scale
+    batches: Sequence[Snapshot]  # the forwards that led to it
+    untouched: bool = False  # nobody but the last step has written to the parameters since

@@ -25,18 +25,13 @@ class TrialBlocks(Protocol):
 
 
 def find_remedy(
-    wrong: Collection[str | None],
-    again: Callable[[Remedy], Collection[str | None]],
-    most: int,
+    wrong: Collection[str | None], again: Callable[[Remedy], Collection[str | None]], most: int
 ) -> Remedy:
     """Return what cures a batch: modules in FP32, with those that a fault moves on to, or bfloat16.
 
-    Where neither helps, a remedy that does not.
-
-    Args:
-        wrong: full names of the modules in which something is wrong; None: in none with a name.
-        again: runs the batch again with a remedy, and returns what is wrong then.
-        most: how often it runs with modules in FP32.
+    Where neither helps, a remedy that does not. ``wrong`` are full names of the modules in which
+    something is wrong, None for one without a name; ``again`` runs the batch with a remedy, at most
+    ``most`` times with modules in FP32, and returns what is wrong then.
     """
     modules: tuple[str, ...] = ()
     for _ in range(most):
@@ -55,12 +50,9 @@ def remedy_of(
     search: Callable[[AbstractContextManager[None]], FaultReport | None],
     trials: TrialBlocks,
 ) -> Remedy | None:
-    """Return what cures a fault; None: nothing is there to try.
+    """Return what cures the fault of a batch; None: nothing is there to try.
 
-    Args:
-        fault: of a batch.
-        search: runs the batch again inside of a block, and returns the fault of that.
-        trials: gives the blocks.
+    ``search`` runs the batch again inside of a block, and returns the fault of that.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
         return None

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,79 +49,44 @@ _IN_THE_LOSS = (
 )
 
 
-class Fp32Runs(NamedTuple):
-    """Runs forwards again in FP32.
+@dataclasses.dataclass(eq=False, repr=False)
+class Replays:
+    """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
 
-    Attributes:
-        models: the enabled ones.
-        trials: says how they compute in FP32.
+    Where ranks train together each runs its own, all at the same step, and all have one report.
     """
 
-    models: list[nn.Module]
-    trials: TrialBlocks
+    _models: list[nn.Module]  # the enabled ones
+    _policy: Policy
+    _log: StepLog
+    _forwards: Forwards
+    _trials: TrialBlocks
+    _ranks: Ranks
+    # by kind of fault and module
+    _remedies: dict[tuple[str, str | None], Remedy | None] = dataclasses.field(default_factory=dict)
+    # names of modules that were healed because of what was found
+    healed: list[str] = dataclasses.field(default_factory=list)
 
-    def of_batches(self, batches: Sequence[Snapshot]) -> Fp32Run | None:
-        """Return what the forwards of snapshots give; None: they cannot run again."""
-        return self.of_functions([batch.run for batch in batches])
+    def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
+        """Return what the forwards of the last skip, or a function, give together in FP32.
 
-    def of_functions(self, functions: Sequence[Callable[[], Any]]) -> Fp32Run | None:
-        """Return what functions give together; None: there are none, or one has raised."""
-        if not functions:
+        None: there are none, or one has raised.
+        """
+        runs = [replay] if callable(replay) else [batch.run for batch in self._log.batches]
+        if not runs:
             return None
         try:
-            results = [
-                t
-                for function in functions
-                for t in result_of(self.models, function, self.trials.in_fp32())
-            ]
+            found = [result_of(self._models, run, self._trials.in_fp32()) for run in runs]
+            results = [t for of_one in found for t in of_one]
             loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
             return Fp32Run(all(map(is_finite, results)), loss)
         except Exception:  # the user's code raised: growth alone has to tell
             return None
 
-
-class Replays:
-    """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
-
-    Where ranks train together each runs its own, all at the same step, and all have one report.
-
-    Args:
-        models: the enabled ones.
-        policy: of the Amp.
-        log: knows the last skip, and the forwards that led to it.
-        forwards: knows the last ones.
-        trials: what a fault may be cured by.
-        ranks: that train together.
-
-    Attributes:
-        healed: names of modules that were healed because of what was found.
-    """
-
-    def __init__(
-        self,
-        models: list[nn.Module],
-        policy: Policy,
-        log: StepLog,
-        forwards: Forwards,
-        trials: TrialBlocks,
-        ranks: Ranks,
-    ) -> None:
-        self._models = models
-        self._policy = policy
-        self._log = log
-        self._forwards = forwards
-        self._trials = trials
-        self._ranks = ranks
-        self._remedies: dict[tuple[str, str | None], Remedy | None] = {}
-        self.healed: list[str] = []
-
     def replay(self, replay: bool | Callable[[], Any] = True) -> Finding:
-        """Run the forwards of the last skip again, where none was skipped the last ones.
+        """Run a function again, else the forwards of the last skip, or the last ones of all.
 
         All ranks call it together.
-
-        Args:
-            replay: a function to run instead; else True.
         """
         if callable(replay):
             return self._find_together([(replay, {})])

@@ -3,68 +3,46 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, Ranks, explanation_of_all
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.remedies import CURED_BY_FP32
-from tritonamp.diagnosis.replay import FaultReport, Snapshot
-from tritonamp.diagnosis.replays import Fp32Runs, Replays
+from tritonamp.diagnosis.replay import FaultReport
+from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
 
 
+@dataclass(eq=False, repr=False)
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
     Ranks that train together have taken one decision: all come here at the same step. What each has
     found they put together, and go on from that alone, so that all say, heal and raise the same.
 
-    Args:
-        policy: the policy of the Amp.
-        log: the log, which knows the cause of the last skip.
-        heal: makes the module of a name compute in FP32.
-        forwards: the last forwards.
-        replays: runs forwards again.
-        fp32_runs: runs forwards again in FP32.
-        ranks: that train together.
-
-    Attributes:
-        counts: the counts of faults so far.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        log: StepLog,
-        heal: Callable[[str], None],
-        forwards: Forwards,
-        replays: Replays,
-        fp32_runs: Fp32Runs,
-        ranks: Ranks,
-    ) -> None:
-        self._policy = policy
-        self._log = log
-        self._heal = heal
-        self._forwards = forwards
-        self._replays = replays
-        self._fp32_runs = fp32_runs
-        self._ranks = ranks
-        self._reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
-        self._vanished = ""  # what was found in a good batch
-        self.counts = FaultCounts()
-        forwards.holds_recent = policy.on_nonfinite in ("explain", "heal")
+    _policy: Policy
+    _log: StepLog
+    _heal: Callable[[str], None]  # makes the module of a name compute in FP32
+    _forwards: Forwards
+    _replays: Replays
+    _ranks: Ranks
+    counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
+    _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
+    _vanished: str = ""  # what was found in a good batch
+
+    def __post_init__(self) -> None:
+        self._forwards.holds_recent = self._policy.on_nonfinite in ("explain", "heal")
 
     def __call__(self, skipped: bool) -> None:
-        """Carry out the policy's response to a decision.
-
-        Args:
-            skipped: whether it was a skip.
+        """Carry out the policy's response to a decision: to skip, or to step.
 
         Raises:
             NonFiniteError: under "raise", where a lower scale cannot help.
@@ -93,7 +71,7 @@ class Response:
             return
         with self._ranks.alone() as hindrance:  # around all that runs again
             if not hindrance:
-                explanation = self._explained(self._log.reconsidered(self._fp32_runs.of_batches))
+                explanation = self._explained(self._log.reconsidered(self._replays.run_in_fp32))
                 assert explanation is not None
             replayable = explanation.cause.replayable
             counts = self.counts = self.counts.with_fault(replayable)
@@ -118,11 +96,7 @@ class Response:
         logger.log(logging.WARNING if is_news else logging.INFO, text)
 
     def _explained(self, mine: Explanation | None) -> Explanation | None:
-        """Return, and note, the explanation of all ranks; None: on none was a step skipped.
-
-        Args:
-            mine: of the last skip, on this rank.
-        """
+        """Return, and note, the explanation of all ranks; None: on none was a step skipped."""
         found = {r: one for r, one in self._ranks.gather(mine).items() if one is not None}
         if not found:
             return None
@@ -148,22 +122,16 @@ class Response:
         return text
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
-        """Return the cause of the last skip, with the report of a replay if there is one.
+        """Return the cause of the last skip, and what a replay, now or before, has reported.
 
-        Args:
-            replay: run the batch again now; a function: run that. All ranks do so together.
+        All ranks replay together.
         """
         if replay is False:
             return self._told(self._log.explanation(), False)
-        in_fp32 = self._fp32_runs.of_batches
-        if callable(replay):
-            in_fp32 = functools.partial(self._in_fp32, replay)
+        in_fp32 = functools.partial(self._replays.run_in_fp32, replay)
         with self._ranks.alone() as hindrance:
             mine = self._log.explanation() if hindrance else self._log.reconsidered(in_fp32)
             return self._told(self._explained(mine), replay)
-
-    def _in_fp32(self, function: Callable[[], Any], _: Sequence[Snapshot]) -> Fp32Run | None:
-        return self._fp32_runs.of_functions([function])
 
     def _told(self, explanation: Explanation | None, replay: bool | Callable[[], Any]) -> str:
         drift = self._log.drift()

@@ -5,12 +5,14 @@ training stands still without an error. An optimizer that was not handed over st
 far.
 """
 
+import contextlib
 import functools
+import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import CellType, FrameType, GeneratorType
+from types import CellType, GeneratorType
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from tritonamp.class_swap import is_installed
 from tritonamp.watched.frames import Role, outwards
@@ -31,10 +32,9 @@ CLIPPING = (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)
 class ScaledGradients:
     """The gradients of one ``Amp``, and what has been warned of.
 
-    Args:
-        params: gives the tensors whose gradients carry the loss scale now, and their masters.
-        left_out: gives the models' parameters with gradients that no enabled optimizer holds: what
-            ``amp.backward`` has added there is never unscaled.
+    ``params`` gives the tensors whose gradients carry the loss scale now, and their masters;
+    ``left_out`` the models' parameters with gradients that no enabled optimizer holds: what
+    ``amp.backward`` has added there is never unscaled.
     """
 
     def __init__(
@@ -46,12 +46,7 @@ class ScaledGradients:
         self._has_warned_of_step = False
 
     def warn_if_clipped(self, given: set[int], function: Callable[..., Any]) -> None:
-        """Warn, once, where torch is about to clip some of them.
-
-        Args:
-            given: ids of the tensors whose gradients are clipped.
-            function: of torch.
-        """
+        """Warn, once, where torch's ``function`` is to clip some of them, by ids of tensors."""
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
         self._has_warned = True
@@ -64,11 +59,7 @@ class ScaledGradients:
         )
 
     def warn_if_stepped(self, optimizer: Optimizer) -> None:
-        """Warn, once, where an optimizer that is not enabled is about to step on some of them.
-
-        Args:
-            optimizer: the one that steps.
-        """
+        """Warn, once, where an optimizer that is not enabled is about to step on some of them."""
         if self._has_warned_of_step:
             return
         given = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -95,40 +86,32 @@ def _user_line() -> str:
 
 
 class _Watched:
-    """torch's functions that clip, and steps of optimizers, watched while a model is enabled.
-
-    Attributes:
-        gradients: of all enabled models.
-        stock: where torch's functions keep what they wrap, and what was there.
-        steps: the hook on steps of all optimizers.
-        owners: how many enabled models there are.
-    """
+    """torch's functions that clip, and steps of optimizers, watched while a model is enabled."""
 
     def __init__(self) -> None:
         self.gradients: weakref.WeakSet[ScaledGradients] = weakref.WeakSet()
-        self.stock: list[tuple[CellType, Any]] = []
-        self.steps: RemovableHandle | None = None
-        self.owners = 0
+        self.owners = 0  # enabled models
+        self._undo = contextlib.ExitStack()
 
-    def put(self) -> None:
-        """Put ours in the place of what torch's functions wrap.
-
-        Inside them, since scripts have said ``from torch.nn.utils import clip_grad_norm_`` before.
-        """
+    def acquire(self, gradients: ScaledGradients) -> None:
+        """Watch the gradients of one more enabled model, as long as they are there."""
+        self.gradients.add(gradients)
+        self.owners += 1
+        if self.owners > 1:
+            return
+        # inside of torch's functions: scripts have imported ``clip_grad_norm_`` before
         for function in CLIPPING:
             cell = wrapped_cell(function)
             if cell is not None:
-                self.stock.append((cell, cell.cell_contents))
+                self._undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
                 cell.cell_contents = _warning_first(cell.cell_contents, self.gradients)
-        self.steps = register_optimizer_step_pre_hook(before_step)
+        self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
 
-    def take_back(self) -> None:
-        """Put back what was there."""
-        for cell, stock in self.stock:
-            cell.cell_contents = stock
-        self.stock.clear()
-        if self.steps is not None:
-            self.steps.remove()
+    def release(self) -> None:
+        """Take back one ``acquire``; the last one leaves torch as it was."""
+        self.owners -= 1
+        if self.owners == 0:
+            self._undo.close()
 
 
 def wrapped_cell(function: Any) -> CellType | None:
@@ -167,29 +150,9 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_scalers_step() -> bool:
     """Tell whether a GradScaler calls the step: it is a few frames further out then."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
-        frame = frame.f_back
-    return False
+    frames = itertools.islice(outwards(sys._getframe(1)), 8)
+    return any(isinstance(f.f_locals.get("self"), torch.amp.GradScaler) for f, _ in frames)
 
 
 _watched = _Watched()
-
-
-def acquire(gradients: ScaledGradients) -> None:
-    """Watch the gradients of one more enabled model, as long as they are there."""
-    _watched.gradients.add(gradients)
-    _watched.owners += 1
-    if _watched.owners == 1:
-        _watched.put()
-
-
-def release() -> None:
-    """Take back one ``acquire``; the last one leaves torch as it was."""
-    _watched.owners -= 1
-    if _watched.owners == 0:
-        _watched.take_back()
+acquire, release = _watched.acquire, _watched.release

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,123 +17,82 @@ _REPLAY = (
     " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the "
     "operation."
 )
-_ZERO_EPS = (
-    "eps={eps:g} is 0 in {dtype}, so a small gradient is divided by 0. Give an eps of {fits:g} or "
-    "more, or level='O2', which steps in FP32"
-)
-_OUR_STEP = (
-    "Lower the learning rate, or take level='O2', which steps in FP32 and skips what overflows"
-)
-
-
-class _Facts(NamedTuple):
-    words: str
-    advice: str
-    replayable: bool = False
-    scale_moves: bool = False
-    lasting: bool = False
-    asked_for: bool = False
 
 
 class Cause(enum.Enum):
-    """Why a step was skipped. The value is the name in words that users see.
+    """Why a step was skipped. The value is the name in words that users see."""
 
-    Attributes:
-        advice: what to do; "{where}" in it stands for the suspects.
-        replayable: running the batch again may name the operation.
-        scale_moves: a lower loss scale is the answer; nobody has to do anything.
-        lasting: it does not go away by itself, so its text says since when it is there.
-        asked_for: the user's program wanted the skip; it is no fault.
-    """
+    DATA = "data"
+    FORWARD = "forward fault"
+    SCALE = "scale overflow"
+    BACKWARD = "backward fault"
+    PARAMETERS = "bad parameters"
+    DIVERGENCE = "divergence"
+    EXHAUSTED = "scale exhausted"
+    OUTLIER = "outlier"
+    VETO = "veto"
 
-    advice: str
-    replayable: bool
-    scale_moves: bool
-    lasting: bool
-    asked_for: bool
+    @property
+    def advice(self) -> str:
+        """What to do; "{where}" in it stands for the suspects."""
+        return _ADVICE[self]
 
-    def __new__(
-        cls,
-        words: str,
-        advice: str,
-        replayable: bool,
-        scale_moves: bool,
-        lasting: bool,
-        asked_for: bool,
-    ) -> "Cause":
-        cause = object.__new__(cls)
-        cause._value_ = words
-        cause.advice = advice
-        cause.replayable = replayable
-        cause.scale_moves = scale_moves
-        cause.lasting = lasting
-        cause.asked_for = asked_for
-        return cause
+    @property
+    def replayable(self) -> bool:
+        """Whether running the batch again may name the operation."""
+        return self in (Cause.FORWARD, Cause.BACKWARD, Cause.EXHAUSTED)
 
-    DATA = _Facts("data", "Clean the data, or drop these samples.")
-    FORWARD = _Facts(
-        "forward fault",
+    @property
+    def scale_moves(self) -> bool:
+        """Whether a lower loss scale is the answer, so that nobody has to do anything."""
+        return self is Cause.SCALE
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it does not go away by itself, so that its text says since when it is there."""
+        return self is Cause.PARAMETERS
+
+
+_ADVICE = {
+    Cause.DATA: "Clean the data, or drop these samples.",
+    Cause.FORWARD: (
         "A lower scale cannot help. Look in {where} for values above 65504, constants such as -1e9 "
-        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely.",
-        replayable=True,
-    )
-    SCALE = _Facts(
-        "scale overflow",
-        "The scale was lowered; single skips of this kind are how it finds its level.",
-        scale_moves=True,
-    )
-    BACKWARD = _Facts(
-        "backward fault",
+        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
+    ),
+    Cause.SCALE: "The scale was lowered; single skips of this kind are how it finds its level.",
+    Cause.BACKWARD: (
         "A lower scale does not help: look in the backward of the last module named for sqrt and "
-        "norms at 0, division by 0 behind a mask, and logarithms.",
-        replayable=True,
-    )
-    PARAMETERS = _Facts(
-        "bad parameters",
+        "norms at 0, division by 0 behind a mask, and logarithms."
+    ),
+    Cause.PARAMETERS: (
         "Skipped steps leave parameters alone, so something else wrote them: a loaded checkpoint, "
         "an initialisation, an averaged copy, or a weight above 65504 that float16 cannot hold. "
-        "Load the last good checkpoint.",
-        lasting=True,
-    )
-    DIVERGENCE = _Facts(
-        "divergence",
+        "Load the last good checkpoint."
+    ),
+    Cause.DIVERGENCE: (
         "No precision helps: lower the learning rate{rates}, warm it up over the first steps, clip "
         "gradients (amp.clip_grad_norm_(1.0)), and look for outliers in data and targets. The "
-        "weights are spoilt: begin anew, or from the last good checkpoint.",
-    )
-    EXHAUSTED = _Facts(
-        "scale exhausted",
+        "weights are spoilt: begin anew, or from the last good checkpoint."
+    ),
+    Cause.EXHAUSTED: (
         "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "
-        "NaN in the backward of the last module named, or train it in FP32 with fp32_modules.",
-        replayable=True,
-    )
-    OUTLIER = _Facts(
-        "outlier",
+        "NaN in the backward of the last module named, or train it in FP32 with fp32_modules."
+    ),
+    Cause.OUTLIER: (
         "Look at the batch; a run that really changes its level goes on after 4 such skips. "
-        "skip_outliers=None takes every step.",
-        asked_for=True,
-    )
-    VETO = _Facts(
-        "veto",
-        "The loss scale, parameters and optimizer state are as they were.",
-        asked_for=True,
-    )
+        "skip_outliers=None takes every step."
+    ),
+    Cause.VETO: "The loss scale, parameters and optimizer state are as they were.",
+}
 
 
 class Writer(NamedTuple):
-    """The optimizer that steps on a parameter.
+    """The optimizer that steps on a parameter."""
 
-    Attributes:
-        name: the name of its class.
-        lr: its learning rate for that parameter; None: it has none.
-        dtype: the dtype that it steps in.
-        zero_eps: its eps, if its step rounds that to zero; else None.
-    """
-
-    name: str
-    lr: float | None
-    dtype: torch.dtype
-    zero_eps: float | None = None
+    name: str  # of its class
+    lr: float | None  # for that parameter; None: it has none
+    dtype: torch.dtype  # that it steps in
+    zero_eps: float | None = None  # its eps, if its step rounds that to zero
 
     def __str__(self) -> str:
         return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"
@@ -142,68 +101,50 @@ class Writer(NamedTuple):
     def fault(self) -> str:
         """What is wrong with its steps, if they have written inf or NaN; and what to do."""
         if self.zero_eps is None:
-            return _OUR_STEP
+            return (
+                "Lower the learning rate, or take level='O2', which steps in FP32 and skips what "
+                "overflows"
+            )
         fits = 10.0 ** math.ceil(math.log10(torch.finfo(self.dtype).smallest_normal))
-        dtype = short(self.dtype)
-        return _ZERO_EPS.format(eps=self.zero_eps, dtype=dtype, fits=fits)
+        return (
+            f"eps={self.zero_eps:g} is 0 in {short(self.dtype)}, so a small gradient is divided by "
+            f"0. Give an eps of {fits:g} or more, or level='O2', which steps in FP32"
+        )
 
 
 class Steps(NamedTuple):
-    """The known facts of the steps before a skip.
+    """The known facts of the steps before a skip."""
 
-    Attributes:
-        writers: by name of a parameter, the optimizer that steps on it.
-        growth: describes the growth in these steps; None: unknown.
-        in_fp32: runs the batch again in FP32; None: nobody may.
-    """
-
-    writers: Mapping[str, Writer] = {}
-    growth: Callable[[], Growth] | None = None
-    in_fp32: Callable[[], Fp32Run | None] | None = None
+    writers: Mapping[str, Writer] = {}  # by name of a parameter
+    growth: Callable[[], Growth] | None = None  # in these steps; None: unknown
+    in_fp32: Callable[[], Fp32Run | None] | None = None  # runs the batch again; None: nobody may
 
 
 NO_STEPS = Steps()
 
 
 class Skip(NamedTuple):
-    """A skipped step as the device saw it.
+    """A skipped step as the device saw it."""
 
-    Attributes:
-        outcome: FAULT, OVERFLOW, OUTLIER or VETO.
-        step: its number, from 1.
-        exact: False: it was that step or one before it, whose numbers were not read.
-        skipped: how many steps were skipped so far, this one included.
-        since: where bad parameters skipped the steps before, the number of the first of those;
-            else ``step``.
-        wrote: number of the step that left parameters as they are; 0: not known, or it was not a
-            step.
-        loss: None: it is inf, NaN or not known.
-        outlier: of an outlier the loss, the usual one and its limit, the same of the norm,
-            and how many standard deviations the limits are away.
-        scale: the loss scale that the backward used.
-        lowest: the scale below which it does not go.
-        fixed: whether the scale never moves.
-        amax: by name, the largest scaled gradient.
-        before: the largest unscaled gradient of the last good step, 0 if there was none.
-        limit: the largest number of the policy's half format.
-        by_rank: where several ranks decided, for each the largest scaled gradient; under FAULT,
-            whether its own loss was inf or NaN; under VETO, whether it had one of these, or a veto.
-    """
-
-    outcome: int
-    step: int
-    exact: bool
-    skipped: int
+    outcome: int  # FAULT, OVERFLOW, OUTLIER or VETO
+    step: int  # its number, from 1
+    exact: bool  # False: it was that step or one before it, whose numbers were not read
+    skipped: int  # how many steps were skipped so far, this one included
+    # where bad parameters skipped the steps before, the number of the first of those; else ``step``
     since: int
-    scale: float
-    lowest: float
-    fixed: bool
-    amax: Mapping[str, float]
-    before: float
-    limit: float
+    scale: float  # the loss scale that the backward used
+    lowest: float  # the scale below which it does not go
+    fixed: bool  # whether the scale never moves
+    amax: Mapping[str, float]  # by name, the largest scaled gradient
+    before: float  # the largest unscaled gradient of the last good step, 0 if there was none
+    limit: float  # the largest number of the policy's half format
+    # where several ranks decided, for each the largest scaled gradient; under FAULT, whether its
+    # own loss was inf or NaN; under VETO, whether it had one of these, or a veto
     by_rank: Mapping[int, float] = {}
-    wrote: int = 0
-    loss: float | None = None
+    wrote: int = 0  # number of the step that left parameters as they are; 0: not known, or no step
+    loss: float | None = None  # None: it is inf, NaN or not known
+    # the loss, the usual one and its limit, the same of the norm, and how many standard deviations
+    # the limits are away
     outlier: tuple[float, ...] = ()
 
     @property
@@ -216,28 +157,25 @@ class Skip(NamedTuple):
     @property
     def ranks(self) -> str:
         """The ranks at fault, as "rank 3"; "" where there is only one rank."""
-        found = self.at_fault
-        return f"rank{'s' * (len(found) > 1)} {listed(found)}" if found else ""
+        return ranks_in_words(self.at_fault) if self.at_fault else ""
 
     def is_good(self, magnitude: float) -> bool:
         """Return whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
         return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
 
 
-class Explanation(NamedTuple):
-    """The explanation of a skip.
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 3, 4"."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
-    Attributes:
-        skip: the skip it explains.
-        cause: why the step was skipped.
-        reason: why in words, and what to do.
-        parameters: names of the parameters whose gradients, or values, were not finite.
-    """
+
+class Explanation(NamedTuple):
+    """The explanation of a skip."""
 
     skip: Skip
     cause: Cause
-    reason: str
-    parameters: tuple[str, ...] = ()
+    reason: str  # why in words, and what to do
+    parameters: tuple[str, ...] = ()  # whose gradients, or values, were not finite
 
     @property
     def text(self) -> str:
@@ -259,4 +197,4 @@ class Explanation(NamedTuple):
     @property
     def needs_help(self) -> bool:
         """Whether it is more than the loss scale finding its level, or a skip that was wanted."""
-        return not (self.cause.scale_moves or self.cause.asked_for)
+        return self.cause not in (Cause.SCALE, Cause.OUTLIER, Cause.VETO)

@@ -19,11 +19,7 @@ _ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 3)
 
 
 def check_accumulation(steps: Any) -> None:
-    """Refuse a number of batches that is none.
-
-    Raises:
-        ValueError: see there.
-    """
+    """Raise ValueError about a number of batches that is none."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             "accumulation_steps: expected how many batches a step adds up, 1 or more, got "
@@ -50,11 +46,10 @@ def added_up(model: nn.Module, policy: Policy, steps: int) -> Iterator[Finding]:
     for dtype in HALF_DTYPES:
         lost = lost_share(dtype, steps)
         if dtype in dtypes and lost > TOLERABLE:
-            yield Finding(
-                "accumulation",
-                type(model).__name__,
-                f"{short(dtype)} gradients of {steps} batches are added up in {short(dtype)}: "
-                f"about {lost:.1%} of the sum is lost to rounding",
-                "grad_dtype=torch.float32 adds them up in FP32, at two bytes a parameter more",
-                problem=False,
+            half, where = short(dtype), type(model).__name__
+            why = (
+                f"{half} gradients of {steps} batches are added up in {half}: about {lost:.1%} of "
+                "the sum is lost to rounding"
             )
+            advice = "grad_dtype=torch.float32 adds them up in FP32, at two bytes a parameter more"
+            yield Finding("accumulation", where, why, advice, problem=False)

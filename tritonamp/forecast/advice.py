@@ -1,6 +1,5 @@
 """Faults of a model and its optimizers in half that show before any data is seen."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,13 +12,7 @@ from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, early_gradients
 from tritonamp.forecast.unrounded import rounds_to_zero
-from tritonamp.forecast.weights import (
-    averages,
-    buffers,
-    fp32_parameters,
-    loaded_half,
-    parameters,
-)
+from tritonamp.forecast.weights import averages, buffers, fp32_parameters, loaded_half, parameters
 from tritonamp.names import short
 from tritonamp.optim import Adam, AdamW
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -32,7 +25,7 @@ _EARLY = {  # Liger-Kernel's losses, and what does the same
 }
 
 
-def look(
+def findings_without_data(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     loss_fn: Callable[..., Any] | None,
@@ -40,6 +33,7 @@ def look(
 ) -> list[Finding]:
     """Return all findings that need no data."""
     modules = dict(model.named_modules())
+    losses = [*modules.items(), ("loss_fn", loss_fn)]
     return [
         *parameters(model, policy),
         *loaded_half(model, policy),
@@ -48,8 +42,8 @@ def look(
         *_refused(model, optimizers, policy),
         *_optimizers(model, optimizers, policy),
         *_sparse(modules, optimizers),
-        *_bce(modules, loss_fn),
-        *_early_gradients(modules, loss_fn, policy),
+        *(bce(path) for path, module in losses if isinstance(module, nn.BCELoss)),
+        *_early_gradients(losses, policy),
         *_parallel(modules),
         *_sizes(modules, policy),
     ]
@@ -59,16 +53,16 @@ def _refused(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 ) -> Iterator[Finding]:
     """Yield what ``enable`` would raise about the optimizers, and about mixed half dtypes."""
-    checks: dict[str, Callable[[], object]] = {
-        "optimizer": functools.partial(check_optimizers, optimizers, [model]),
-        "half dtypes": functools.partial(check_half_dtypes, half_parameters([model]), policy),
-    }
-    for kind, check in checks.items():
+    checks: list[tuple[str, Sequence[object], Callable[[], object]]] = [
+        ("optimizer", optimizers, lambda: check_optimizers(optimizers, [model])),
+        ("half dtypes", [model], lambda: check_half_dtypes(half_parameters([model]), policy)),
+    ]
+    for kind, refused, check in checks:
         try:
             check()
         except ValueError as error:
             why, _, advice = str(error).partition(": ")[2].rpartition(": ")
-            where = type(optimizers[0]).__name__ if kind == "optimizer" else type(model).__name__
+            where = type(refused[0]).__name__
             yield Finding(kind, where, f"enable refuses it: {why}", advice, weight=1e12)
 
 
@@ -90,30 +84,24 @@ def _optimizers(
         ]
         if not half or with_masters:
             continue
-        name = names.get(half[0][0], f"a parameter of shape {tuple(half[0][0].shape)}")
+        first = half[0][0]
+        name = names.get(first, f"a parameter of shape {tuple(first.shape)}")
         why = (
             f"{kind} steps on {len(half)} half parameters without FP32 master weights ({name}, "
             "...): small updates round away"
         )
-        yield Finding(
-            "no masters",
-            name,
-            why,
-            'use level "O2", or tritonamp.optim.AdamW',
-            weight=1e10,
-        )
-        eps = min(
-            (group["eps"] for _, group in half if isinstance(group.get("eps"), float)), default=1.0
-        )
-        dtype = half[0][0].dtype if half[0][0].dtype in HALF_DTYPES else policy.dtype
+        advice = 'use level "O2", or tritonamp.optim.AdamW'
+        yield Finding("no masters", name, why, advice, weight=1e10)
+        every_eps = (group.get("eps") for _, group in half)
+        eps = min((e for e in every_eps if isinstance(e, float)), default=1.0)
+        dtype = first.dtype if first.dtype in HALF_DTYPES else policy.dtype
         if 0 < eps <= rounds_to_zero(dtype):
             why = (
                 f"{kind} has eps={eps:g} on half parameters: it is zero in {short(dtype)}, so the "
                 "step divides by zero"
             )
-            yield Finding(
-                "adam eps", name, why, 'use level "O2" (FP32 masters), or eps=1e-4', weight=1e11
-            )
+            advice = 'use level "O2" (FP32 masters), or eps=1e-4'
+            yield Finding("adam eps", name, why, advice, weight=1e11)
 
 
 def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
@@ -121,28 +109,20 @@ def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> I
     refusing = [type(o).__name__ for o in optimizers if isinstance(o, adams)]
     for path, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            why = "its gradients are sparse" + (
-                f", which {refusing[0]} refuses" if refusing else ""
-            )
+            refused = f", which {refusing[0]} refuses" if refusing else ""
             advice = (
                 "give it torch.optim.SparseAdam or SGD, or build it with sparse=False (then steps "
                 "are fused)"
             )
+            why = f"its gradients are sparse{refused}"
             yield Finding("sparse", path, why, advice, problem=bool(refusing))
 
 
-def _bce(modules: dict[str, nn.Module], loss_fn: Any) -> Iterator[Finding]:
-    named = [*modules.items(), ("loss_fn", loss_fn)]
-    yield from (bce(path) for path, module in named if isinstance(module, nn.BCELoss))
-
-
-def _early_gradients(
-    modules: dict[str, nn.Module], loss_fn: Any, policy: Policy
-) -> Iterator[Finding]:
+def _early_gradients(losses: list[tuple[str, Any]], policy: Policy) -> Iterator[Finding]:
     """Yield losses that make half gradients of logits in the forward: bfloat16 holds them."""
     if policy.dtype is not torch.float16 or not (policy.op_policy or policy.cast_model):
         return
-    for path, module in [*modules.items(), ("loss_fn", loss_fn)]:
+    for path, module in losses:
         name = type(module).__name__
         if name in _EARLY:
             yield early_gradients(path, name, _EARLY[name])
@@ -155,44 +135,30 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
                 "DataParallel runs replicas in threads of their own, which autocast around it "
                 "does not reach"
             )
-            yield Finding(
-                "data parallel",
-                path,
-                why,
-                "enable the module inside it, or use DistributedDataParallel",
-            )
+            advice = "enable the module inside it, or use DistributedDataParallel"
+            yield Finding("data parallel", path, why, advice)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         why = "torch.autocast is on around tritonamp.check: an enabled model enters its own"
-        yield Finding(
-            "autocast", "the caller", why, "leave it out of the training loop", problem=False
-        )
+        advice = "leave it out of the training loop"
+        yield Finding("autocast", "the caller", why, advice, problem=False)
 
 
 def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
     """Yield matrix sizes that Tensor Cores do not take as they are."""
+    if not (policy.op_policy or policy.cast_model):
+        return
     total = sum(p.numel() for p in modules[""].parameters())
     for path, module in modules.items():
         weight = getattr(module, "weight", None)
-        if (
-            not isinstance(weight, Tensor)
-            or weight.numel() < _SHARE * total
-            or not (policy.op_policy or policy.cast_model)
-        ):
+        if not isinstance(weight, Tensor) or weight.numel() < _SHARE * total:
             continue
-        odd = [f"{name}={size}" for name, size in _matrix(module) if size >= _SMALL and size % 8]
+        odd = [(name, size) for name, size in _matrix(module) if size >= _SMALL and size % 8]
         if odd:
-            rounded = ", ".join(
-                f"{n}={math.ceil(int(s) / 8) * 8}" for n, s in (text.split("=") for text in odd)
-            )
-            why = f"{', '.join(odd)}: not a multiple of 8, so Tensor Cores run slower or not at all"
-            yield Finding(
-                "tensor cores",
-                path,
-                why,
-                f"pad to {rounded}",
-                problem=False,
-                weight=weight.numel() / total,
-            )
+            sizes = ", ".join(f"{name}={size}" for name, size in odd)
+            padded = ", ".join(f"{name}={math.ceil(size / 8) * 8}" for name, size in odd)
+            why = f"{sizes}: not a multiple of 8, so Tensor Cores run slower or not at all"
+            share = weight.numel() / total
+            yield Finding("tensor cores", path, why, f"pad to {padded}", False, share)
 
 
 def _matrix(module: nn.Module) -> list[tuple[str, int]]:
@@ -202,8 +168,6 @@ def _matrix(module: nn.Module) -> list[tuple[str, int]]:
         return [("num_embeddings", module.num_embeddings), ("embedding_dim", module.embedding_dim)]
     if isinstance(module, nn.modules.conv._ConvNd):
         groups = module.groups
-        return [
-            ("in_channels", module.in_channels // groups),
-            ("out_channels", module.out_channels // groups),
-        ]
+        sizes = module.in_channels // groups, module.out_channels // groups
+        return list(zip(("in_channels", "out_channels"), sizes, strict=True))
     return []

@@ -17,14 +17,7 @@ def compared(
     """Run copies of a model at two levels; model and random states stay as they are, bit for bit.
 
     The reference runs first, and every result of it is kept until the other has been compared.
-    Where the two part, both run once more, with that module in FP32.
-
-    Args:
-        model: as for ``run_copy``.
-        batch: of the model.
-        loss_fn: as for ``run_copy``.
-        asked: the level that the question is about.
-        reference: what it is compared with.
+    Where the two part, both run once more, with that module in FP32; see ``run_copy``.
 
     Raises:
         RuntimeError: the reference fails; the module is named.

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tritonamp.forecast.ulps import PARTS, Difference, Drift, drifts
+from tritonamp.diagnosis.replay.faults import for_json
+from tritonamp.forecast.ulps import PARTS, Difference, Drift, drift_of
 from tritonamp.names import short
 
 GROWN = 1.5  # times what its inputs were off: what the text shows
@@ -57,7 +58,7 @@ class Comparison:
         for each in self.differences:
             if not each.parameter:
                 calls[each.place, each.op, each.backward].append(each)
-        parting = [Drift(c[0], c[-1], len(c)) for c in calls.values() if drifts(c)]
+        parting = filter(None, map(drift_of, calls.values()))
         return max(parting, key=lambda each: each.growth, default=None)
 
     @property
@@ -80,21 +81,17 @@ class Comparison:
             **dataclasses.asdict(self),
             "dtype": short(self.dtype),
             "tried": None if self.tried is None else self.tried.as_dict(),
-            "losses": list(self.losses),
-            "differences": [
-                {
-                    **dataclasses.asdict(each),
-                    "module": each.place.module or "",
-                    "line": each.place.line,
-                }
-                for each in self.differences
-            ],
+            "differences": [_plain(each) for each in self.differences],
             "first": None if self.first is None else self.differences.index(self.first),
             "parted": None if self.parted is None else self.differences.index(self.parted),
         }
-        for each in plain["differences"]:
-            del each["place"]
-        return _for_json(plain)
+        return for_json(plain)
+
+
+def _plain(each: Difference) -> dict[str, Any]:
+    plain = dataclasses.asdict(each)
+    del plain["place"]
+    return {**plain, "module": each.place.module or "", "line": each.place.line}
 
 
 def _report(compared: Comparison) -> Iterator[str]:
@@ -214,11 +211,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _number(ulps: float) -> str:
     return f"{ulps:.1f}" if ulps < 100 else f"{ulps:.3g}" if ulps < 1e6 else f"{ulps:.1e}"
-
-
-def _for_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _for_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_for_json(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tritonamp.casts import rounded_inputs
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.rounded_inputs import (
-    Readers,
-    RoundedInput,
-    inputs_to_cast,
-    remedy,
-    roundings,
-    worst_rounding,
-)
+from tritonamp.casts.rounded_inputs import RoundedInput
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Recorder
@@ -30,28 +24,16 @@ _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 
 
 class DryRun(Recorder):
-    """What a dry run sees.
-
-    Args:
-        model: whose copy runs; its half parameters, if any, are taken as FP32.
-        batch: of the model.
-        loss_fn: as for ``run_copy``, which says what is raised, too.
-        policy: that the copy is enabled with.
-
-    Attributes:
-        loss: its value.
-        rounded: inputs that lose by their cast to half, and that no matmul or convolution reads
-            first.
-        cast_inputs: the policy's, without the arguments that these are in.
-    """
+    """What a dry run sees, see ``run_copy``; ``loss`` is its value."""
 
     def __init__(
         self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy
     ) -> None:
         super().__init__(policy.dtype)
         self._model, self._policy = model, policy
+        # inputs that lose by their cast, and that no matmul or convolution reads first
         self.rounded: list[RoundedInput] = []
-        self.cast_inputs = policy.cast_inputs
+        self.cast_inputs = policy.cast_inputs  # without the arguments that these are in
         loss = run_copy(model, batch, loss_fn, policy, self)
         self.loss = float(values_of(loss.detach()))
         for path in self.threads:
@@ -65,23 +47,27 @@ class DryRun(Recorder):
 
     def given(self, batch: Batch) -> Batch:
         batch = super().given(batch)
-        self._inputs = inputs_to_cast(*batch, signature_of(self._model.forward), self._policy)
-        rows = [worst_rounding(one.tensor, self._dtype).tolist() for one in self._inputs]
+        self._inputs = rounded_inputs.inputs_to_cast(
+            *batch, signature_of(self._model.forward), self._policy
+        )
+        rows = [
+            rounded_inputs.worst_rounding(one.tensor, self._dtype).tolist() for one in self._inputs
+        ]
         self._worst = [number for row in rows for number in row]
         return batch
 
     def __enter__(self) -> "DryRun":
         super().__enter__()
-        self._readers = self._hooks.enter_context(Readers(self._inputs))
+        self._readers = self._hooks.enter_context(rounded_inputs.Readers(self._inputs))
         self._hooks.enter_context(_BceInFp32(self))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        lost = roundings(self._inputs, self._worst)
+        lost = rounded_inputs.roundings(self._inputs, self._worst)
         self.rounded = [one for one in lost if one.path in self._readers.only_others]
         if self.rounded:
-            self.cast_inputs = remedy(self._inputs, self.rounded)
+            self.cast_inputs = rounded_inputs.remedy(self._inputs, self.rounded)
 
     def _note_functions(self, loss: Tensor) -> None:
         """Note the user's autograd Functions that autocast does not know of."""

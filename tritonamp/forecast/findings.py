@@ -35,24 +35,14 @@ def bce(where: str, line: str = "") -> Finding:
         "binary_cross_entropy takes probabilities: in half they round to 0 and 1, and autocast "
         "refuses it"
     )
-    return Finding(
-        "BCELoss",
-        where,
-        why,
-        "use BCEWithLogitsLoss and leave out the sigmoid",
-        weight=1e6,
-        line=line,
-    )
+    advice = "use BCEWithLogitsLoss and leave out the sigmoid"
+    return Finding("BCELoss", where, why, advice, weight=1e6, line=line)
 
 
 def early_gradients(where: str, name: str, ours: str, line: str = "") -> Finding:
     """Return the finding about a loss that rounds gradients before the loss scale.
 
-    Args:
-        where: it is.
-        name: of the loss.
-        ours: the function in tritonamp.functional that does the same.
-        line: of the user's code.
+    ``ours`` is the function in tritonamp.functional that does the same as the loss ``name``.
     """
     why = (
         f"{name} rounds the gradients of logits to float16 in the forward, before the loss "

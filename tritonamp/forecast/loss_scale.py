@@ -57,6 +57,26 @@ class Outlook:
         """Whether any loss scale works."""
         return self.max_scale >= MIN_SCALE and not self.lost
 
+    @property
+    def which_scale(self) -> str:
+        """The loss scale that fits in words, or why none does."""
+        largest = power(self.max_scale)
+        if self.max_scale < MIN_SCALE:
+            return f"no loss scale fits, the gradient in {self.limited_by} overflows at every one"
+        if self.lost:
+            return f"no loss scale fits, at {largest} the gradient of {self.lost[0]} is zero"
+        limit = f" ({largest} is the largest, for {self.limited_by})" if self.limited_by else ""
+        return f"loss scale {power(self.scale)} fits{limit}"
+
+    def __str__(self) -> str:
+        scaled = f", {self.scaled_vanishing:.2%} at {power(self.scale)}"
+        return (
+            f"{self.overflows} of {self.stored} results overflow, {self.vanishing:.2%} of their "
+            f"values become zero, {self.subnormal:.2%} lose bits; {self.which_scale}, "
+            f"{self.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
+            f"{scaled if self.fits and self.scale != 1 else ''}"
+        )
+
 
 def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
     """Read ``records`` as if ``dtype`` were the half format."""
@@ -110,10 +130,7 @@ def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> 
 
 
 def _is_noise(gradient: TensorRecord) -> bool:
-    """Return whether rounding alone explains a gradient.
-
-    That of a key's bias in attention, for example, is zero but for rounding.
-    """
+    """Return whether rounding alone explains a gradient, as that of a key's bias in attention."""
     terms = [source.sizes.amax for made_by in gradient.sources for source in made_by.sources]
     limit = NOISE * math.prod(min(1.0, amax) for amax in terms)
     return bool(terms) and gradient.sizes.amax <= limit
@@ -149,11 +166,10 @@ def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Find
             return
         why = "the gradient overflows at every loss scale"
         if seen.max_scale >= MIN_SCALE:
-            largest = (
-                f"2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does not "
-                "overflow"
+            why = (
+                f"at 2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does "
+                f"not overflow, the gradient of {seen.lost[0]} is zero"
             )
-            why = f"at {largest}, the gradient of {seen.lost[0]} is zero"
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
         cures = tuple(
             sorted({r.module for r in records if r.half and r.scaled and r.sizes.amax >= limit})

@@ -52,45 +52,30 @@ def _non_finite(run: DryRun) -> Iterator[Finding]:
     if math.isfinite(run.loss) and not reaches_gradients:
         return  # a NaN that is masked out again
     for r in run.records:
-        if (
-            r.sizes.nans
-            and not any(source.sizes.nans for source in r.sources)
-            and r.op != "parameter"
-        ):
+        made_here = r.sizes.nans and not any(source.sizes.nans for source in r.sources)
+        if made_here and r.op != "parameter":
             why, cure = f"{_op(r)} gives NaN in FP32 already", "mend this first"
             if r.op == "input":
                 why, cure = "the batch holds NaN", "drop or repair it, and check another batch"
             yield Finding("non-finite", r.module, why, cure, weight=1e29, line=r.place.line)
             return
     if not math.isfinite(run.loss):
-        yield Finding(
-            "non-finite",
-            "",
-            f"the loss is {run.loss} in FP32 already",
-            "mend this first",
-            weight=1e28,
-        )
+        why = f"the loss is {run.loss} in FP32 already"
+        yield Finding("non-finite", "", why, "mend this first", weight=1e28)
 
 
 def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[Finding]:
     worst: dict[tuple[object, ...], TensorRecord] = {}
     origins: set[tuple[object, ...]] = set()  # the first in a loop overflows by itself
     for r in records:
-        of_parameter = r.op == "parameter" or (
-            r.op == "to" and any(s.op == "parameter" for s in r.sources)
-        )
-        if (
-            r.half
-            and not r.scaled
-            and not r.excused
-            and not of_parameter
-            and r.sizes.overflows(dtype)
-        ):
-            key: tuple[object, ...] = (r.place, r.op, r.backward)
-            if not any(s.half and not s.excused and s.sizes.overflows(dtype) for s in r.sources):
-                origins.add(key)
-            if key not in worst or r.sizes.amax > worst[key].sizes.amax:
-                worst[key] = r
+        made_by = {s.op for s in r.sources} if r.op == "to" else {r.op}
+        if r.scaled or "parameter" in made_by or not _overflows_half(r, dtype):
+            continue
+        key: tuple[object, ...] = (r.place, r.op, r.backward)
+        if not any(_overflows_half(source, dtype) for source in r.sources):
+            origins.add(key)
+        if key not in worst or r.sizes.amax > worst[key].sizes.amax:
+            worst[key] = r
     for key, r in worst.items():
         ratio = r.sizes.amax / torch.finfo(dtype).max
         verb = "holds" if r.op == "input" else "gives"
@@ -106,6 +91,10 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
             )
         kind = "overflow" if key in origins else "follows"
         yield Finding(kind, _where(r), why, advice, True, ratio, cures, r.place.line)
+
+
+def _overflows_half(r: TensorRecord, dtype: torch.dtype) -> bool:
+    return r.half and not r.excused and r.sizes.overflows(dtype)
 
 
 def _rounded(run: DryRun, policy: Policy) -> Iterator[Finding]:
@@ -126,20 +115,11 @@ def _vanishing(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
     for r in records:
         if not r.half or r.backward or r.op == "parameter" or any(gate in r.op for gate in GATES):
             continue
-        if r.sizes.vanishing(dtype) > GONE and not any(
-            s.sizes.vanishing(dtype) > GONE for s in r.sources
-        ):
+        gone, *before = (t.sizes.vanishing(dtype) > GONE for t in (r, *r.sources))
+        if gone and not any(before):
             why = f"{_op(r)} gives at most {r.sizes.amax:.2g}, which is zero in {short(dtype)}"
-            yield Finding(
-                "vanishing",
-                _where(r),
-                why,
-                keep(r.module),
-                True,
-                1.0,
-                (r.module,),
-                r.place.line,
-            )
+            cures, line = (r.module,), r.place.line
+            yield Finding("vanishing", _where(r), why, keep(r.module), True, 1.0, cures, line)
 
 
 def _where(r: TensorRecord) -> str:

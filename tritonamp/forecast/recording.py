@@ -35,42 +35,25 @@ it makes gradients in the forward, in the dtype of its input.
 """
 MARKED = ("input", "parameter", "gradient", "loss gradient")
 """The op in records of tensors that no op of the run made."""
-NORMS = (
-    "native_layer_norm",
-    "native_group_norm",
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "_native_batch_norm_legit",
-)
+NORMS = """
+    native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit
+""".split()
 
 
 @dataclass(eq=False)
 class TensorRecord:
-    """One result of an op, an input, a parameter, or a parameter's gradient.
+    """One result of an op, an input, a parameter, or a parameter's gradient."""
 
-    Attributes:
-        place: of the op; in backward, of the forward op that the gradient belongs to.
-        op: its name in aten, or "input", "parameter", "gradient".
-        shape: of the tensor.
-        sizes: of its values.
-        parameter: the full name, for a parameter and its gradient.
-        backward: it was computed in backward.
-        half: the policy stores it in half.
-        scaled: it carries the loss scale.
-        sources: records of the op's inputs.
-        excused: its overflow does no harm: a mask that a softmax takes as -inf.
-    """
-
-    place: Place
-    op: str
+    place: Place  # of the op; in backward, of the forward op that the gradient belongs to
+    op: str  # its name in aten, or "input", "parameter", "gradient"
     shape: tuple[int, ...]
-    sizes: Magnitudes
-    half: bool = False
-    parameter: str = ""
-    backward: bool = False
-    scaled: bool = False
-    excused: bool = False
-    sources: list["TensorRecord"] = field(default_factory=list, repr=False)
+    sizes: Magnitudes  # of its values
+    half: bool = False  # the policy stores it in half
+    parameter: str = ""  # the full name, for a parameter and its gradient
+    backward: bool = False  # it was computed in backward
+    scaled: bool = False  # it carries the loss scale
+    excused: bool = False  # its overflow does no harm: a mask that a softmax takes as -inf
+    sources: list["TensorRecord"] = field(default_factory=list, repr=False)  # the op's inputs
 
     @property
     def module(self) -> str:
@@ -79,42 +62,26 @@ class TensorRecord:
 
 
 class Hazard(NamedTuple):
-    """Something that is wrong whatever the sizes.
+    """Something that is wrong whatever the sizes."""
 
-    Attributes:
-        kind: "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
-        place: where it is.
-        detail: a description in words.
-    """
-
-    kind: str
+    kind: str  # "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
     place: Place
-    detail: str
+    detail: str  # in words
 
 
 class Recorder(WatchedCopy):
-    """Computes on FP32 values, measures results, and knows which gradients carry the loss scale.
-
-    Args:
-        dtype: the half format.
-
-    Attributes:
-        records: inputs, parameters, every op's result, and the gradients of parameters and loss.
-        hazards: faults that do not depend on sizes, each once.
-    """
+    """Computes on FP32 values, measures results, and knows which gradients carry the loss scale."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__("the dry run, in FP32")
+        # inputs, parameters, every op's result, and the gradients of parameters and loss
         self.records: list[TensorRecord] = []
-        self.hazards: dict[Hazard, None] = {}
+        self.hazards: dict[Hazard, None] = {}  # faults that do not depend on sizes, each once
         self._dtype = dtype
 
-    def given_tensor(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone()
+    def in_its_dtype(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in HALF_DTYPES
-        result: Tensor = Unrounded(copied.float(), tensor.dtype) if half else copied
-        self.marked("input", result)
-        return result.requires_grad_(tensor.requires_grad)
+        return Unrounded(tensor.float(), tensor.dtype) if half else tensor
 
     def note(self, kind: str, detail: str, place: Place) -> None:
         """Note that something is wrong."""
@@ -123,16 +90,9 @@ class Recorder(WatchedCopy):
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
         half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
         made_by, scaled = record_of(tensor), "gradient" in op
-        self._record(
-            tensor,
-            Place(parameter.rpartition(".")[0]),
-            op,
-            half=half,
-            parameter=parameter,
-            backward=scaled,
-            scaled=scaled,
-            sources=[made_by] if made_by else [],
-        )
+        fields = {"half": half, "parameter": parameter, "backward": scaled, "scaled": scaled}
+        sources = [made_by] if made_by else []
+        self._record(tensor, Place(parameter.rpartition(".")[0]), op, sources=sources, **fields)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = OpCall(func, args, kwargs or {})
@@ -163,10 +123,14 @@ class Recorder(WatchedCopy):
         return result
 
     def _measure(self, op: str, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
-        half, backward = isinstance(output, Unrounded), self.in_backward()
-        scaled = any(source.scaled for source in sources)
         self._record(
-            output, place, op, half=half, backward=backward, scaled=scaled, sources=sources
+            output,
+            place,
+            op,
+            half=isinstance(output, Unrounded),
+            backward=self.in_backward(),
+            scaled=any(source.scaled for source in sources),
+            sources=sources,
         )
 
     def _record(self, tensor: Tensor, place: Place, op: str, **fields: Any) -> None:

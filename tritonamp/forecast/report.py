@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
+from tritonamp.diagnosis.replay.faults import for_json
 from tritonamp.forecast.accumulation import added_up, check_accumulation
-from tritonamp.forecast.advice import look
+from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
-from tritonamp.forecast.loss_scale import MIN_SCALE, Outlook, fitting_scale, outlook, power
+from tritonamp.forecast.loss_scale import Outlook, fitting_scale, outlook
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.results import Side
@@ -85,7 +86,7 @@ class Forecast:
         """Return the forecast as plain values, for JSON."""
         return {
             "model": self.model,
-            "loss": self.loss if math.isfinite(self.loss) else str(self.loss),
+            "loss": for_json(self.loss),
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "formats": {
                 name: {**dataclasses.asdict(o), "dtype": name, "fits": o.fits}
@@ -159,7 +160,7 @@ def check(
         asked, reference = _side(level, policy, run), _side(compare, beside, run)
         comparison = compared(model, inputs, loss_fn, asked, reference)
     findings = [
-        *look(model, optimizers, loss_fn, policy),
+        *findings_without_data(model, optimizers, loss_fn, policy),
         *predictions(run, policy),
         *added_up(model, policy, accumulation_steps),
     ]
@@ -183,13 +184,9 @@ def _side(level: str | Policy, policy: Policy, run: DryRun) -> Side:
 
 
 def _inputs(model: nn.Module, batch: Any) -> Batch:
-    """Return the arguments that a batch stands for.
-
-    Raises:
-        ValueError: a Mapping whose keys are not those of the model's forward.
-    """
+    """Return the arguments that a batch stands for, if a Mapping's keys are those of forward."""
     if not isinstance(batch, Mapping):
-        return Batch(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     kwargs = dict(batch)
     try:
         inspect.signature(model.forward).bind(**kwargs)
@@ -199,7 +196,7 @@ def _inputs(model: nn.Module, batch: Any) -> Batch:
             f"{signature_of(model.forward)}, got a Mapping of {', '.join(map(str, kwargs))} "
             f"({error}): a dict that is one input goes into a tuple, (batch,)"
         ) from error
-    return Batch((), kwargs)
+    return (), kwargs
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -211,20 +208,21 @@ def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _plain(record: TensorRecord) -> dict[str, Any]:
-    kept = ("op", "shape", "half", "parameter", "backward", "scaled")
-    sizes = {name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")}
+    own = ("op", "shape", "half", "parameter", "backward", "scaled")
     return {
         "module": record.module,
         "line": record.place.line,
-        **{n: getattr(record, n) for n in kept},
-        **sizes,
+        **{name: getattr(record, name) for name in own},
+        **{name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")},
     }
 
 
 def _report(forecast: Forecast) -> Iterator[str]:
     half = _format(forecast.asked)
     if not forecast.findings:
-        rest = f"{half}, {_scale(forecast.formats[half])}" if half != "FP32" else "FP32 throughout"
+        rest = (
+            f"{half}, {forecast.formats[half].which_scale}" if half != "FP32" else "FP32 throughout"
+        )
         parts = forecast.comparison is not None and forecast.comparison.parted is not None
         found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
         yield f"{found}: {forecast.model} in {rest}"
@@ -247,7 +245,7 @@ def _report(forecast: Forecast) -> Iterator[str]:
     if follow:
         yield f"{follow} more result{'s' * (follow != 1)} after these would overflow too"
     for name, seen in forecast.formats.items():
-        yield from _wrapped(f"{name}: {_forward(seen)}; {_backward(seen)}", "    ")
+        yield from _wrapped(f"{name}: {seen}", "    ")
     yield from _wrapped(_policy_line(forecast), "    ")
     yield from _wrapped(_memory_line(forecast.policy), "    ")
 
@@ -256,35 +254,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _forward(seen: Outlook) -> str:
-    return (
-        f"{seen.overflows} of {seen.stored} results overflow, {seen.vanishing:.2%} of their values "
-        f"become zero, {seen.subnormal:.2%} lose bits"
-    )
-
-
-def _backward(seen: Outlook) -> str:
-    text = (
-        f"{_scale(seen)}, {seen.grad_vanishing:.2%} of gradient values become zero at loss scale 1"
-    )
-    if seen.scale == 1 or not seen.fits:
-        return text
-    return f"{text}, {seen.scaled_vanishing:.2%} at {power(seen.scale)}"
-
-
-def _scale(seen: Outlook) -> str:
-    if seen.max_scale < MIN_SCALE:
-        return f"no loss scale fits, the gradient in {seen.limited_by} overflows at every one"
-    if seen.lost:
-        return (
-            f"no loss scale fits, at {power(seen.max_scale)} the gradient of {seen.lost[0]} is zero"
-        )
-    limit = ""
-    if seen.limited_by:
-        limit = f" ({power(seen.max_scale)} is the largest, for {seen.limited_by})"
-    return f"loss scale {power(seen.scale)} fits{limit}"
 
 
 def _format(policy: Policy) -> str:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tritonamp.forecast.recording import NORMS
 from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.ulps import Difference, ulps_between
-from tritonamp.forecast.unrounded import widened
+from tritonamp.forecast.unrounded import values_of, widened
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.watched.ops import OpCall
@@ -27,17 +27,11 @@ NOISE, NOISE_OF_A_TERM = 2.0**-16, 2.0**-22
 
 
 class Side(NamedTuple):
-    """One of two levels that are compared.
+    """One of two levels that are compared."""
 
-    Attributes:
-        name: as the report calls it.
-        policy: of the level.
-        scale: the loss scale of its backward, a power of two.
-    """
-
-    name: str
+    name: str  # as the report calls it
     policy: Policy
-    scale: float
+    scale: float  # the loss scale of its backward, a power of two
 
     @property
     def is_half(self) -> bool:
@@ -46,40 +40,23 @@ class Side(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a result of one run has in common with its counterpart; the n-th of a key is the n-th.
-
-    Attributes:
-        place: of the operation.
-        op: its name in aten, "to float16" for a cast, "output" of a module, "input", "parameter"
-            or "gradient".
-        numel: of the result; a norm may have it in another shape.
-        backward: it was computed in backward.
-        parameter: the full name, for a parameter and its gradient.
-    """
+    """What a result of one run and its counterpart share; the n-th of a key is the n-th."""
 
     place: Place
-    op: str
-    numel: int
-    backward: bool = False
-    parameter: str = ""
+    op: str  # in aten; "to float16", "output" of a module, "input", "parameter", "gradient"
+    numel: int  # of the result; a norm may have it in another shape
+    backward: bool = False  # it was computed in backward
+    parameter: str = ""  # the full name, for a parameter and its gradient
 
 
 class Carried(NamedTuple):
-    """What a tensor of the compared run carries to the operations that read it.
+    """What a tensor of the compared run carries to the operations that read it."""
 
-    Attributes:
-        reference: the counterpart; None: there is none, or it is that of what this is a view of.
-        ulps: how far it is from the counterpart; without one, what it was computed from.
-        largest: magnitude of the counterpart, or of what it was computed from.
-        noise: it is zero, but for rounding in FP32.
-        scaled: it carries the loss scale.
-    """
-
-    reference: Tensor | None = None
-    ulps: float = 0.0
-    largest: float = 0.0
-    noise: bool = False
-    scaled: bool = False
+    reference: Tensor | None = None  # the counterpart, if there is one; not of views
+    ulps: float = 0.0  # from the counterpart; without one, those of what it was computed from
+    largest: float = 0.0  # magnitude of the counterpart, or of what it was computed from
+    noise: bool = False  # it is zero, but for rounding in FP32
+    scaled: bool = False  # it carries the loss scale
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Carried":
@@ -106,10 +83,7 @@ class Carried(NamedTuple):
 class Results(WatchedCopy):
     """Sees each floating result of an operation; random numbers are drawn alike at every level.
 
-    Args:
-        side: the level.
-        wholes: paths of modules of which only the output is seen, as each level computes it in its
-            own way.
+    Of modules at the paths ``wholes`` only the output is seen: each level has its own way to it.
     """
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
@@ -122,13 +96,8 @@ class Results(WatchedCopy):
         for path in self.wholes:
             twin.get_submodule(path).register_forward_hook(functools.partial(self._whole, path))
 
-    def given_tensor(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone()
-        if copied.dtype in HALF_DTYPES and not self._side.is_half:
-            copied = copied.float()
-        if copied.is_floating_point() and copied.numel():
-            self.marked("input", copied)
-        return copied.requires_grad_(tensor.requires_grad)
+    def in_its_dtype(self, tensor: Tensor) -> Tensor:
+        return tensor if self._side.is_half else values_of(tensor)
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
         if op == "loss gradient":
@@ -171,11 +140,7 @@ class Results(WatchedCopy):
 
 
 class Reference(Results):
-    """Keeps every result.
-
-    Attributes:
-        kept: copies, by what they are, in the order in which they were computed.
-    """
+    """Keeps a copy of every result, by what it is, in the order in which they were computed."""
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
         super().__init__(side, wholes)
@@ -190,30 +155,22 @@ class Reference(Results):
 
 
 class Compared(Results):
-    """Compares every result with its counterpart, and lets go of that.
-
-    Attributes:
-        differences: in the order in which they were computed.
-        unmatched: how many results have no counterpart.
-    """
+    """Compares every result with its counterpart, and lets go of that."""
 
     def __init__(self, side: Side, reference: Reference, dtype: torch.dtype) -> None:
-        """Prepare for a run.
-
-        Args:
-            side: the level.
-            reference: has run.
-            dtype: whose ulps are counted.
-        """
+        """Prepare for a run beside ``reference``, which has run; ``dtype``: whose ulps count."""
         super().__init__(side, reference.wholes)
-        self.differences: list[Difference] = []
-        self.unmatched = 0
+        self.differences: list[Difference] = []  # in the order in which they were computed
+        self.unmatched = 0  # how many results have no counterpart
         self._kept, self._dtype = reference.kept, dtype
         self._rescale = side.scale / reference.scale
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
         known = Carried.of_all(inputs)
-        reference = self._counterpart(key, known.scaled)
+        kept = self._kept.get(key)
+        reference = kept.popleft() if kept else None
+        if reference is not None and known.scaled:
+            reference = reference * self._rescale
         if key.op.startswith("to ") and reference is None:
             known = Carried.of(inputs[0])
             reference = known.reference if key.op in CASTS else None
@@ -226,28 +183,19 @@ class Compared(Results):
     def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         Carried.of_all(inputs).put_on(output)
 
-    def _counterpart(self, key: Key, scaled: bool) -> Tensor | None:
-        kept = self._kept.get(key)
-        if not kept:
-            return None
-        return kept.popleft() * self._rescale if scaled else kept.popleft()
-
     def _compared(
         self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Carried
     ) -> Carried:
         """Note the difference, and return what ``output`` carries."""
         largest = float(reference.abs().max())
         noise = known.noise or largest <= _noise(key.op, output, inputs) * known.largest
+        known = known._replace(reference=reference, largest=largest, noise=noise)
         if noise:
-            return Carried(reference, known.ulps, largest, True, known.scaled)
+            return known
         ulps, worst = ulps_between(output.detach(), reference, self._dtype)
-        shape = tuple(output.shape)
-        self.differences.append(
-            Difference(
-                key.place, key.op, shape, key.backward, key.parameter, ulps, worst, known.ulps
-            )
-        )
-        return Carried(reference, ulps, largest, False, known.scaled)
+        where = key.place, key.op, tuple(output.shape), key.backward, key.parameter
+        self.differences.append(Difference(*where, ulps, worst, known.ulps))
+        return known._replace(ulps=ulps)
 
 
 def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:
@@ -278,8 +226,6 @@ def _drawn(call: OpCall) -> Any:
     if asked not in HALF_DTYPES:
         return call.run()
     drawn = tree_map_only(
-        Tensor,
-        lambda t: t.to(asked) if t.dtype is torch.float32 else t,
-        call.map(widened).run(),
+        Tensor, lambda t: t.to(asked) if t.dtype is torch.float32 else t, call.map(widened).run()
     )
     return call.args[0].copy_(drawn) if call.schema.written else drawn

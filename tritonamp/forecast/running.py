@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,8 @@ class Misuse(ValueError):
     """Raised where the arguments are wrong, not the model."""
 
 
-class Batch(NamedTuple):
-    """What a model's forward is given.
-
-    Attributes:
-        args: by position.
-        kwargs: by name.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a model's forward, by position and by name."""
 
 
 @contextlib.contextmanager
@@ -60,9 +52,7 @@ def _isolated(model: nn.Module) -> Iterator[None]:
 class WatchedCopy(PlacedOps):
     """Sees each op of a copy that runs, and the tensors that no op of the run makes.
 
-    Args:
-        title: of the run, for errors.
-        scale: the loss scale of its backward.
+    Errors name the run by ``title``; its backward has the loss scale ``scale``.
     """
 
     def __init__(self, title: str, scale: float = 1.0) -> None:
@@ -76,20 +66,23 @@ class WatchedCopy(PlacedOps):
 
     def given(self, batch: Batch) -> Batch:
         """Return what the copy is given in the place of a batch."""
-        args, kwargs = tree_map_only(Tensor, self.given_tensor, tuple(batch))
-        return Batch(args, kwargs)
+        return tree_map_only(Tensor, self.given_tensor, batch)
 
     def given_tensor(self, tensor: Tensor) -> Tensor:
         """Return what the copy is given in the place of a tensor of the batch."""
+        copied = self.in_its_dtype(tensor.detach().clone())
+        if copied.is_floating_point() and copied.numel():
+            self.marked("input", copied)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def in_its_dtype(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the batch in the dtype that the run takes it in."""
         raise NotImplementedError
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
         """Take note of a tensor that no op of the run makes.
 
-        Args:
-            op: "input", "parameter", "gradient" or "loss gradient".
-            tensor: the tensor.
-            parameter: the full name, of a parameter or its gradient.
+        ``op`` is "input", "loss gradient", or with its full name "parameter" or "gradient".
         """
         raise NotImplementedError
 
@@ -117,12 +110,7 @@ def run_copy(
 
     Model, batch, gradients and random states stay as they are, bit for bit.
 
-    Args:
-        model: its half parameters, if any, are taken as FP32.
-        batch: of the model.
-        loss_fn: gives a scalar for the model's output; None: as ``check`` says.
-        policy: that the copy is enabled with.
-        watch: sees the run.
+    Half parameters of the model are taken as FP32; the copy is enabled with the policy.
 
     Raises:
         Misuse: the loss is no scalar.
@@ -160,15 +148,10 @@ def _gradients(loss: Tensor, params: list[Tensor], watch: WatchedCopy) -> Sequen
 
 
 def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:
-    """Return the scalar loss of a model's output.
+    """Return the scalar loss of a model's output, or raise ``Misuse``.
 
-    Args:
-        output: of the model.
-        loss_fn: gives the loss; where it is a module, a copy of it runs. None: the loss that the
-            model has computed itself, else the mean of its floating tensors.
-
-    Raises:
-        Misuse: no scalar.
+    Of a ``loss_fn`` that is a module a copy runs. Without one it is the loss that the model has
+    computed, else the mean of its floating tensors.
     """
     if loss_fn is None:
         return _own_loss(output)

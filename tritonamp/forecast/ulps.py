@@ -53,12 +53,7 @@ class Difference:
 
 
 class Drift(NamedTuple):
-    """An operation that runs many times, each time a little further off, as a running sum does.
-
-    Attributes:
-        start, end: its first and its last result.
-        calls: how many results it has.
-    """
+    """An operation with many results, each a little further off, as of a running sum."""
 
     start: Difference
     end: Difference
@@ -73,17 +68,10 @@ class Drift(NamedTuple):
 def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
 
+    That is: root of the mean square, and maximum, of the difference in ulps of a half format: in
+    eps times the root mean square of the reference; where that is zero, in smallest subnormals.
     Where the reference itself is inf or NaN, nothing is compared; finite values that the dtype of
     the result does not hold count as its largest, which stands for them in masks.
-
-    Args:
-        result: floating or complex.
-        reference: of the same shape, likewise.
-        dtype: the half format whose ulps are counted: of eps times the root mean square of the
-            reference; where that is zero throughout, of the smallest subnormal.
-
-    Returns:
-        Root of the mean square, and maximum, of the difference.
     """
     info = torch.finfo(dtype)
     if reference.is_complex():
@@ -101,12 +89,12 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
     return _rms(off) / ulp, float(off.max()) / ulp
 
 
-def drifts(calls: Sequence[Difference]) -> bool:
-    """Whether an operation goes further off from call to call, half of it or more by itself."""
-    start, end = calls[0], calls[-1]
+def drift_of(calls: Sequence[Difference]) -> Drift | None:
+    """Return how an operation goes further off from call to call, half of it or more by itself."""
+    drift = Drift(calls[0], calls[-1], len(calls))
     own = sum(max(each.ulps - each.before, 0.0) for each in calls)
-    grown = _growth(start.before, end.ulps) >= PARTS
-    return len(calls) > 1 and grown and own >= (end.ulps - start.before) / 2
+    by_itself = own >= (drift.end.ulps - drift.start.before) / 2
+    return drift if len(calls) > 1 and drift.growth >= PARTS and by_itself else None
 
 
 def _growth(before: float, ulps: float) -> float:

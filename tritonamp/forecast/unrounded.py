@@ -5,6 +5,7 @@ model that runs on these stores in half exactly what it would store in half, whi
 rounded, overflows or vanishes.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,11 +26,7 @@ _SAME_DTYPE = """
 
 
 class Unrounded(Tensor):
-    """Says it is of a half dtype.
-
-    Attributes:
-        values: not rounded, float32, of the same shape and strides.
-    """
+    """Says it is of a half dtype; ``values`` are FP32, of the same shape and strides."""
 
     values: Tensor  # type: ignore[assignment]  # for sparse tensors a method
     # private, and how torch's documentation writes it for subclasses that only dispatch (torch 2.11
@@ -72,14 +69,8 @@ def unrounded(
 ) -> Any:
     """Compute ``func(*args, **kwargs)`` of an aten op in FP32 where it would be half.
 
-    The results say the dtype that they would have.
-
-    Args:
-        func: the OpOverload.
-        args: its arguments.
-        kwargs: its arguments by name.
-        refused: called with torch's message where the dtypes would be refused; the op is computed
-            all the same.
+    The results say the dtype that they would have. Where torch would refuse the dtypes, ``refused``
+    is called with its message, and the op is computed all the same.
     """
     leaves = tree_flatten((args, kwargs))[0]
     if not any(map(_is_half, leaves)):
@@ -151,28 +142,18 @@ def _promoted(leaves: list[Any]) -> torch.dtype:
     """Return the widest floating dtype; 0-d tensors count where there are no others."""
     floating = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     dtypes = [leaf.dtype for leaf in floating if leaf.dim()] or [leaf.dtype for leaf in floating]
-    result = (dtypes or [leaf for leaf in leaves if isinstance(leaf, torch.dtype)])[0]
-    for dtype in dtypes:
-        result = torch.promote_types(result, dtype)
-    return result
+    asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)][:1]
+    return functools.reduce(torch.promote_types, dtypes or asked)
 
 
 class Magnitudes(NamedTuple):
-    """The sizes of a tensor's values.
+    """The sizes of a tensor's values."""
 
-    Attributes:
-        amax: largest magnitude among the finite values.
-        amin: smallest magnitude that is not zero; 0.0 where all are.
-        largest: the largest finite value with its sign.
-        nans: how many values are NaN.
-        exponents: how many finite values that are not zero have the exponent e (2^e <= |x| <
-            2^(e+1)), by e.
-    """
-
-    amax: float
-    amin: float
-    largest: float
-    nans: int
+    amax: float  # largest magnitude among the finite values
+    amin: float  # smallest magnitude that is not zero; 0.0 where all are
+    largest: float  # the largest finite value with its sign
+    nans: int  # how many values are NaN
+    # how many finite values that are not zero have the exponent e (2^e <= |x| < 2^(e+1)), by e
     exponents: dict[int, int]
 
     def overflows(self, dtype: torch.dtype, scale: float = 1.0) -> bool:
@@ -180,12 +161,7 @@ class Magnitudes(NamedTuple):
         return self.amax * scale >= rounds_to_inf(dtype)
 
     def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Return the share of the non-zero values that times ``scale`` become zero in ``dtype``.
-
-        Args:
-            dtype: a half format.
-            scale: a power of two.
-        """
+        """Return the share of values not zero that times a power of two become so in ``dtype``."""
         return self._share_below(rounds_to_zero(dtype) / scale)
 
     def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:

@@ -24,24 +24,17 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
             continue
         owner, sizes = name.rpartition(".")[0], magnitudes(param.detach().float())
         if not bool(param.detach().isfinite().all()):
-            yield Finding(
-                "non-finite",
-                name,
-                "it holds inf or NaN already",
-                "load or initialise it again",
-                True,
-                1e30,
-            )
+            why, advice = "it holds inf or NaN already", "load or initialise it again"
+            yield Finding("non-finite", name, why, advice, True, 1e30)
         elif id(param) in fp32 or not (policy.cast_model or policy.op_policy):
             continue
         elif sizes.overflows(dtype):
+            ratio = sizes.amax / top
             why = (
-                f"its largest value is {sizes.amax:.3g}, {sizes.amax / top:.3g} times the largest "
+                f"its largest value is {sizes.amax:.3g}, {ratio:.3g} times the largest "
                 f"{short(dtype)}"
             )
-            yield Finding(
-                "overflow", name, why, keep(owner), weight=sizes.amax / top, modules=(owner,)
-            )
+            yield Finding("overflow", name, why, keep(owner), weight=ratio, modules=(owner,))
         elif sizes.amax and sizes.vanishing(dtype) > 0.99:
             why = f"its largest value is {sizes.amax:.2g}, which is zero in {short(dtype)}"
             yield Finding("vanishing", name, why, keep(owner), modules=(owner,))
@@ -60,13 +53,11 @@ def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     half = half_parameters([model])
     found = bfloat16_in_float16(half, policy)
     if small := describe_small(found):
-        yield Finding(
-            "bfloat16",
-            max(found, key=lambda row: row.zero + row.subnormal).name,
-            small,
-            "dtype=torch.bfloat16 keeps them; the FP32 values that train keep them at any dtype",
-            problem=False,
+        worst = max(found, key=lambda row: row.zero + row.subnormal).name
+        advice = (
+            "dtype=torch.bfloat16 keeps them; the FP32 values that train keep them at any dtype"
         )
+        yield Finding("bfloat16", worst, small, advice, problem=False)
     wanted = wanted_dtypes(model, policy)
     norms = [
         s.name
@@ -74,7 +65,8 @@ def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
         if is_norm(s.module) and not policy.op_policy and s.tensor not in wanted
     ]
     if norms:
-        why = f"{len(norms)} parameters of normalisation layers are half ({_some(norms)})"
+        some = ", ".join(norms[:3]) + (", ..." if len(norms) > 3 else "")
+        why = f"{len(norms)} parameters of normalisation layers are half ({some})"
         yield Finding(
             "half norm", norms[0].rpartition(".")[0], why, "keep them in FP32, as level O2 does"
         )
@@ -87,26 +79,19 @@ def averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]
         averaged = isinstance(module, torch.optim.swa_utils.AveragedModel)
         half = policy.cast_model or any(p.dtype in HALF_DTYPES for p in module.parameters())
         inside = any(path.startswith(f"{other}.") for other in found)
-        if (
-            half
-            and not inside
-            and (averaged or any(_is_copy(module, other) for other in modules.values()))
-        ):
+        if inside or not half:
+            continue
+        if averaged or any(_is_copy(module, other) for other in modules.values()):
             found.append(path)
-            why = (
-                "a copy that is averaged"
-                if averaged
-                else "a frozen copy of a module that is trained"
+            kind = (
+                "copy that is averaged" if averaged else "frozen copy of a module that is trained"
             )
-            yield Finding(
-                "average",
-                path,
-                f"{why}: if it follows in small steps, these round away in half",
-                f'keep it in FP32 (fp32_modules=["{path}"]), and update it from '
-                "amp.master_params()",
-                problem=averaged,
-                modules=(path,) if averaged and path else (),
+            why = f"a {kind}: if it follows in small steps, these round away in half"
+            advice = (
+                f'keep it in FP32 (fp32_modules=["{path}"]), and update it from amp.master_params()'
             )
+            cures = (path,) if averaged and path else ()
+            yield Finding("average", path, why, advice, averaged, modules=cures)
 
 
 def _is_copy(module: nn.Module, original: nn.Module) -> bool:
@@ -128,18 +113,11 @@ def buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
         for name, buffer in module.named_buffers(recurse=False):
             if is_norm(module) or not buffer.is_floating_point() or not buffer.numel():
                 continue
-            sizes = magnitudes(buffer.detach().float())
-            if sizes.amax >= top:
+            amax = magnitudes(buffer.detach().float()).amax
+            if amax >= top:
+                why = f"the buffer holds {amax:.3g}, which is inf in {short(policy.dtype)}"
                 half = policy.cast_model and not policy.op_policy
-                yield Finding(
-                    "constant",
-                    f"{path}.{name}".lstrip("."),
-                    f"the buffer holds {sizes.amax:.3g}, which is inf in {short(policy.dtype)}"
-                    + ("" if half else "; at this level it stays FP32, but a cast would reach it"),
-                    'use float("-inf") or torch.finfo(x.dtype).min for masks',
-                    problem=half,
-                )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                if not half:
+                    why += "; at this level it stays FP32, but a cast would reach it"
+                advice = 'use float("-inf") or torch.finfo(x.dtype).min for masks'
+                yield Finding("constant", f"{path}.{name}".lstrip("."), why, advice, half)

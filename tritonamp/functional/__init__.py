@@ -5,21 +5,14 @@ arithmetic is FP32 and each result is rounded once; every other dtype is handed 
 inputs on a GPU that are too small to gain by a kernel: torch's own do the same there.
 """
 
-from tritonamp.functional.group_norms import group_norm as group_norm
-from tritonamp.functional.linear_head import LinearHead as LinearHead
-from tritonamp.functional.linear_losses import linear_cross_entropy as linear_cross_entropy
-from tritonamp.functional.losses import cross_entropy as cross_entropy
-from tritonamp.functional.mixed_norms import mixed_layer_norm as mixed_layer_norm
-from tritonamp.functional.mixed_norms import mixed_rms_norm as mixed_rms_norm
-from tritonamp.functional.norms import add_layer_norm as add_layer_norm
-from tritonamp.functional.norms import add_rms_norm as add_rms_norm
-from tritonamp.functional.norms import layer_norm as layer_norm
-from tritonamp.functional.norms import rms_norm as rms_norm
-from tritonamp.functional.rows import log_softmax as log_softmax
-from tritonamp.functional.rows import softmax as softmax
-from tritonamp.functional.rows import sum as sum
-from tritonamp.functional.token_losses import linear_token_log_probs as linear_token_log_probs
-from tritonamp.functional.token_losses import token_log_probs as token_log_probs
+from tritonamp.functional.group_norms import group_norm
+from tritonamp.functional.linear_head import LinearHead
+from tritonamp.functional.linear_losses import linear_cross_entropy
+from tritonamp.functional.losses import cross_entropy
+from tritonamp.functional.mixed_norms import mixed_layer_norm, mixed_rms_norm
+from tritonamp.functional.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tritonamp.functional.rows import log_softmax, softmax, sum
+from tritonamp.functional.token_losses import linear_token_log_probs, token_log_probs
 
 __all__ = [
     "LinearHead",

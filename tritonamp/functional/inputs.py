@@ -16,14 +16,14 @@ operation itself does, which the arguments are for.
 
 
 def is_half(input: Any) -> bool:
-    """Return whether ``input`` is a half tensor, and nobody has to look into what computes on it.
+    """Return whether ``input`` is a half tensor that torch.func does not transform."""
+    return isinstance(input, Tensor) and input.dtype in HALF_DTYPES and not is_under_transforms()
 
-    Under torch.func a Function would hide what torch has to see.
-    """
-    if not isinstance(input, Tensor) or input.dtype not in HALF_DTYPES:
-        return False
+
+def is_under_transforms() -> bool:
+    """Return whether torch.func transforms what runs: a Function would hide it from torch."""
     # private, nothing public asks it (torch 2.11 to 2.15)
-    return not torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active()
 
 
 def min_numel() -> int:

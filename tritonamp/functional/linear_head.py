@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tritonamp.functional.inputs import is_under_transforms
 from tritonamp.policy import HALF_DTYPES
 
 MIN_ROWS = 2048
@@ -61,10 +62,7 @@ class LinearHead(NamedTuple):
     def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
         """Return the gradients of rows, weight and bias, in ``wide``, or None where not needed.
 
-        Args:
-            dlogits: [r, v], the gradients of logits.
-            rows: [r, d], the operand that the logits were made of.
-            needed: which of the three.
+        ``dlogits`` [r, v] are the gradients of logits, which were made of the operand rows [r, d].
         """
         dlogits = dlogits.to(self.operand)
         return (
@@ -80,14 +78,9 @@ class LinearHead(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of input, weight and bias while chunks of rows are added.
+    """Gradients of those of input, weight and bias that are needed, while chunks are added.
 
-    Attributes:
-        head: the layer.
-        needed: which of the three.
-        input: [r, d], or None.
-        weight: [v, d], not rounded to half, or None.
-        bias: [v], not rounded to half, or None.
+    Those of weight and bias are not rounded to half.
     """
 
     def __init__(
@@ -176,6 +169,27 @@ class LossOfLinear(torch.autograd.Function):
         return *sums.rounded(weight, bias), *(None,) * 4
 
 
+def results_of_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    dtype: torch.dtype,
+    loss: RowLoss,
+    chunk_rows: int,
+) -> Results:
+    """Return the results of ``loss`` by chunks of rows, or by torch where it has to see all."""
+    if takes_all_logits(input, targets):
+        return all_at_once(input, weight, bias, targets, dtype, loss)
+    results: Results = LossOfLinear.apply(input, weight, bias, targets, dtype, loss, chunk_rows)
+    return results
+
+
+def takes_all_logits(input: Tensor, targets: Tensor) -> bool:
+    """Return whether the loss is torch's own: under transforms, of no values, of no rows."""
+    return is_under_transforms() or input.is_meta or not len(targets)
+
+
 def all_at_once(
     input: Tensor,
     weight: Tensor,
@@ -224,11 +238,7 @@ def differentiable(
 
 
 def check_layer(input: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
-    """Say what is wrong with a linear layer's arguments.
-
-    Raises:
-        ValueError: what was got, and what is expected.
-    """
+    """Raise ValueError about what is wrong with a linear layer's arguments."""
     shapes = tuple(input.shape), tuple(weight.shape)
     if not input.dim() or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         raise ValueError(f"expected input [..., d] and weight [v, d], got {shapes[0]}, {shapes[1]}")

@@ -19,19 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.functional.linear_head import (
-    GradientSums,
-    LinearHead,
-    LossOfLinear,
-    Results,
-    Tensors,
-    all_at_once,
-    backend_of,
-    check_layer,
-    chunks,
-    differentiable,
-    dtype_of_logits,
-)
+from tritonamp.functional import linear_head
+from tritonamp.functional.linear_head import GradientSums, LinearHead, Results, Tensors
 from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
 from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
 from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
@@ -46,14 +35,16 @@ class CrossEntropyRows(NamedTuple):
     smoothing: float
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        losses, stats = cross_entropy_of_lines(logits, targets, 1, *self, backend_of(logits.dtype))
+        losses, stats = cross_entropy_of_lines(
+            logits, targets, 1, *self, linear_head.backend_of(logits.dtype)
+        )
         return (losses,), stats
 
     def gradient(
         self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
     ) -> Tensor:
         return cross_entropy_backward(
-            logits, targets, grads[0], stats, 1, *self, backend_of(logits.dtype)
+            logits, targets, grads[0], stats, 1, *self, linear_head.backend_of(logits.dtype)
         )
 
     def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
@@ -86,7 +77,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(input.device.type, enabled=False):
             head, losses = LinearHead.of(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
-            for at in chunks(len(target), chunk_rows):
+            for at in linear_head.chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
                 logits = head.logits(rows)
                 (loss,), stats = rule.of(logits, target[at])
@@ -112,9 +103,9 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
             if torch.is_grad_enabled():  # it is differentiated again
-                (losses,) = all_at_once(input, weight, bias, target, *ctx.args)
+                (losses,) = linear_head.all_at_once(input, weight, bias, target, *ctx.args)
                 loss = reduced(losses, target, ctx.args[1].ignore_index, ctx.reduction)
-                found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
+                found = linear_head.differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
                 found = tuple(
@@ -168,31 +159,24 @@ def linear_cross_entropy(
         ValueError: shapes, the reduction or ``chunk_rows`` are no such.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    check_layer(input, weight, bias, chunk_rows)
+    linear_head.check_layer(input, weight, bias, chunk_rows)
     _check(target, tuple(input.shape[:-1]), reduction, label_smoothing)
     rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    dtype = dtype_of_logits(input, weight)
+    dtype = linear_head.dtype_of_logits(input, weight)
     rule = CrossEntropyRows(ignore_index, float(label_smoothing))
-    args = rows, weight, bias, targets, dtype, rule
-    # private (torch 2.11 to 2.15), see inputs.is_half
-    if torch._C._are_functorch_transforms_active() or input.is_meta or not len(targets):
-        (losses,) = all_at_once(*args)
-        return reduced(losses.view(target.shape), target, ignore_index, reduction)
     chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
+    args = rows, weight, bias, targets, dtype, rule, chunk_rows
     trains = any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    if reduction != "none" and trains and torch.is_grad_enabled():
-        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, chunk_rows, reduction)
+    makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
+    if makes_gradients and not linear_head.takes_all_logits(rows, targets):
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, reduction)
         return loss
-    (losses,) = LossOfLinear.apply(*args, chunk_rows)
+    (losses,) = linear_head.results_of_linear(*args)
     return reduced(losses.view(target.shape), target, ignore_index, reduction)
 
 
 def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:
-    """Say what is wrong with the arguments.
-
-    Raises:
-        ValueError: what was got, and what is expected.
-    """
+    """Raise ValueError about what is wrong with the arguments."""
     if tuple(target.shape) != rows or target.dtype is not torch.int64:
         raise ValueError(
             f"target: expected int64 classes of shape {rows}, one for each row of input, got "

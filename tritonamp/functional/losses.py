@@ -17,34 +17,22 @@ class CrossEntropy(torch.autograd.Function):
     """Losses of lines of logits, of which the logits and two FP32 numbers a line are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        target: Tensor,
-        dim: int,
-        ignore_index: int,
-        smoothing: float,
-        backend: str,
-    ) -> Tensor:
-        losses, stats = _cross_entropy.cross_entropy(
-            x, target, dim, ignore_index, smoothing, backend
-        )
+    def forward(ctx: Any, x: Tensor, target: Tensor, args: tuple[Any, ...]) -> Tensor:
+        losses, stats = _cross_entropy.cross_entropy(x, target, *args)
         ctx.save_for_backward(x, target, stats)
-        ctx.args = dim, ignore_index, smoothing, backend
+        ctx.args = args
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, target, stats = ctx.saved_tensors
-        dim, ignore_index, smoothing, backend = ctx.args
         if torch.is_grad_enabled():  # it is differentiated again
-            losses, _ = _cross_entropy.cross_entropy_torch(x, target, dim, ignore_index, smoothing)
+            *args, _ = ctx.args
+            losses, _ = _cross_entropy.cross_entropy_torch(x, target, *args)
             (dx,) = torch.autograd.grad(losses, x, grads[0], create_graph=True)
         else:
-            dx = _backward.cross_entropy_backward(
-                x, target, grads[0], stats, dim, ignore_index, smoothing, backend
-            )
-        return dx, None, None, None, None, None
+            dx = _backward.cross_entropy_backward(x, target, grads[0], stats, *ctx.args)
+        return dx, None, None
 
 
 def cross_entropy(
@@ -112,19 +100,14 @@ def uses_triton(
 
 
 def fused(
-    input: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    reduction: str,
-    smoothing: float,
-    backend: str,
+    input: Tensor, target: Tensor, ignore_index: int, reduction: str, smoothing: float, backend: str
 ) -> Tensor:
     """Return the loss of logits for which ``uses_triton`` is true."""
-    args = input, target, _class_dim(input), ignore_index, float(smoothing), backend
+    args = _class_dim(input), ignore_index, float(smoothing), backend
     if input.requires_grad and torch.is_grad_enabled():
-        losses = CrossEntropy.apply(*args)
+        losses = CrossEntropy.apply(input, target, args)
     else:
-        losses, _ = _cross_entropy.cross_entropy(*args)
+        losses, _ = _cross_entropy.cross_entropy(input, target, *args)
     return reduced(losses, target, ignore_index, reduction)
 
 

@@ -1,5 +1,6 @@
 """Norms whose result has a dtype of its own, computed in FP32 and rounded once."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.functional.inputs import min_numel
-from tritonamp.functional.norms import RMS_EPS, Norm, is_ours, numel
+from tritonamp.functional.norms import RMS_EPS, Norm, is_ours
 from tritonamp.policy import HALF_DTYPES
 
 STORED = (*HALF_DTYPES, torch.float32)  # dtypes that the kernels write
@@ -34,8 +35,9 @@ def mixed_layer_norm(
         eps: as of ``layer_norm``.
         dtype: of the result.
     """
-    if _is_ours_in(dtype, input, normalized_shape, weight, bias):
-        n = numel(normalized_shape)
+    least = min_numel()
+    if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=least):
+        n = math.prod(normalized_shape)
         return Norm.apply(input, weight, bias, (n, eps, True, dtype, "auto"))
     x, w, b = _alike(dtype, input, weight, bias)
     return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(dtype)
@@ -60,18 +62,12 @@ def mixed_rms_norm(
         eps: as of ``rms_norm``.
         dtype: of the result.
     """
-    if _is_ours_in(dtype, input, normalized_shape, weight):
-        n = numel(normalized_shape)
+    if dtype in STORED and is_ours(input, normalized_shape, weight, least=min_numel()):
+        n = math.prod(normalized_shape)
         eps = RMS_EPS if eps is None else eps
         return Norm.apply(input, weight, None, (n, eps, False, dtype, "auto"))
     x, w = _alike(dtype, input, weight)
     return torch.nn.functional.rms_norm(x, normalized_shape, w, eps).to(dtype)
-
-
-def _is_ours_in(
-    dtype: torch.dtype, input: Tensor, shape: Sequence[int], *weights: Tensor | None
-) -> bool:
-    return dtype in STORED and is_ours(input, shape, *weights, least=min_numel())
 
 
 def _alike(dtype: torch.dtype, input: Tensor, *weights: Tensor | None) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """Differentiable norms, also of a sum: half storage, FP32 arithmetic, weights half or FP32."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,15 +54,12 @@ class AddNorm(torch.autograd.Function):
         residual: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        n: int,
-        eps: float,
-        center: bool,
-        backend: str,
+        args: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
-        total, y, stats = _add_norm.add_norm(x, residual, weight, bias, n, eps, center, backend)
+        total, y, stats = _add_norm.add_norm(x, residual, weight, bias, *args)
         ctx.save_for_backward(total, weight, bias, stats)
         ctx.set_materialize_grads(False)
-        ctx.args = n, eps, center, backend
+        ctx.args = args
         return total, y
 
     @staticmethod
@@ -70,7 +68,7 @@ class AddNorm(torch.autograd.Function):
         dx, dw, db = of_total, None, None
         if of_y is not None:
             dx, dw, db = _gradients(ctx, of_y, of_total, *ctx.needs_input_grad[2:4])
-        return dx, dx, dw, db, None, None, None, None
+        return dx, dx, dw, db, None
 
 
 def _gradients(
@@ -115,7 +113,7 @@ def layer_norm(
     """
     if not is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     return Norm.apply(input, weight, bias, (n, eps, True, input.dtype, "auto"))
 
 
@@ -135,7 +133,7 @@ def rms_norm(
     """
     if not is_ours(input, normalized_shape, weight, least=min_numel()):
         return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     eps = RMS_EPS if eps is None else eps
     return Norm.apply(input, weight, None, (n, eps, False, input.dtype, "auto"))
 
@@ -164,8 +162,8 @@ def add_layer_norm(
     if not _is_our_sum(input, residual, normalized_shape, weight, bias):
         total = input + residual
         return total, layer_norm(total, normalized_shape, weight, bias, eps)
-    n = numel(normalized_shape)
-    return AddNorm.apply(input, residual, weight, bias, n, eps, True, "auto")
+    n = math.prod(normalized_shape)
+    return AddNorm.apply(input, residual, weight, bias, (n, eps, True, "auto"))
 
 
 def add_rms_norm(
@@ -190,9 +188,9 @@ def add_rms_norm(
     if not _is_our_sum(input, residual, normalized_shape, weight):
         total = input + residual
         return total, rms_norm(total, normalized_shape, weight, eps)
-    n = numel(normalized_shape)
+    n = math.prod(normalized_shape)
     eps = RMS_EPS if eps is None else eps
-    return AddNorm.apply(input, residual, weight, None, n, eps, False, "auto")
+    return AddNorm.apply(input, residual, weight, None, (n, eps, False, "auto"))
 
 
 def _is_our_sum(
@@ -232,8 +230,3 @@ def fit(input: Tensor, shape: tuple[int, ...], weights: list[Tensor], least: int
         return False
     mixed = any(w.dtype is not input.dtype for w in weights)
     return mixed or not input.is_cuda or input.numel() >= least
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Return how many elements a tensor of this shape has."""
-    return torch.Size(shape).numel()

@@ -47,7 +47,8 @@ class LogSoftmax(torch.autograd.Function):
 def _softmax_gradient(ctx: Any, grad: Tensor, backward: Callable[..., Tensor]) -> Tensor:
     (y,) = ctx.saved_tensors
     (dim, _, backend), dtype = ctx.args
-    return backward(grad, y, dim, dtype, _backward_backend(backend))
+    # torch's operations where it is differentiated again
+    return backward(grad, y, dim, dtype, "eager" if torch.is_grad_enabled() else backend)
 
 
 class Sum(torch.autograd.Function):
@@ -68,11 +69,6 @@ class Sum(torch.autograd.Function):
             for d in sorted(d % rank for d in dims):
                 grad = grad.unsqueeze(d)
         return grad.to(dtype).expand(shape), None, None
-
-
-def _backward_backend(backend: str) -> str:
-    """Return the backend of a backward: torch's operations where it is differentiated again."""
-    return "eager" if torch.is_grad_enabled() else backend
 
 
 def softmax(
@@ -129,12 +125,8 @@ def sum(
     if not is_ours(input, dtype, min_numel()):
         # torch takes any sequence
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-    return Sum.apply(input, (as_dims(dim), keepdim, dtype or input.dtype, "auto"))
-
-
-def as_dims(dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return ``dim`` as a tuple; the empty one stands for all dimensions."""
-    return () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
+    dims = () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
+    return Sum.apply(input, (dims, keepdim, dtype or input.dtype, "auto"))
 
 
 def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int = MIN_NUMEL) -> bool:

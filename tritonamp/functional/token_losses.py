@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.functional.linear_head import (
-    LinearHead,
-    LossOfLinear,
-    Results,
-    Tensors,
-    all_at_once,
-    backend_of,
-    check_layer,
-    differentiable,
-    dtype_of_logits,
-)
+from tritonamp.functional import linear_head
+from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.functional.linear_head import LinearHead, Results, Tensors
 from tritonamp.kernels.token_log_probs import token_log_probs as of_rows
 from tritonamp.kernels.token_log_probs_backward import token_log_probs_backward
 
@@ -33,7 +25,7 @@ class TokenRows(NamedTuple):
     entropy: bool
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        log_probs, stats = of_rows(logits, targets, *self, backend_of(logits.dtype))
+        log_probs, stats = of_rows(logits, targets, *self, linear_head.backend_of(logits.dtype))
         return ((log_probs, stats[2]) if self.entropy else (log_probs,)), stats
 
     def gradient(
@@ -45,7 +37,7 @@ class TokenRows(NamedTuple):
             torch.stack(tuple(grads)),
             stats,
             self.temperature,
-            backend_of(logits.dtype),
+            linear_head.backend_of(logits.dtype),
         )
 
     def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
@@ -73,7 +65,7 @@ class TokenLogProbs(torch.autograd.Function):
         logits, targets, stats = ctx.saved_tensors
         if torch.is_grad_enabled():  # it is differentiated again
             results = ctx.loss.by_torch(logits, targets)
-            return *differentiable(results, (logits,), (True,), grads), None, None
+            return *linear_head.differentiable(results, (logits,), (True,), grads), None, None
         return ctx.loss.gradient(logits, targets, grads, stats), None, None
 
 
@@ -102,8 +94,7 @@ def token_log_probs(
         )
     _check(tuple(logits.shape[:-1]), targets, temperature)
     loss = TokenRows(float(temperature), return_entropy)
-    # private (torch 2.11 to 2.15), see inputs.is_half
-    if torch._C._are_functorch_transforms_active() or logits.is_meta or not logits.numel():
+    if is_under_transforms() or logits.is_meta or not logits.numel():
         results = loss.by_torch(logits, targets)
     else:
         results = TokenLogProbs.apply(logits, targets, loss)
@@ -140,26 +131,19 @@ def linear_token_log_probs(
         ValueError: shapes, the targets' dtype, the temperature or ``chunk_rows`` are no such.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    check_layer(input, weight, bias, chunk_rows)
+    linear_head.check_layer(input, weight, bias, chunk_rows)
     _check(tuple(input.shape[:-1]), targets, temperature)
     rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
-    dtype = dtype_of_logits(input, weight)
-    args = rows, weight, bias, classes, dtype, TokenRows(float(temperature), return_entropy)
-    # private (torch 2.11 to 2.15), see inputs.is_half
-    if torch._C._are_functorch_transforms_active() or input.is_meta or not len(classes):
-        results = all_at_once(*args)
-    else:
-        results = LossOfLinear.apply(*args, chunk_rows or LinearHead.chunk_rows(input.shape[-1]))
+    dtype = linear_head.dtype_of_logits(input, weight)
+    loss = TokenRows(float(temperature), return_entropy)
+    chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
+    results = linear_head.results_of_linear(rows, weight, bias, classes, dtype, loss, chunk_rows)
     results = tuple(result.view(targets.shape) for result in results)
     return (results[0], results[1]) if return_entropy else results[0]
 
 
 def _check(shape: tuple[int, ...], targets: Tensor, temperature: float) -> None:
-    """Say what is wrong with the targets or the temperature.
-
-    Raises:
-        ValueError: what was got, and what is expected.
-    """
+    """Raise ValueError about what is wrong with the targets or the temperature."""
     if tuple(targets.shape) != shape or targets.dtype is not torch.int64:
         raise ValueError(
             f"targets: expected int64 classes of shape {shape}, one for each row, got "

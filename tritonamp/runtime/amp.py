@@ -1,41 +1,18 @@
-"""``enable``, and ``Amp``, the handle that it returns."""
+"""``Amp``: the handle that ``enable`` returns."""
 
 import contextlib
-import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import dispatch, user_functions
-from tritonamp.casts.loaded import (
-    bfloat16_in_float16,
-    check_half_dtypes,
-    check_own_memory,
-    check_range,
-    half_parameters,
-    loaded_dtype,
-)
-from tritonamp.casts.model import fp32_modules
-from tritonamp.checks import (
-    check_cast_inputs,
-    check_flag,
-    check_gradients,
-    check_max_norm,
-    check_models,
-    check_optimizers,
-    check_pipeline,
-    check_scaler,
-    check_sharding,
-    warn_of_zero_eps,
-)
+from tritonamp.checks import check_flag, check_max_norm, check_pipeline
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
@@ -45,9 +22,8 @@ from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels.device import check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.names import parameter_names
-from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
+from tritonamp.policy import Policy
 from tritonamp.runtime.parts import Parts, Request, build_parts
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
@@ -55,99 +31,12 @@ from tritonamp.step.stage_loss import StageLoss
 from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import leaves, nodes
 
-logger = logging.getLogger("tritonamp")
-
 T = TypeVar("T")
 
 
-def enable(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    *,
-    level: str | Policy | None = None,
-    dtype: torch.dtype | None = None,
-    backend: str = "auto",
-    scaler: GradScaler | None = None,
-    policy: Policy | None = None,
-    around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
-    **policy_fields: Any,
-) -> "Amp":
-    """Turn on mixed precision for a model and its optimizer, in place.
-
-    Args:
-        model: a module, already on its device, or several. Parameters may be of any dtype: half
-            ones that train get FP32 values, frozen half and quantised ones stay as they are.
-        optimizer: any torch.optim optimizer over the model's parameters, or several; None for
-            inference.
-        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
-            a Policy. None: ``policy``, or "O1".
-        dtype: torch.float16 or torch.bfloat16; None: the one that the model came in, if it has one
-            that its device computes in, else torch.float16.
-        backend: "auto", "triton" or "eager".
-        scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
-        policy: a Policy, the same as giving it as ``level``.
-        around_step: for libraries that adapt tritonamp: each ``optimizer.step()`` runs inside the
-            context manager that this gives for the optimizer, entered before anything is decided.
-        **policy_fields: fields of Policy that differ from the level's.
-
-    Returns:
-        the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
-
-    Raises:
-        ValueError: arguments that contradict one another or the model, named; nothing has been
-            changed then.
-        UnsupportedDeviceError: the device cannot do what was asked for explicitly.
-    """
-    check_field_names(policy_fields, inspect.signature(enable).parameters)
-    if policy is not None and level is not None:
-        raise ValueError(
-            f"expected a level or a policy, got both level={level!r} and policy: a policy takes "
-            "the place of the level, drop one"
-        )
-    if scaler is not None:
-        check_scaler(scaler, policy_fields)
-        policy_fields["loss_scale"] = "dynamic"
-    if level is None:
-        level = "O1" if policy is None else policy
-    given = _as_list(model)
-    models = check_models(given)
-    device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
-    half = half_parameters(models)
-    if dtype is None and isinstance(level, str) and level in LEVELS:
-        dtype = loaded_dtype(half, device)
-    resolved = resolve(level, dtype, **policy_fields)
-    optimizers = check_optimizers([] if optimizer is None else _as_list(optimizer), models)
-    check_sharding(models, resolved, optimizers)
-    check_gradients(given, resolved)
-    check_dtype(resolved.dtype, device)
-    if resolved.cast_model or resolved.op_policy:
-        warn_of_known_fault(device)
-    chosen = choose_backend(backend, device)
-    for m in models:
-        fp32_modules(m, resolved)  # raises for names that match nothing
-    check_cast_inputs(models, resolved)
-    check_half_dtypes(half, resolved)
-    check_own_memory(half, resolved)
-    check_range(bfloat16_in_float16(half, resolved))
-    warn_of_zero_eps(optimizers, resolved)
-    logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
-    scaler = scaler or scaler_for(resolved, device)
-    with torch.inference_mode(False):  # what is made here will have to train
-        return Amp(
-            Request(models, given, optimizers, resolved, chosen, scaler, device, around_step)
-        )
-
-
-def _as_list(value: T | Iterable[T]) -> list[T]:
+def as_list(value: T | Iterable[T]) -> list[T]:
+    """Return one value, or several, as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
-
-
-def scaler_for(policy: Policy, device: torch.device) -> GradScaler:
-    """Return a new scaler that begins where a policy says."""
-    if policy.loss_scale == "dynamic":
-        return GradScaler(device.type, init_scale=policy.init_scale)
-    fixed = float(policy.loss_scale)
-    return GradScaler(device.type, init_scale=fixed, min_scale=fixed, max_scale=fixed)
 
 
 class Amp:
@@ -289,7 +178,7 @@ class Amp:
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here."""
-        feeds = self._parts.optimizers if optimizer is None else _as_list(optimizer)
+        feeds = self._parts.optimizers if optimizer is None else as_list(optimizer)
         if not feeds:
             raise RuntimeError(
                 "this model was enabled without an optimizer: call tritonamp.enable(model, "
@@ -400,7 +289,7 @@ class Amp:
                 "amp.veto(): expected a call between amp.backward(loss) and optimizer.step(), got "
                 "one before any backward or after the step"
             )
-        self._parts.stepper.veto(flag)
+        self._parts.stepper.decider.veto(flag)
 
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
         pending = self._parts.pending.fed_optimizers()
@@ -717,7 +606,7 @@ class Amp:
             self._parts.healing.names,
             faults,
             self._parts.schedulers.state(),
-            self._parts.stepper.outlier_windows.state(self._scalers),
+            self._parts.stepper.decider.outlier_windows.state(self._scalers),
             self.policy.state,
         ).to_dict()
 
@@ -741,7 +630,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._parts.response.counts = FaultCounts.of(state.faults)
-        self._parts.stepper.outlier_windows.load_state(state.outliers, self._scalers)
+        self._parts.stepper.decider.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
 
     @between_graphs

@@ -21,7 +21,7 @@ from tritonamp.casts.trials import Trials
 from tritonamp.class_swap import install
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.replays import Fp32Runs, Replays
+from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
@@ -36,6 +36,7 @@ from tritonamp.kernels.device import Backend
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
+from tritonamp.step.decider import Decider
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
@@ -158,14 +159,14 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
     trials = Trials(models, context, enabled_models.dtypes, healing.find, inputs_in_fp32)
     log, replays, response = _diagnosis(request, weights, healing, forwards, trials, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
+    decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers)
     stepper = Stepper(
         policy,
         backend,
         request.scaler,
         weights,
         pending,
-        log,
-        forwards,
+        decider,
         ranks,
         response,
         fp32_values.asleep,
@@ -216,10 +217,10 @@ def _diagnosis(
         healing.heal(name)
         ranks.rebuild(healing.modules)
 
-    fp32_runs, together = Fp32Runs(models, trials), ReplayRanks(ranks)
+    together = ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
     replays = Replays(models, policy, log, forwards, trials, together)
-    return log, replays, Response(policy, log, heal, forwards, replays, fp32_runs, together)
+    return log, replays, Response(policy, log, heal, forwards, replays, together)
 
 
 def _check_steps(request: Request) -> None:

@@ -12,6 +12,9 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
+from tritonamp.step.rules import rule_of
+from tritonamp.step.small_state import fp32_state_dict
+from tritonamp.step.state_loading import load_state, plain_state
 from tritonamp.step.stepper import Stepper
 
 
@@ -90,18 +93,19 @@ class EnabledOptimizer(Swapped):
         """Clear the gradients of masters and half parameters."""
         stepper = _awake(self)
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        stepper.zeroed(_unwrapped(self), set_to_none)
+        stepper.pending.zeroed(_unwrapped(self), set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the group then holds their masters."""
-        stepper = _awake(self)
-        stepper.check_group(_unwrapped(self), param_group)
+        weights = _awake(self).weights[_unwrapped(self)]
+        weights.check_group(param_group)
         super().add_param_group(param_group)  # type: ignore[misc]
-        group = self.param_groups[-1]  # type: ignore[attr-defined]
-        stepper.adopt(_unwrapped(self), group)
+        weights.adopt(self.param_groups[-1])  # type: ignore[attr-defined]
 
     def _plain_state(self, state: Any) -> Any:
-        return _awake(self).plain_state(_unwrapped(self), super()._plain_state(state))
+        stepper, optimizer = _awake(self), _unwrapped(self)
+        values = dict(stepper.weights[optimizer].fp32_values(lends=False))
+        return plain_state(optimizer, super()._plain_state(state), values, stepper.offload)
 
     def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
         """Return the state, with moments in FP32.
@@ -109,12 +113,18 @@ class EnabledOptimizer(Swapped):
         Args:
             packed: in the format that ``state`` of the policy names, which loads everywhere, too.
         """
-        stepper, own = _awake(self), super().state_dict()  # type: ignore[misc]
-        return own if packed else stepper.fp32_state_dict(_unwrapped(self), own)
+        _awake(self)
+        own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        optimizer = _unwrapped(self)
+        return own if packed else fp32_state_dict(own, optimizer, rule_of(optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
-        _awake(self).load_state(self, super().load_state_dict, state_dict)  # type: ignore
+        stepper, optimizer = _awake(self), _unwrapped(self)
+        keep = None if stepper.offload is None else stepper.offload.keep
+        load = super().load_state_dict  # type: ignore[misc]
+        load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
+        stepper.weights[optimizer].take_masters()
 
     def _amp_unscale_(self, scaler: Any) -> None:
         """Unscale; ``GradScaler.unscale_`` calls it."""

@@ -116,6 +116,16 @@ class Masters:
                 "amp.disable(), requires_grad_(), and tritonamp.enable again"
             )
 
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse parameters that the optimizer has (torch sees only masters), or cannot step on."""
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        group["params"] = params  # it may have been a generator
+        known = set(self._params)
+        if any(isinstance(p, Tensor) and p in known for p in params):
+            raise ValueError("some parameters appear in more than one parameter group")
+        self.check_gathered([p for p in params if isinstance(p, Tensor)])
+
     def give_back(self) -> None:
         """Put the model's parameters, and their state, back into all groups."""
         for group in self.optimizer.param_groups:

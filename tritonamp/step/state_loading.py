@@ -1,15 +1,16 @@
 """Loading the state of an optimizer: FP32 state stays FP32, and misfits are named."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
-from tritonamp.step.offload import host_keys
+from tritonamp.step.offload import Offload, host_keys, on_device
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
 from tritonamp.step.small_state import PACKED, REMAINDER, in_fp32, packing_problems
 
@@ -222,3 +223,32 @@ def _narrow(state: dict[str, Any], param: Tensor) -> None:
         # a 0-d number, such as NAdam's mu_product, stays FP32 in torch
         if value.dim() or not param.dim():
             state[name] = value.to(param.dtype)
+
+
+def plain_state(
+    optimizer: Optimizer,
+    plain: dict[str, Any],
+    values: Mapping[Tensor, Tensor],
+    offload: Offload | None,
+) -> dict[str, Any]:
+    """Return what a copy of an enabled optimizer is made from: state and masters in FP32.
+
+    Args:
+        optimizer: the optimizer.
+        plain: its attributes.
+        values: FP32 value of each parameter of the model.
+        offload: host memory of masters and state.
+    """
+    rule = rule_of(optimizer)
+    if rule is None or "state" not in plain:
+        return plain
+    masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
+    groups = [
+        {**group, "params": [masters.get(p, p) for p in group["params"]]}
+        for group in plain["param_groups"]
+    ]
+    state = {}
+    for p, s in plain["state"].items():
+        wide = in_fp32(s, rule, p)
+        state[masters.get(p, p)] = wide if offload is None else wide | on_device(wide, p)
+    return {**plain, "state": defaultdict(dict, state), "param_groups": groups}

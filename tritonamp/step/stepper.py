@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +13,21 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
-from tritonamp.diagnosis.batches import Forwards
-from tritonamp.diagnosis.log import NonFiniteError, StepLog
+from tritonamp.diagnosis.log import NonFiniteError
 from tritonamp.diagnosis.scaled_gradients import before_step
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import by_mesh, total_norm
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
+from tritonamp.step.decider import Decider, found_inf_of
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
-from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
-from tritonamp.step.offload import Offload, on_device
+from tritonamp.step.offload import Offload
 from tritonamp.step.outcomes import StepOutcomes
-from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of
-from tritonamp.step.small_state import fp32_state_dict, in_fp32, state_format
-from tritonamp.step.state_loading import load_state
-
-
-class _Judged(NamedTuple):
-    """The gradients of one optimizer with the decision about them.
-
-    Attributes:
-        gradients: the gradients that the step uses.
-        grad_scale: 0-d factor on the gradients; None: they are true ones.
-        found_inf: 0-d, not 0: skip.
-    """
-
-    gradients: Gradients
-    grad_scale: Tensor | None
-    found_inf: Tensor
+from tritonamp.step.small_state import state_format
 
 
 class Stepper:
@@ -57,8 +39,7 @@ class Stepper:
         scaler: the scaler that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
         pending: the pending decisions.
-        log: the log, which notes every decision.
-        forwards: the batches of the forwards that led to a decision.
+        decider: makes them.
         ranks: the processes that decide together.
         respond: called after every decision with whether it was a skip, where the policy wants more
             than skipping.
@@ -67,9 +48,8 @@ class Stepper:
         around_step: makes a context manager for each step of an optimizer.
 
     Attributes:
-        offload: as above.
+        weights, pending, decider, asleep, offload, around_step: as above.
         outcomes: step outcomes by optimizer.
-        outlier_windows: by which outliers are told, where the policy skips them.
     """
 
     def __init__(
@@ -79,26 +59,23 @@ class Stepper:
         scaler: GradScaler,
         weights: dict[Optimizer, MasterWeights],
         pending: PendingDecisions,
-        log: StepLog,
-        forwards: Forwards,
+        decider: Decider,
         ranks: Ranks,
         respond: Callable[[bool], None],
         asleep: Asleep,
         offload: Offload | None = None,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
+        self.weights = weights
+        self.pending = pending
+        self.decider = decider
         self.asleep = asleep
         self.offload = offload
         self.around_step = around_step
-        self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
         self._scaler = scaler
-        self._weights = weights
-        self._pending = pending
-        self._log = log
-        self._forwards = forwards
         self._ranks = ranks
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
@@ -115,61 +92,32 @@ class Stepper:
         Returns:
             0-d, not 0 where the loss whose gradients were unscaled, or these, are not finite.
         """
-        w = self._weights[optimizer]
+        w = self.weights[optimizer]
         found_inf = None
         if w.has_true_gradients:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since its last step()"
             )
-        for decision in self._pending.of(optimizer, moves_scale=not by_scaler):
-            self._decide(decision, undoable=True)
+        for decision in self.pending.of(optimizer, moves_scale=not by_scaler):
+            self.decider.decide(decision, undoable=True)
             if w.decision is decision:
                 decision.unscale(w)
                 w.show_true_gradients()
                 found_inf = decision.found_inf
         return found_inf
 
-    def veto(self, flag: bool | Tensor) -> None:
-        """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
-
-        A decision that was made early is made again, on the numbers that it was made on. Where
-        several ranks decide that is a collective, which the host does not wait for.
-
-        Raises:
-            RuntimeError: one of several optimizers that a loss feeds has stepped; or ranks that
-                step may be missing here.
-        """
-        if self._ranks.several and self._ranks.may_be_missing:
-            raise RuntimeError(
-                "amp.veto() inside of model.join(): expected all ranks, got some that may have run "
-                "out of batches and would step all the same: skip the batch on all ranks instead"
-            )
-        decided = self._pending.decided()
-        if not all(decision.can_be_undone for decision in decided):
-            raise RuntimeError(
-                "amp.veto() after an optimizer.step(): expected a call before the first of the "
-                "optimizers that a loss feeds has stepped, since all of them step, or none: call "
-                "amp.veto(flag) directly after amp.backward(loss)"
-            )
-        for decision in decided:
-            decision.undo()
-        self._pending.veto(flag)
-        for decision in decided:
-            self._make(decision, decision.max_norm, undoable=True)
-            self._log.decided_again(decision.scaler.rule)
-
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
         decisions = list(
-            dict.fromkeys(d for o in optimizers for d in self._pending.of(o, moves_scale=True))
+            dict.fromkeys(d for o in optimizers for d in self.pending.of(o, moves_scale=True))
         )
-        all_scaled = all(self._weights[o].decision in decisions for o in optimizers)
+        all_scaled = all(self.weights[o].decision in decisions for o in optimizers)
         if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
             # the step multiplies by the clip coefficient, at no extra pass
-            self._decide(decisions[0], max_norm, undoable=True)
+            self.decider.decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm
         for decision in decisions:
-            self._decide(decision, undoable=True)
+            self.decider.decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         total = self._ranks.norm_of_stages(total)
@@ -180,11 +128,11 @@ class Stepper:
 
     def _true_norm(self, optimizer: Optimizer) -> Tensor:
         """Unscale the gradients and return their norm; 0 where they will be skipped."""
-        w = self._weights[optimizer]
+        w = self.weights[optimizer]
         if not w.has_true_gradients:
             self.unscale_(optimizer)
         norm = total_norm([g.float() for g in w.all_gradients()])
-        for decision in self._pending.of(optimizer, moves_scale=True):
+        for decision in self.pending.of(optimizer, moves_scale=True):
             if decision.is_decided:
                 skip = decision.found_inf.to(norm.device) != 0
                 norm = torch.where(skip, torch.zeros_like(norm), norm)
@@ -221,8 +169,8 @@ class Stepper:
         """
         if self.offload is not None:
             self.offload.refuse_capture()
-        w = self._weights[optimizer]
-        decisions = self._pending.of(optimizer, moves_scale=not by_scaler)
+        w = self.weights[optimizer]
+        decisions = self.pending.of(optimizer, moves_scale=not by_scaler)
         if not decisions:
             return None
         undecided = [d for d in decisions if not d.is_decided]
@@ -235,11 +183,11 @@ class Stepper:
                 _as_torch_runs_it(step, optimizer)
         except BaseException:  # undo the decisions, so that the call can be repeated
             if w in decisions[0].waiting:
-                self._undo(w, undecided)
+                self.decider.undo(undecided)
             raise
         if self._policy.on_nonfinite != "skip":
             self._answer(decisions, by_scaler)
-        return _found_inf(decisions)
+        return found_inf_of(decisions)
 
     def _fused_step_of(self, optimizer: Optimizer) -> FusedStep | None:
         """Return the optimizer's ``FusedStep``; None: the optimizer steps by itself."""
@@ -248,13 +196,13 @@ class Stepper:
             if rule is not None:
                 track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
-                beside = self._weights[optimizer].beside
+                beside = self.weights[optimizer].beside
                 how = self._backend, track_lost, state, beside, self.offload
                 fused = FusedStep(optimizer, rule, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         if fused is not None and fused.rule.leaves_sparse_to_torch:
-            by_torch = self._weights[optimizer].any_sparse()
+            by_torch = self.weights[optimizer].any_sparse()
             if by_torch and self.offload is not None:
                 raise RuntimeError(
                     "offload='state': expected dense gradients, got sparse ones, on which torch's "
@@ -270,7 +218,8 @@ class Stepper:
         fused: FusedStep,
         optimizer: Optimizer,
     ) -> None:
-        judged = self._judge(w, decisions)  # hooks of the user's have run: it sees their gradients
+        # hooks of the user's have run: it sees their gradients
+        judged = self.decider.judge(w, decisions)
         if judged.gradients.any_sparse:
             fused.rule.refuse_sparse()
         with torch.no_grad():
@@ -281,7 +230,7 @@ class Stepper:
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Run the own step of an optimizer that cannot skip on the device: one host read."""
         # ranks would have to decide again together, and the others may not have failed
-        judged = self._judge(w, decisions, undoable=not self._ranks.several)
+        judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
             self._leave(w, decisions)
             return
@@ -308,48 +257,8 @@ class Stepper:
         w.note_step()
         for decision in decisions:
             decision.settle()
-        self._pending.leave(w, decisions)
-        self.outcomes[w.optimizer].note(_found_inf(decisions))
-
-    def _judge(
-        self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
-    ) -> _Judged:
-        """Decide on the gradients of one optimizer, and of all others that its losses feed."""
-        w.refresh()
-        gradients = w.gradients()
-        for decision in decisions:
-            self._decide(decision, undoable=undoable, known={w: gradients})
-        if len(decisions) > 1 and w.decision is not None:
-            w.decision.unscale(w)
-            gradients = w.gradients()
-        grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
-        return _Judged(gradients, grad_scale, _found_inf(decisions))
-
-    def _decide(self, decision: Decision, max_norm: float | None = None, **how: Any) -> None:
-        """Make the decision and log it, unless it was made before."""
-        if decision.is_decided:
-            return
-        self._make(decision, max_norm, **how)
-        try:
-            untouched = all(w.is_untouched for w in decision.waiting)
-            others = [w for w in self._weights.values() if w not in decision.waiting]
-            batches = self._forwards.pop_all([w.parameters() for w in others])
-            self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
-        except BaseException:  # the log noted nothing: only the decision is undone
-            if not self._ranks.several:
-                decision.undo()
-            raise
-
-    def _make(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
-        params = [w.parameters() for w in decision.waiting]
-        record = self._log.record(params, decision.scale.device, self._ranks.members)
-        outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
-        decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
-
-    def _undo(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        for decision in reversed(decisions):
-            if decision.undo():
-                self._log.undo()
+        self.pending.leave(w, decisions)
+        self.outcomes[w.optimizer].note(found_inf_of(decisions))
 
     def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
         """Carry out ``on_nonfinite`` of the policy, once for each decision."""
@@ -363,58 +272,6 @@ class Stepper:
                 if by_scaler:  # the error keeps the user's loop from calling ``update``
                     decision.scaler.update()
                 raise
-
-    # what else the user does to the optimizer
-
-    def check_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Refuse parameters that the optimizer has (torch sees only masters), or cannot step on."""
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        group["params"] = params  # it may have been a generator
-        known = set(self._weights[optimizer].parameters())
-        if any(isinstance(p, Tensor) and p in known for p in params):
-            raise ValueError("some parameters appear in more than one parameter group")
-        self._weights[optimizer].check_gathered([p for p in params if isinstance(p, Tensor)])
-
-    def adopt(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Put masters into a parameter group that was added."""
-        self._weights[optimizer].adopt(group)
-
-    def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the half parameters' gradients when the user clears the optimizer's."""
-        self._pending.zeroed(optimizer, set_to_none)
-
-    def fp32_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's own ``state_dict()`` with all moments in FP32."""
-        return fp32_state_dict(state_dict, optimizer, rule_of(optimizer))
-
-    def plain_state(self, optimizer: Optimizer, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return what a copy of the optimizer is made from: state and masters in FP32."""
-        rule = rule_of(optimizer)
-        if rule is None or "state" not in plain:
-            return plain
-        values = dict(self._weights[optimizer].fp32_values(lends=False))
-        masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
-        groups = [
-            {**group, "params": [masters.get(p, p) for p in group["params"]]}
-            for group in plain["param_groups"]
-        ]
-        state = {}
-        for p, s in plain["state"].items():
-            wide = in_fp32(s, rule, p)
-            state[masters.get(p, p)] = wide if self.offload is None else wide | on_device(wide, p)
-        return {**plain, "state": defaultdict(dict, state), "param_groups": groups}
-
-    def load_state(
-        self,
-        optimizer: Optimizer,
-        load: Callable[[dict[str, Any]], None],
-        state_dict: dict[str, Any],
-    ) -> None:
-        """Load the optimizer's state by ``load``, which is its own ``load_state_dict``."""
-        keep = None if self.offload is None else self.offload.keep
-        load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
-        self._weights[optimizer].take_masters()
 
 
 def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
@@ -433,13 +290,6 @@ def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -
     if any(seen):
         step = Optimizer.profile_hook_step(step)
     step(optimizer)
-
-
-def _found_inf(decisions: Sequence[Decision]) -> Tensor:
-    """Return whether any of the decisions is a skip, 0-d, not 0: skip."""
-    if len(decisions) == 1:
-        return decisions[0].found_inf
-    return torch.stack([d.found_inf for d in decisions]).amax()
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

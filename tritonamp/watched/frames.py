@@ -26,21 +26,13 @@ _GENERATED = ("<frozen ", "<eval_with_key>")  # Python's import system, and torc
 
 
 class Role(enum.Enum):
-    """What a frame means when the stack is walked.
+    """What a frame means when the stack is walked."""
 
-    Attributes:
-        USER: code outside of tritonamp, torch and the standard library; tritonamp.demo counts.
-        LIBRARY: code inside of them.
-        RULE: a rule of the op table runs in it; its locals are ``stock``, ``args`` and ``kwargs``.
-        EDGE: an enabled model's inputs and outputs are cast in it.
-        RUN: a watched run begins in it; frames further out did not call the model.
-    """
-
-    USER = enum.auto()
-    LIBRARY = enum.auto()
-    RULE = enum.auto()
-    EDGE = enum.auto()
-    RUN = enum.auto()
+    USER = enum.auto()  # code outside of tritonamp, torch and the standard library; the demo counts
+    LIBRARY = enum.auto()  # code inside of them
+    RULE = enum.auto()  # a rule of the op table; its locals are ``stock``, ``args`` and ``kwargs``
+    EDGE = enum.auto()  # an enabled model's inputs and outputs are cast in it
+    RUN = enum.auto()  # a watched run begins in it; frames further out did not call the model
 
 
 _roles: dict[CodeType, Role] = {}  # filled where the functions are defined

@@ -58,6 +58,15 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
+def nonfinite_samples(tensor: Tensor) -> list[int]:
+    """Return the samples (of one dimension the elements) that hold inf or NaN. Waits."""
+    bad = ~torch.isfinite(tensor.detach())
+    if tensor.dim() > 1:
+        bad = bad.flatten(1).any(1)
+    found: list[int] = bad.reshape(-1).nonzero().flatten().tolist()
+    return found
+
+
 def amax(tensor: Tensor) -> float:
     """Return the largest finite magnitude; 0 where there is none."""
     magnitudes = tensor.detach().abs()
@@ -65,21 +74,13 @@ def amax(tensor: Tensor) -> float:
 
 
 class Schema(NamedTuple):
-    """What torch says of an op.
+    """What torch says of an op."""
 
-    Attributes:
-        aten: the op's name, "_softmax" or "add_".
-        written: the arguments that it writes to, by number or name.
-        overwritten: those of them whose content it ignores.
-        random: whether it draws random numbers.
-        is_view: whether its results share memory with its inputs.
-    """
-
-    aten: str
-    written: frozenset[int | str]
-    overwritten: frozenset[int | str]
-    random: bool
-    is_view: bool
+    aten: str  # the op's name, "_softmax" or "add_"
+    written: frozenset[int | str]  # the arguments that it writes to, by number or name
+    overwritten: frozenset[int | str]  # those of them whose content it ignores
+    random: bool  # whether it draws random numbers
+    is_view: bool  # whether its results share memory with its inputs
 
     @property
     def name(self) -> str:
@@ -108,15 +109,9 @@ def schema_of(func: Any) -> Schema:
 
 
 class OpCall(NamedTuple):
-    """One op as it was dispatched.
+    """One op as it was dispatched."""
 
-    Attributes:
-        func: the OpOverload.
-        args: its arguments.
-        kwargs: its arguments by name.
-    """
-
-    func: Any
+    func: Any  # the OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -169,32 +164,28 @@ class OpCall(NamedTuple):
             self.func, args, {key: changed(key, value) for key, value in self.kwargs.items()}
         )
 
-    def again(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
-        """Return the result for changed floating tensors, in ``dtype``.
+    def in_float64(self, widened: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+        """Return the floating results in float64; none where the op cannot be run again.
 
-        None where the op cannot be run again.
+        ``widened`` gives the float64 copy of a floating input; None: its values.
         """
         if self.schema.random:
-            return None
+            return []
 
         def changed(value: Any) -> Any:
             if is_watched(value):
-                return change(value)
+                return widened(value) if widened else value.to(torch.float64, copy=True)
             if isinstance(value, Tensor):
                 return value.clone() if self.schema.written else value
             floating = isinstance(value, torch.dtype) and value.is_floating_point
-            return dtype if dtype is not None and floating else value
+            return torch.float64 if floating else value
 
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self.map(changed).run()
+                return floats(self.map(changed).run())
         except (RuntimeError, NotImplementedError):  # no kernel for this dtype, or no memory
-            return None
-
-    def in_float64(self) -> list[Tensor]:
-        """Return the floating results in float64; none where the op cannot be run again."""
-        return floats(self.again(lambda t: t.to(torch.float64, copy=True), torch.float64))
+            return []
 
     def exact(self, result: Tensor) -> float | None:
         """Return the largest magnitude in float64 where ``result`` is not finite.

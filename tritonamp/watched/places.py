@@ -22,21 +22,14 @@ Mode = TypeVar("Mode", bound="PlacedOps")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an op ran. Places are equal where module, file and number are.
+    """Where an op ran. Places are equal where module, file and number are."""
 
-    Attributes:
-        module: full name of the innermost module, "" for the model itself, None outside of it.
-        kind: class name of that module.
-        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
-        file: the user's source, None where only torch was between the model and the op.
-        number: of the line in that file; 0 where there is none.
-    """
-
-    module: str | None = None
-    kind: str = dataclasses.field(default="", compare=False)
+    module: str | None = None  # innermost, "" for the model itself, None outside of it
+    kind: str = dataclasses.field(default="", compare=False)  # class name of that module
+    # "linear", "mul"; in a backward the forward op whose gradient was computed
     op: str = dataclasses.field(default="", compare=False)
-    file: str | None = None
-    number: int = 0
+    file: str | None = None  # the user's; None where only torch was between model and op
+    number: int = 0  # of the line in that file; 0 where there is none
 
     @property
     def name(self) -> str:
@@ -62,19 +55,12 @@ class Place:
 
 
 class Way(NamedTuple):
-    """What lies between an op and the first code of the user's around it.
+    """What lies between an op and the first code of the user's around it."""
 
-    Attributes:
-        rule: the frame of a rule of the op table, if the op is in one.
-        at_edge: an enabled model casts its inputs or outputs there.
-        file: the user's source, None where the run began first.
-        number: of the line in that file.
-    """
-
-    rule: FrameType | None
-    at_edge: bool
-    file: str | None
-    number: int
+    rule: FrameType | None  # the frame of a rule of the op table, if the op is in one
+    at_edge: bool  # an enabled model casts its inputs or outputs there
+    file: str | None  # the user's source, None where the run began first
+    number: int  # of the line in that file
 
     @classmethod
     def out_of(cls, innermost: FrameType) -> "Way":
@@ -94,22 +80,16 @@ class Way(NamedTuple):
 class PlacedOps(TorchDispatchMode):
     """A mode whose ops know where they run: modules are followed while it is active.
 
-    Args:
-        names: by module; others count as part of the one that calls them.
-
-    Attributes:
-        names: of the modules that are followed.
-        modules: in whose forwards the run is, innermost last.
-        failed: the innermost that raised.
-        threads: names of modules that ran in another thread, which the mode does not see.
+    Only those in ``names`` are; others count as part of the one that calls them.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.modules: list[nn.Module] = []
-        self.failed: nn.Module | None = None
-        self.threads: dict[str, None] = {}
         self.names = names
+        self.modules: list[nn.Module] = []  # in whose forwards the run is, innermost last
+        self.failed: nn.Module | None = None  # the innermost that raised
+        # names of modules that ran in another thread, which the mode does not see
+        self.threads: dict[str, None] = {}
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
 
     def __enter__(self: Mode) -> Mode:
@@ -155,9 +135,6 @@ class PlacedOps(TorchDispatchMode):
         """Return where the op that is running belongs: in a backward, where its forward's op ran.
 
         For ``__torch_dispatch__``, whose own frame does not count.
-
-        Args:
-            op: its name.
         """
         return self.settled(self.here(op, Way.out_of(sys._getframe(2))))
 
@@ -194,9 +171,8 @@ class PlacedOps(TorchDispatchMode):
         """Return where the forward op of an autograd node ran."""
         number = node._sequence_nr()
         # writes to views make two or three nodes for one op
-        return next(
-            (self._nodes[n] for n in range(number, number - 4, -1) if n in self._nodes), None
-        )
+        made = (self._nodes.get(n) for n in range(number, number - 4, -1))
+        return next(filter(None, made), None)
 
     def place_of_failure(self, error: BaseException) -> Place:
         """Return where an exception was raised: innermost line of the user's, innermost module."""

@@ -2,21 +2,14 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _INHERITED = object()
-
-
-class UserFunction(NamedTuple):
-    """A function of the user's own in the lists: ``module.name``, and its wrapper."""
-
-    module: Any
-    name: str
-    wrap: Callable[[Any], Any]
+Listed = tuple[Any, str, Callable[[Any], Any]]  # a function of the user's: module, name, wrapper
 
 
 class Casts:
@@ -32,15 +25,15 @@ class Casts:
     """
 
     def __init__(
-        self, active: bool, enable_caching: bool, dtype: torch.dtype, device_types: frozenset[str]
+        self, enable_caching: bool, dtype: torch.dtype, device_types: frozenset[str]
     ) -> None:
         self.dtype = dtype
         self.device_types = device_types
         self.owners: weakref.WeakSet[Any] | None = None
-        self.user_functions: list[UserFunction] = []
+        self.user_functions: list[Listed] = []
         self.has_cache = enable_caching
         self.cache: dict[Tensor, Tensor] = {}
-        self._is_active = active
+        self._is_active = True
         self._versions: dict[Tensor, int] = {}
         self._all_wrappers: list[tuple[Any, str, Any]] = []
 
@@ -58,12 +51,12 @@ class Casts:
 
     # the functions
 
-    def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Put ``wrap(module.name)`` in the place of ``module.name``, if there is one."""
-        if not callable(getattr(module, name, None)):
-            return
-        self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
-        setattr(module, name, wrap(getattr(module, name)))
+    def _replace(self, module: Any, names: Iterable[str], wrap: Callable[[Any], Any]) -> None:
+        """Put ``wrap(module.name)`` in the place of each ``module.name`` that there is."""
+        for name in names:
+            if callable(getattr(module, name, None)):
+                self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
+                setattr(module, name, wrap(getattr(module, name)))
 
     def _deactivate(self) -> None:
         """Put all functions back."""

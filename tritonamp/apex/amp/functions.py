@@ -8,11 +8,13 @@ import torch
 
 from tritonamp.apex.amp import lists, wrap
 from tritonamp.apex.amp._amp_state import _amp_state
-from tritonamp.apex.amp.casts import UserFunction
+from tritonamp.apex.amp.casts import Listed
 from tritonamp.apex.amp.handle import AmpHandle, NoOpHandle
 from tritonamp.apex.amp.wrap import F
+from tritonamp.apex.amp.wrap import float_function as float_function
+from tritonamp.apex.amp.wrap import promote_function as promote_function
 
-_registered: list[UserFunction] = []  # for the next ``init``
+_registered: list[Listed] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
@@ -25,23 +27,13 @@ def bfloat16_function(function: F) -> F:
     return wrap.half(function, torch.bfloat16)
 
 
-def float_function(function: F) -> F:
-    """Give ``function`` its half tensors in FP32 while casts are on; a decorator."""
-    return wrap.float_(function)
-
-
-def promote_function(function: F) -> F:
-    """Give ``function`` FP32 where half and FP32 tensors meet, while casts are on; a decorator."""
-    return wrap.promote(function)
-
-
 def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         raise ValueError(
             f"No function named {name} in module {module}: expected the name of a function that it "
             "has"
         )
-    _registered.append(UserFunction(module, name, wrapper))
+    _registered.append((module, name, wrapper))
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -77,7 +69,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Cast around torch's functions in the whole process; the casts of an earlier call end.
 
     Args:
@@ -95,25 +87,21 @@ def init(
     carried = earlier.user_functions if earlier.is_active() else []
     earlier._deactivate()
     if not enabled:
-        no_casts = _amp_state.handle = NoOpHandle()
-        return no_casts
+        nothing = _amp_state.handle = NoOpHandle()
+        return nothing
     handle = _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, patch_type)
-    handle.user_functions = _without_repetition([*carried, *_registered])
+    functions = [*carried, *_registered]
+    last = {(id(module), name): (module, name, wrapper) for module, name, wrapper in functions}
+    handle.user_functions = list(last.values())  # of the entries for one function
     _registered.clear()
     _patch(handle, allow_banned)
     return handle
 
 
-def _without_repetition(functions: list[UserFunction]) -> list[UserFunction]:
-    """Of entries for one function the last."""
-    last = {(id(function.module), function.name): function for function in functions}
-    return list(last.values())
-
-
 def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     """Put wrappers around the functions of the lists, the user's own first."""
-    for function in handle.user_functions:
-        handle._replace(*function)
+    for module, name, wrapper in handle.user_functions:
+        handle._replace(module, [name], wrapper)
     every = (
         lists.functional_overrides,
         lists.torch_overrides,
@@ -121,30 +109,19 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
         lists.rnn_overrides,
     )
     for overrides in every:
-        replace = functools.partial(_replace_all, handle, overrides.MODULE)
+        replace = functools.partial(handle._replace, overrides.MODULE)
         replace(_once(overrides.FP16_FUNCS, lists.LAYERS), wrap.half_op)
-        replace(_once(overrides.FP32_FUNCS), wrap.float_)
-        replace(_once([*overrides.CASTS, *overrides.SEQUENCE_CASTS]), wrap.promote)
+        replace(_once(overrides.FP32_FUNCS), float_function)
+        replace(_once([*overrides.CASTS, *overrides.SEQUENCE_CASTS]), promote_function)
         if overrides is not lists.functional_overrides:
             replace((name + "_" for name in _once(overrides.FP32_FUNCS)), wrap.refuse_half)
             replace((name + "_" for name in _once(overrides.FP16_FUNCS)), wrap.match_first)
         for name, message in overrides.BANNED_FUNCS:
-            wrapper = (
-                wrap.float_
-                if allow_banned
-                else functools.partial(wrap.refuse_half, message=message)
-            )
-            replace([name], wrapper)
-    _replace_all(handle, lists.rnn_overrides.MODULE, lists.LAYERS, wrap.half_layer)
-    handle._replace(torch.nn.RNNBase, "check_input", wrap.any_input_dtype)
+            refuse = functools.partial(wrap.refuse_half, message=message)
+            replace([name], float_function if allow_banned else refuse)
+    handle._replace(lists.rnn_overrides.MODULE, lists.LAYERS, wrap.half_layer)
+    handle._replace(torch.nn.RNNBase, ["check_input"], wrap.any_input_dtype)
 
 
 def _once(names: Iterable[str], without: Iterable[str] = ()) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in without]
-
-
-def _replace_all(
-    handle: AmpHandle, module: Any, names: Iterable[str], wrapper: Callable[[Any], Any]
-) -> None:
-    for name in names:
-        handle._replace(module, name, wrapper)

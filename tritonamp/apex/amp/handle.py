@@ -14,16 +14,27 @@ from tritonamp.apex.amp.casts import Casts
 from tritonamp.apex.amp.opt import OptimWrapper
 
 
-class _Handle(Casts):
-    """Casts with the API from before ``amp.initialize``.
+class AmpHandle(Casts):
+    """The casts of ``amp.init``, which returns it, or of an ``amp.initialize`` of level O1 or O4.
+
+    That of ``amp.initialize`` is ``_amp_state.handle``.
 
     Attributes:
         loss_scale: of optimizers that ``wrap_optimizer`` and ``scale_loss`` are given.
         verbose: as given; nothing is printed.
     """
 
-    loss_scale: str | float = "dynamic"
-    verbose = False
+    def __init__(
+        self,
+        loss_scale: str | float = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device_types: frozenset[str] = frozenset(("cpu", "cuda")),
+    ) -> None:
+        super().__init__(enable_caching, dtype, device_types)
+        self.loss_scale = loss_scale
+        self.verbose = verbose
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Return an optimizer with ``scale_loss``; it expects ``num_loss`` losses a step.
@@ -48,30 +59,12 @@ class _Handle(Casts):
             weakref.finalize(owner, _end_without_owners).atexit = False
 
 
-class AmpHandle(_Handle):
-    """The casts of ``amp.init``, which returns it, or of an ``amp.initialize`` of level O1 or O4.
-
-    That of ``amp.initialize`` is ``_amp_state.handle``.
-    """
-
-    def __init__(
-        self,
-        loss_scale: str | float = "dynamic",
-        enable_caching: bool = True,
-        verbose: bool = False,
-        dtype: torch.dtype = torch.float16,
-        device_types: frozenset[str] = frozenset(("cpu", "cuda")),
-    ) -> None:
-        super().__init__(True, enable_caching, dtype, device_types)
-        self.loss_scale = loss_scale
-        self.verbose = verbose
-
-
-class NoOpHandle(_Handle):
+class NoOpHandle(AmpHandle):
     """A handle that does nothing: no function is cast, and losses stay as they are."""
 
     def __init__(self) -> None:
-        super().__init__(False, False, torch.float16, frozenset())
+        super().__init__(enable_caching=False, device_types=frozenset())
+        self._is_active = False
 
 
 def _end_without_owners() -> None:

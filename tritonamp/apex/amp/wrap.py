@@ -122,8 +122,8 @@ def any_input_dtype(check: F) -> F:
     return _adapting(check, like_weights)
 
 
-def float_(function: F) -> F:
-    """Wrap ``function`` to get FP32 arguments."""
+def float_function(function: F) -> F:
+    """Give ``function`` its half tensors in FP32 while casts are on; a decorator."""
     return _adapting(function, _to_float)
 
 
@@ -131,8 +131,8 @@ def _to_float(arguments: Arguments) -> Any:
     return _map(arguments, lambda t: t.float())
 
 
-def promote(function: F) -> F:
-    """Wrap ``function`` to get FP32 arguments where half and FP32 ones meet."""
+def promote_function(function: F) -> F:
+    """Give ``function`` FP32 where half and FP32 tensors meet, while casts are on; a decorator."""
 
     def to_widest(arguments: Arguments) -> Any:
         dtypes = {tensor.dtype for tensor in _tensors(arguments)}

@@ -1,5 +1,7 @@
 """Arithmetic that the updates by moments share."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -12,26 +14,32 @@ def corrections(beta1: float, beta2: float, step: int, bias_correction: int) -> 
 
 
 def adam_updates(
-    grads: list[Tensor],
-    moments: list[Tensor],
-    squares: list[Tensor],
-    betas: tuple[float, float],
-    weight1: float,
-    corrected: tuple[float, float],
+    lists: Iterable[list[Tensor]],
+    beta1: float,
+    beta2: float,
     eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float = 0.0,
+    mode: int = 0,
+    grad_averaging: int = 1,
 ) -> list[Tensor]:
-    """Move both moments of Adam in place, and return first moment over root of the second.
+    """Move both moments of Adam in place; return first moment over root of the second, decayed.
 
-    Gradients enter the first moments times ``weight1``; both moments are divided by ``corrected``,
-    as ``corrections`` returns it. All tensors are wide.
+    ``lists`` are wide gradients, parameters, first and second moments; the others are arguments of
+    ``amp_C``.
     """
-    torch._foreach_mul_(moments, betas[0])
-    torch._foreach_add_(moments, grads, alpha=weight1)
-    torch._foreach_mul_(squares, betas[1])
-    torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
-    updates = as_list(torch._foreach_div(moments, corrected[0]))
-    torch._foreach_div_(updates, root(squares, corrected[1], eps))
-    return updates
+    grads, params, moments, squares = lists
+    if mode == 0:
+        grads = decayed(grads, params, weight_decay)
+    torch._foreach_mul_(moments, beta1)
+    torch._foreach_add_(moments, grads, alpha=1 - beta1 if grad_averaging else 1.0)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    correction1, correction2 = corrections(beta1, beta2, step, bias_correction)
+    updates = as_list(torch._foreach_div(moments, correction1))
+    torch._foreach_div_(updates, root(squares, correction2, eps))
+    return decayed(updates, params, weight_decay) if mode == 1 else updates
 
 
 def root(squares: list[Tensor], correction: float, eps: float) -> list[Tensor]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.apex.amp_C._lists import GRADS, MOMENTS, PARAMS, SQUARES, Lists, checked, store, wide
-from tritonamp.apex.amp_C._moments import adam_updates, corrections, decayed
+from tritonamp.apex.amp_C._moments import adam_updates
 
 
 @torch.no_grad()
@@ -25,12 +25,7 @@ def multi_tensor_adam(
     lists = checked("multi_tensor_adam", tensor_lists, GRADS, PARAMS, MOMENTS, SQUARES)
     if not len(lists[0]):
         return
-    grads, params, moments, squares = map(wide, lists)
-    if mode == 0:
-        grads = decayed(grads, params, weight_decay)
-    corrected = corrections(beta1, beta2, step, bias_correction)
-    updates = adam_updates(grads, moments, squares, (beta1, beta2), 1 - beta1, corrected, eps)
-    if mode == 1:
-        updates = decayed(updates, params, weight_decay)
-    torch._foreach_add_(params, updates, alpha=-lr)
-    store(lists[1:], [params, moments, squares])
+    values = [*map(wide, lists)]
+    updates = adam_updates(values, beta1, beta2, eps, step, bias_correction, weight_decay, mode)
+    torch._foreach_add_(values[1], updates, alpha=-lr)
+    store(lists[1:], values[1:])

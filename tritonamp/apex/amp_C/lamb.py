@@ -14,7 +14,7 @@ from tritonamp.apex.amp_C._lists import (
     store,
     wide,
 )
-from tritonamp.apex.amp_C._moments import adam_updates, corrections, decayed
+from tritonamp.apex.amp_C._moments import adam_updates
 
 UPDATES = "updates"
 
@@ -42,17 +42,10 @@ def multi_tensor_lamb(
     if not len(lists[0]):
         return
     grads, params, moments, squares = map(wide, lists)
-    grads = _clipped(grads, global_grad_norm, max_grad_norm)
-    if mode == 0:
-        grads = decayed(grads, params, weight_decay)
-    weight1 = 1 - beta1 if grad_averaging else 1.0
-    corrected = corrections(beta1, beta2, step, bias_correction)
-    updates = adam_updates(grads, moments, squares, (beta1, beta2), weight1, corrected, eps)
-    if mode == 1:
-        updates = decayed(updates, params, weight_decay)
-    norms, update_norms = (
-        torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates)
-    )
+    values = [_clipped(grads, global_grad_norm, max_grad_norm), params, moments, squares]
+    arguments = beta1, beta2, eps, step, bias_correction, weight_decay, mode, grad_averaging
+    updates = adam_updates(values, *arguments)
+    norms, update_norms = (torch.stack(torch._foreach_norm(xs)) for xs in (params, updates))
     _step(params, updates, norms, update_norms, lr, weight_decay, use_nvlamb)
     store(lists[1:], [params, moments, squares])
 
@@ -81,9 +74,8 @@ def multi_tensor_lamb_stage1_cuda(
     if not len(lists[0]):
         return
     grads, params, moments, squares = map(wide, lists[:4])
-    grads = _clipped(grads, global_grad_norm, max_global_grad_norm)
-    corrected = corrections(beta1, beta2, step + 1, True)
-    updates = adam_updates(grads, moments, squares, (beta1, beta2), 1 - beta1, corrected, eps)
+    values = [_clipped(grads, global_grad_norm, max_global_grad_norm), params, moments, squares]
+    updates = adam_updates(values, beta1, beta2, eps, step + 1, bias_correction=1)
     decays = as_list(torch._foreach_mul(params, per_tensor_decay.unbind()))
     torch._foreach_add_(updates, decays)
     store(lists[2:], [moments, squares, updates])

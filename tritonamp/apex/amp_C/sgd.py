@@ -50,17 +50,13 @@ def multi_tensor_sgd(
         grads = as_list(torch._foreach_mul(grads, scale))
     decays = (0.0, weight_decay) if wd_after_momentum else (weight_decay, 0.0)
     sgd_step(grads, params, buffers, decays, momentum, dampening, lr, nesterov, first_run)
-    written: list[Sequence[Tensor]] = [lists[1]]
-    results: list[Sequence[Tensor]] = [params]
+    results = [(lists[1], params)]
     if momentum != 0:
-        written.append(lists[2])
-        results.append(buffers)
-    if len(lists) == 4:
-        written.append(lists[3])
-        results.append(params)
+        results.append((lists[2], buffers))
+    results += [(copies, params) for copies in lists[3:]]
     if noop_flag is not None:
-        results = [_unless(noop_flag, *pair) for pair in zip(written, results, strict=True)]
-    store(written, results)
+        results = [(tensors, _unless(noop_flag, tensors, values)) for tensors, values in results]
+    store(*zip(*results, strict=True))
 
 
 def _unless(noop_flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:

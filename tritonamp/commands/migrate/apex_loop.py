@@ -32,7 +32,7 @@ def convert(script: Script) -> None:
     """Note what turns the loop into one with a handle; Refused where that is not certain."""
     uses, starts = [], []
     for name in _names(script):
-        qualified = script.names.qualified(name)
+        qualified = script.qualified(name)
         register = next((row for row in table.REGISTERS if row.call == qualified), None)
         if register is not None:
             script.replace(name, register.becomes, register.reason)
@@ -51,36 +51,35 @@ def convert(script: Script) -> None:
 
 def _names(script: Script) -> list[ast.Attribute | ast.Name]:
     """Return every ``apex.amp.name``, in order, and drop its imports; Refused for amp alone."""
-    names, source = script.names, script.source
     imports = [(s, alias) for s in statements(script) for alias in s.names]
     bound = {a.asname or a.name for s, a in imports if imported(s, a) == AMP}
-    plain = [n for n in source.nodes if isinstance(getattr(n, "ctx", None), ast.Load)]
+    plain = [n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load)]
     found: list[ast.Attribute | ast.Name] = []
     for node in plain:
-        name = names.qualified(node) or ""
-        if isinstance(node, ast.Name) and node.id in bound and names.variable(node) is None:
+        name = script.qualified(node) or ""
+        if isinstance(node, ast.Name) and node.id in bound and script.variable(node) is None:
             what = f"`{node.id}` is not imported where it is used"
             raise Refused(node, what, "import it for the whole file")
         if name.startswith(f"{AMP}.") and name.count(".") == 2:
             found.append(node)  # type: ignore[arg-type]
-        elif name == AMP and not isinstance(source.parents[node], ast.Attribute):
+        elif name == AMP and not isinstance(script.parents[node], ast.Attribute):
             raise Refused(node, f"`{ast.unparse(node)}` as a value", "hand the handle over")
-    apex = [node for node in plain if names.qualified(node) == "apex"]
-    only_amp = all(names.qualified(source.parents[node]) == AMP for node in apex)
+    apex = [node for node in plain if script.qualified(node) == "apex"]
+    only_amp = all(script.qualified(script.parents[node]) == AMP for node in apex)
     for statement, alias in imports if found else ():
         name = imported(statement, alias)
         binds_apex = isinstance(statement, ast.Import) and alias.asname is None
         if (only_amp and name in ("apex", AMP)) if binds_apex else name.startswith(AMP):
             script.dropped.add(alias)
-    return sorted(found, key=source.start)
+    return sorted(found, key=script.start)
 
 
 def _use(script: Script, name: ast.AST) -> _Use:
     """Return the use that ``name`` begins; Refused where the table has none."""
-    around = [*script.source.around(name)][:3]  # a call; of a scaled loss, its item and its block
+    around = [*script.around(name)][:3]  # a call; of a scaled loss, its item and its block
     for row in table.APEX_ROWS:
         node = around[-1] if row is table.SCALED_BACKWARD else around[0]
-        match = row.match(script.names, node)
+        match = row.match(script, node)
         if match is not None and _only_runs_backward(script, match.get("SCALED")):
             return _Use(row, node, match)
     raise Refused(name, f"`{ast.unparse(name)}` has no counterpart", "`--to apex` keeps it")
@@ -89,8 +88,8 @@ def _use(script: Script, name: ast.AST) -> _Use:
 def _only_runs_backward(script: Script, scaled: ast.AST | None) -> bool:
     """Whether the name of a scaled loss is read for nothing but its backward."""
     return all(
-        getattr(script.source.parents[node], "attr", "") == "backward"
-        for node in script.source.nodes
+        getattr(script.parents[node], "attr", "") == "backward"
+        for node in script.nodes
         if isinstance(node, ast.Name) and node.id == getattr(scaled, "id", None)
         if isinstance(node.ctx, ast.Load)
     )
@@ -106,8 +105,8 @@ class _ApexLoop:
     """A call of ``amp.initialize``, and everything that ``amp`` is used for."""
 
     def __init__(self, script: Script, start: ast.AST, uses: list[_Use]) -> None:
-        self.script, self.uses, self.amp, source = script, uses, "amp", script.source
-        call, statement = [*source.around(start)][:2]
+        self.script, self.uses, self.amp = script, uses, "amp"
+        call, statement = [*script.around(start)][:2]
         if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign | ast.Expr):
             raise Refused(start, "amp.initialize is not a statement of its own")
         self.call, self.statement = call, statement
@@ -122,11 +121,11 @@ class _ApexLoop:
         if isinstance(enabled, ast.Constant) and not enabled.value:
             raise Refused(call, "mixed precision is off here", "a level for `enable`")
         self.enabled = None if isinstance(enabled, ast.Constant) else enabled
-        outer = source.parents[statement]
+        outer = script.parents[statement]
         test = outer.test if isinstance(outer, ast.If) and statement in outer.body else None
         self.switch = Switch(script, self.enabled or test)
-        self.scope = source.scope(statement)
-        self.scopes = {source.scope(use.node) for use in self.uses}
+        self.scope = script.scope(statement)
+        self.scopes = {script.scope(use.node) for use in self.uses}
 
     def convert(self) -> None:
         """Note all edits."""
@@ -146,7 +145,7 @@ class _ApexLoop:
             if not script.covers(use.node):  # by a clip of the handle
                 use.match.pop("OPTIMIZERS" if len(self.optimizers) == 1 else "", None)
                 use.row.edit(script, use.node, use.match, self.amp)
-        lead = script.source.newline + script.source.indentation(self.statement)
+        lead = script.newline + script.indentation(self.statement)
         script.replace(self.statement, lead.join(lines), table.INITIALIZE.reason)
         script.needs["tritonamp"] = "the handle comes from there"
 
@@ -154,7 +153,7 @@ class _ApexLoop:
         """Return the lines in the place of ``amp.initialize``."""
         script, lines = self.script, []
         values = [self.given.get("models"), self.given.get("optimizers")]
-        given = [script.source.segment(o) for o in values if o and ast.unparse(o) != "None"]
+        given = [script.segment(o) for o in values if o and ast.unparse(o) != "None"]
         if isinstance(self.statement, ast.Assign):
             target = self.statement.targets[0]
             both = isinstance(target, ast.Tuple) and len(given) == 2
@@ -166,7 +165,7 @@ class _ApexLoop:
                 given = results
         options = self._options()
         given_level = self.given.get("opt_level")
-        level = '"O1"' if given_level is None else script.source.segment(given_level)
+        level = '"O1"' if given_level is None else script.segment(given_level)
         if self.enabled is not None:
             on = objects.in_place(self.enabled)
             if options or objects.changes(script, self.enabled, self.statement):
@@ -200,16 +199,16 @@ class _ApexLoop:
 
     def _choose_name(self) -> None:
         """Find a name that all uses can reach: a variable, one of self, or a global one."""
-        script, names, scope = self.script, self.script.names, self.scope
-        owner, others = names.class_of(scope), self.scopes - {scope}
-        if owner is not None and others and all(names.class_of(s) is owner for s in others):
+        script, scope = self.script, self.scope
+        owner, others = script.class_of(scope), self.scopes - {scope}
+        if owner is not None and others and all(script.class_of(s) is owner for s in others):
             self.amp = f"{scope.args.args[0].arg}.amp"  # type: ignore[attr-defined]
             return
-        bound = [b for v, bindings in names.bindings.items() if v.name == "amp" for b in bindings]
+        bound = [b for v, bindings in script.bindings.items() if v.name == "amp" for b in bindings]
         for binding in bound:
-            if not isinstance(binding, Import) and not names.stands_in(binding):
+            if not isinstance(binding, Import) and not script.stands_in(binding):
                 raise Refused(binding, "`amp` is something else, too", "give that another name")
-        inside = all(scope in script.source.around(other) for other in others)
+        inside = all(scope in script.around(other) for other in others)
         if inside or not isinstance(scope, Function):
             return
         if objects.times_called(script, scope) > 1:
@@ -221,11 +220,11 @@ class _ApexLoop:
     def _refuse_without_handle(self) -> None:
         """Refuse uses that also run where ``amp.initialize`` has not."""
         inner: ast.AST = self.statement
-        for outer in self.script.source.around(self.statement):
+        for outer in self.script.around(self.statement):
             if isinstance(outer, ast.If):
                 made = Switch(self.script, outer.test)
                 for use in self.uses:
-                    beside = outer not in self.script.source.around(use.node)
+                    beside = outer not in self.script.around(use.node)
                     if beside and not made.runs(use.node, on=inner in outer.body):
                         what = f"`{ast.unparse(use.node)}` runs without amp.initialize, too"
                         by_hand = f'the handle always, "O0" without `{ast.unparse(outer.test)}`'
@@ -238,12 +237,12 @@ class _ApexLoop:
         A clip of all of them to a norm is the handle's, in the step; anything else needs true
         gradients from before its first statement on.
         """
-        script, source = self.script, self.script.source
-        roots = [script.names.root(model) for model in self.models]
+        script = self.script
+        roots = [script.root(model) for model in self.models]
         masters = [use.node for use in self.uses if use.row is table.MASTER_PARAMS]
-        masters = [node for node in masters if source.scope(node) is scope]
+        masters = [node for node in masters if script.scope(node) is scope]
         works: list[ast.AST] = [*masters, *gradients.clips(script, [scope])]
-        works = sorted((n for n in works if not self.switch.runs(n, on=False)), key=source.start)
+        works = sorted((n for n in works if not self.switch.runs(n, on=False)), key=script.start)
         reads = gradients.reads(script, [scope])
         reads = [node for node in reads if not self.switch.runs(node, on=False)]
         if reads and not works:
@@ -254,13 +253,13 @@ class _ApexLoop:
             if len(self.optimizers) > 1:
                 by_hand = "`amp.unscale_()`, then the gradients of its groups"
                 raise Refused(work, f"{text} of one of several optimizers", by_hand)
-            items = [item for outer in source.around(work) for item in getattr(outer, "items", [])]
+            items = [item for outer in script.around(work) for item in getattr(outer, "items", [])]
             if any(use.node is item.context_expr for use in self.uses for item in items):
                 what = f"{text} in the block, of gradients that still carry the scale"
                 raise Refused(work, what, "`amp.clip_grad_norm_(max_norm)`, if it means true ones")
         found = {node: gradients.clip_of_all(script, node, roots) for node in works}
         whole = {node: match for node, match in found.items() if match is not None}
-        if all(node in whole or source.parents[node] in whole for node in works) and not reads:
+        if all(node in whole or script.parents[node] in whole for node in works) and not reads:
             for node, match in whole.items():
                 table.CLIP.edit(script, node, match, self.amp)
         elif works:
@@ -268,11 +267,11 @@ class _ApexLoop:
 
     def _unscale_before(self, works: list[ast.AST]) -> None:
         """Note the line that makes gradients true, before the first of several works with them."""
-        source = self.script.source
-        first, scope = source.statement(works[0]), source.scope(works[0])
-        losses = [u for u in self.uses if "LOSS" in u.match and source.scope(u.node) is scope]
+        script = self.script
+        first, scope = script.statement(works[0]), script.scope(works[0])
+        losses = [u for u in self.uses if "LOSS" in u.match and script.scope(u.node) is scope]
         for work in works:
-            if losses[1:] or not {work, *source.around(work)} & {*source.block(first)}:
+            if losses[1:] or not {work, *script.around(work)} & {*script.block(first)}:
                 what = f"`{ast.unparse(work)}` in another block, or behind several losses"
                 raise Refused(work, what, "`amp.unscale_()` before it, behind each backward")
         line = f"{self.amp}.unscale_()  # true gradients"

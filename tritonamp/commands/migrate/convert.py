@@ -43,19 +43,18 @@ def convert(text: str, to: To = "enable") -> Conversion:
 
 def _by_hand(script: Script) -> set[Note]:
     """Return each line that a row of the table knows, with what takes its place there."""
-    names, source = script.names, script.source
-    found = [r.match(names, n) for n in source.nodes for r in (table.BACKWARD, table.UNSCALE)]
+    found = [r.match(script, n) for n in script.nodes for r in (table.BACKWARD, table.UNSCALE)]
     scalers = {ast.unparse(match["SCALER"]) for match in found if match}
     notes = set()
     covered: set[ast.AST] = set()
-    for node in source.nodes:  # outer ones first
+    for node in script.nodes:  # outer ones first
         for row in table.ALL:
-            match = None if node in covered else row.match(names, node)
+            match = None if node in covered else row.match(script, node)
             if match is None or ("SCALER" in match and ast.unparse(match["SCALER"]) not in scalers):
                 continue
             covered |= {*ast.walk(node)}
-            written = row.write(source.segment, match, "amp")
-            text = source.segment(node).splitlines()[0]
+            written = row.write(script.segment, match, "amp")
+            text = script.segment(node).splitlines()[0]
             becomes = f"write `{written}`" if written else "take it out"
             notes.add(Note(node.lineno, f"`{text}`: {becomes} ({row.reason})"))  # type: ignore[attr-defined]
     return notes

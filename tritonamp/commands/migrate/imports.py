@@ -34,19 +34,19 @@ def autocast_options(names: Names, call: ast.Call) -> dict[str, ast.expr]:
 
 def rename_old(script: Script) -> None:
     """Note the edits of the names in torch.cuda.amp and torch.cpu.amp, which torch deprecates."""
-    for node in script.source.nodes:
-        name = script.names.qualified(node) if isinstance(node, ast.Name | ast.Attribute) else None
+    for node in script.nodes:
+        name = script.qualified(node) if isinstance(node, ast.Name | ast.Attribute) else None
         if name not in _OLD or script.covers(node) or isinstance(node.ctx, ast.Store):  # type: ignore[attr-defined]
             continue
         device, short = _OLD[name]
-        parent, reason = script.source.parents[node], f"torch deprecates torch.{device}.amp"
+        parent, reason = script.parents[node], f"torch deprecates torch.{device}.amp"
         called = isinstance(parent, ast.Call) and parent.func is node
         places = parent.args if isinstance(parent, ast.Call) else []
         starred = any(isinstance(place, ast.Starred) for place in places)
         if called and not starred and (short == "autocast" or not places):
             named = zip(_OF_OLD_AUTOCAST, places, strict=False)
-            texts = [f"{key}={script.text(place)}" for key, place in named]
-            texts += [script.text(keyword) for keyword in parent.keywords]  # type: ignore[attr-defined]
+            texts = [f"{key}={script.edited(place)}" for key, place in named]
+            texts += [script.edited(keyword) for keyword in parent.keywords]  # type: ignore[attr-defined]
             lead = (
                 f'autocast("{device}"'
                 if short == "autocast"
@@ -69,8 +69,8 @@ def is_apex(name: str | None) -> bool:
 
 def statements(script: Script) -> list[ast.Import | ast.ImportFrom]:
     """Return all import statements, in order."""
-    found = [node for node in script.source.nodes if isinstance(node, Import)]
-    return sorted(found, key=script.source.start)
+    found = [node for node in script.nodes if isinstance(node, Import)]
+    return sorted(found, key=script.start)
 
 
 def imported(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
@@ -90,12 +90,12 @@ def move_apex(script: Script) -> None:
         if of_apex and isinstance(statement, ast.ImportFrom):
             script.moved[statement] = f"tritonamp.{_inside_apex(statement.module or '')}"
         elif of_apex:
-            line = script.source.newline + script.source.indentation(statement)
+            line = script.newline + script.indentation(statement)
             script.moved[statement] = line.join(dict.fromkeys(map(_moved, statement.names)))
-    for node in script.source.nodes:
-        outer = script.source.parents.get(node)
+    for node in script.nodes:
+        outer = script.parents.get(node)
         if isinstance(node, ast.Attribute) and not isinstance(outer, ast.Attribute):
-            name = script.names.qualified(node)
+            name = script.qualified(node)
             if is_apex(name) and not script.covers(node):
                 _check(script, node, name or "")
         match node:
@@ -139,7 +139,7 @@ def finish(script: Script) -> None:
     for statement in statements(script):
         _finish(script, statement)
     for module, reason in script.needs.items():
-        if script.names.module(module) is None:
+        if script.module(module) is None:
             _add(script, module, reason)
 
 
@@ -170,13 +170,13 @@ def _finish(script: Script, statement: ast.Import | ast.ImportFrom) -> None:
         lead = f"from {text or old} import" if old else "import"
         script.replace(statement, f"{lead} {', '.join(kept)}", f"not used any more: {gone}")
     elif text is not None:
-        new = script.source.segment(statement).replace(old, text, 1) if old else text
+        new = script.segment(statement).replace(old, text, 1) if old else text
         script.replace(statement, new, "apex's names, from tritonamp")
 
 
 def _with_its_try(script: Script, statement: ast.stmt) -> ast.stmt:
     """Return the ``try`` around an import where it does nothing but say that it failed."""
-    outer = script.source.parents[statement]
+    outer = script.parents[statement]
     if not isinstance(outer, ast.Try) or outer.orelse or outer.finalbody:
         return statement
     if any(not isinstance(s, Import) or not {*s.names} <= script.dropped for s in outer.body):
@@ -191,15 +191,15 @@ def _with_its_try(script: Script, statement: ast.stmt) -> ast.stmt:
 
 def _add(script: Script, module: str, reason: str) -> None:
     """Import ``module`` behind the first imports of the file."""
-    source, after = script.source, None
-    for statement in source.tree.body:
+    after = None
+    for statement in script.tree.body:
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if not isinstance(statement, Import) and not (is_text and after is None):
             break
         after = statement
     if after is None:
-        offset = source.line_start(source.start(source.tree.body[0]))
+        offset = script.line_start(script.start(script.tree.body[0]))
     else:
-        offset = source.line_end(source.end(after))
-    script.insert(offset, f"import {module}{source.newline}")
-    script.why(after or source.tree.body[0], f"import {module}: {reason}")
+        offset = script.line_end(script.end(after))
+    script.insert(offset, f"import {module}{script.newline}")
+    script.why(after or script.tree.body[0], f"import {module}: {reason}")

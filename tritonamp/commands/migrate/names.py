@@ -16,8 +16,8 @@ class Variable(NamedTuple):
     name: str
 
 
-class Names:
-    """The variables of a file.
+class Names(Source):
+    """A text, and the variables in it.
 
     Variables that hold one object have one ``root``: that of ``self.model = model`` is ``model``'s.
 
@@ -25,25 +25,25 @@ class Names:
         bindings: the nodes that give each variable a value.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
         self.bindings: dict[Variable, list[ast.AST]] = defaultdict(list)
         self._global: dict[ast.AST, set[str]] = defaultdict(set)
         self._joined: dict[Variable, Variable] = {}
-        for node in source.nodes:
+        for node in self.nodes:
             if isinstance(node, ast.Global):
-                self._global[source.scope(node)].update(node.names)
-        for node in source.nodes:
-            scope = source.scope(node)
+                self._global[self.scope(node)].update(node.names)
+        for node in self.nodes:
+            scope = self.scope(node)
             for name in _bound(node):
-                owner = source.tree if name in self._global[scope] else scope
+                owner = self.tree if name in self._global[scope] else scope
                 self.bindings[Variable(owner, name)].append(node)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 variable = self.variable(node)
                 if variable is not None:
                     self.bindings[variable].append(node)
         for variable, bindings in [*self.bindings.items()]:
-            statement = source.parents[bindings[0]] if len(bindings) == 1 else None
+            statement = self.parents[bindings[0]] if len(bindings) == 1 else None
             if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                 other = self.root(self.variable(statement.value))
                 if other is not None and other != variable:
@@ -52,9 +52,9 @@ class Names:
     def variable(self, node: ast.AST | None) -> Variable | None:
         """Return what a name, parameter or ``self.name`` means; None for anything else."""
         if isinstance(node, ast.Name):
-            return self.lookup(node.id, self.source.scope(node))
+            return self.lookup(node.id, self.scope(node))
         if isinstance(node, ast.arg):
-            return Variable(self.source.scope(node), node.arg)
+            return Variable(self.scope(node), node.arg)
         if isinstance(node, ast.Attribute) and node.attr == "module":  # inside DDP
             return self.variable(node.value)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -65,16 +65,16 @@ class Names:
     def lookup(self, name: str, scope: ast.AST) -> Variable | None:
         """Return the variable that ``name`` means in ``scope``; None where nothing binds it."""
         if name in self._global[scope]:
-            scope = self.source.tree
+            scope = self.tree
         while True:
             variable = Variable(scope, name)
             if variable in self.bindings:
                 return variable
-            if scope is self.source.tree:
+            if scope is self.tree:
                 return None
-            scope = self.source.scope(scope)
+            scope = self.scope(scope)
             while isinstance(scope, ast.ClassDef):
-                scope = self.source.scope(scope)
+                scope = self.scope(scope)
 
     def root(self, node: ast.AST | Variable | None) -> Variable | None:
         """Return what stands for the object that ``node`` names; None for any other expression."""
@@ -91,18 +91,18 @@ class Names:
         """Return the names and attributes of self that mean ``root``, in order."""
         found = [
             node
-            for node in self.source.nodes
+            for node in self.nodes
             if isinstance(node, ast.Name | ast.Attribute) and self.root(node) == root
             if getattr(node, "attr", "") != "module"
         ]
-        return sorted(found, key=self.source.start)
+        return sorted(found, key=self.start)
 
     def makings(self, root: Variable) -> list[tuple[Variable, ast.stmt]]:
         """Return what makes the object of ``root``, but for what hands it on or wraps it."""
         found = []
         for variable in self.group(root):
             for binding in self.bindings[variable]:
-                statement = self.source.statement(binding)
+                statement = self.statement(binding)
                 value = getattr(statement, "value", None)
                 args = value.args if isinstance(value, ast.Call) else [value]
                 is_value = not isinstance(binding, ast.arg | Import | Function)
@@ -127,17 +127,17 @@ class Names:
 
     def class_of(self, scope: ast.AST) -> ast.ClassDef | None:
         """Return the class that ``scope`` is a method of."""
-        outer = self.source.parents.get(scope)
+        outer = self.parents.get(scope)
         has_self = isinstance(scope, Function) and scope.args.args
         return outer if has_self and isinstance(outer, ast.ClassDef) else None
 
     def _class_of_self(self, name: ast.Name) -> ast.ClassDef | None:
-        scope = self.source.scope(name)
+        scope = self.scope(name)
         while not isinstance(scope, ast.Module):
             owner = self.class_of(scope)
             if owner is not None and scope.args.args[0].arg == name.id:  # type: ignore[attr-defined]
                 return owner
-            scope = self.source.scope(scope)
+            scope = self.scope(scope)
         return None
 
     def qualified(self, node: ast.AST | None) -> str | None:
@@ -157,8 +157,8 @@ class Names:
 
     def stands_in(self, binding: ast.AST) -> bool:
         """Return whether ``amp = None`` stands in for an import that failed."""
-        in_handler = any(isinstance(n, ast.ExceptHandler) for n in self.source.around(binding))
-        return in_handler and is_none(getattr(self.source.parents[binding], "value", None))
+        in_handler = any(isinstance(n, ast.ExceptHandler) for n in self.around(binding))
+        return in_handler and is_none(getattr(self.parents[binding], "value", None))
 
     def _imported(self, name: str, binding: ast.AST) -> str | None:
         for alias in binding.names if isinstance(binding, ast.Import | ast.ImportFrom) else ():
@@ -170,7 +170,7 @@ class Names:
 
     def module(self, name: str) -> str | None:
         """Return what the whole file calls a module; None where the top does not import it."""
-        imports = [node for node in self.source.tree.body if isinstance(node, ast.Import)]
+        imports = [node for node in self.tree.body if isinstance(node, ast.Import)]
         found = [a.asname or name for node in imports for a in node.names if a.name == name]
         return found[0] if found else None
 

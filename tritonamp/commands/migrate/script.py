@@ -4,7 +4,6 @@ import ast
 from dataclasses import dataclass
 
 from tritonamp.commands.migrate.names import Names
-from tritonamp.commands.migrate.text import Source
 
 
 @dataclass(frozen=True, order=True)
@@ -37,13 +36,12 @@ class Conversion:
         return self.after != self.before
 
 
-class Script:
-    """A text, what is known about it, and the edits and notes so far.
+class Script(Names):
+    """A text, the variables in it, and the edits and notes so far.
 
     Edits replace exact spans; they do not overlap, and one around others takes their place.
 
     Attributes:
-        source, names: the text, and what its names mean.
         changes, todos: the reason of each edit, and what is not understood.
         needs: modules that the new text names, each with a reason.
         dropped: imported names that go away.
@@ -53,8 +51,7 @@ class Script:
 
     def __init__(self, text: str) -> None:
         """Parse ``text``; raises SyntaxError or ValueError where it is not Python 3."""
-        self.source = Source(text)
-        self.names = Names(self.source)
+        super().__init__(text)
         self.changes: set[Note] = set()
         self.todos: set[Note] = set()
         self.needs: dict[str, str] = {}
@@ -73,25 +70,23 @@ class Script:
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:
         """Put ``text`` in the place of ``node``; comments inside it move above the statement."""
-        source = self.source
-        start, end = source.start(node), source.end(node)
-        statement = source.statement(node)
-        line, lead = source.line_start(source.start(statement)), source.indentation(statement)
-        for comment in source.comments(start, end):
+        start, end = self.start(node), self.end(node)
+        statement = self.statement(node)
+        line, lead = self.line_start(self.start(statement)), self.indentation(statement)
+        for comment in self.comments(start, end):
             if comment not in text:
-                self.insert(line, f"{lead}{comment}{source.newline}")
+                self.insert(line, f"{lead}{comment}{self.newline}")
         self._replace(start, end, text)
         self.why(node, reason)
 
     def delete(self, statement: ast.stmt, reason: str) -> None:
         """Take ``statement`` out, with its line where it has one to itself."""
-        source = self.source
-        start, end = source.start(statement), source.end(statement)
-        line, after = source.line_start(start), source.line_end(end)
-        rest = source.text[end:after].strip()
-        alone = not source.text[line:start].strip() and (not rest or rest.startswith("#"))
-        others = [other for other in source.block(statement) if other is not statement]
-        if alone and not all(self.covers(s) and not self.text(s).strip() for s in others):
+        start, end = self.start(statement), self.end(statement)
+        line, after = self.line_start(start), self.line_end(end)
+        rest = self.text[end:after].strip()
+        alone = not self.text[line:start].strip() and (not rest or rest.startswith("#"))
+        others = [other for other in self.block(statement) if other is not statement]
+        if alone and not all(self.covers(s) and not self.edited(s).strip() for s in others):
             self._replace(line, after, "")
         else:
             self._replace(start, end, "pass")
@@ -103,28 +98,28 @@ class Script:
 
     def insert_line(self, before: ast.stmt, line: str, reason: str) -> None:
         """Put a line before a statement; refuse where the statement shares its line."""
-        start = self.source.start(before)
-        first = self.source.line_start(start)
-        lead = self.source.text[first:start]
+        start = self.start(before)
+        first = self.line_start(start)
+        lead = self.text[first:start]
         if lead.strip():
             self.refuse(before, "a statement that shares its line", "give it a line of its own")
-        self.insert(first, f"{lead}{line}{self.source.newline}")
+        self.insert(first, f"{lead}{line}{self.newline}")
         self.why(before, reason)
 
     def covers(self, node: ast.AST) -> bool:
         """Return whether ``node`` is within a replaced span."""
-        start, end = self.source.start(node), self.source.end(node)
+        start, end = self.start(node), self.end(node)
         return any(first <= start and end <= last for first, last in self._replaced)
 
-    def text(self, node: ast.AST) -> str:
+    def edited(self, node: ast.AST) -> str:
         """Return the text of ``node``, edited; "" where it is taken out with its line."""
-        start, end = self.source.start(node), self.source.end(node)
+        start, end = self.start(node), self.end(node)
         taken_out = any(first < start and end <= last for first, last in self._replaced)
         return "" if taken_out else self._between(start, end)
 
     def render(self) -> str:
         """Return the whole text, edited."""
-        return self._between(0, len(self.source.text))
+        return self._between(0, len(self.text))
 
     def _replace(self, start: int, end: int, text: str) -> None:
         for first, last in [*self._replaced]:
@@ -136,11 +131,11 @@ class Script:
         pieces, position = [], start
         for first, last in sorted(self._replaced):
             if position <= first and last <= end:
-                pieces += [self.source.text[position:first], self._replaced[first, last]]
+                pieces += [self.text[position:first], self._replaced[first, last]]
                 position = last
-        return "".join(pieces) + self.source.text[position:end]
+        return "".join(pieces) + self.text[position:end]
 
     def torch(self) -> str:
         """Return what the file calls torch; it is imported where it is not."""
         self.needs["torch"] = "the new names begin with it"
-        return self.names.module("torch") or "torch"
+        return self.module("torch") or "torch"

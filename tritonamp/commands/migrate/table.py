@@ -61,7 +61,7 @@ class Row:
 
     def edit(self, script: Script, node: ast.AST, found: dict[str, ast.AST], amp: str) -> None:
         """Note that what the row becomes takes the place of ``node``."""
-        script.replace(node, self.write(script.text, found, amp), self.reason)
+        script.replace(node, self.write(script.edited, found, amp), self.reason)
 
 
 ENABLE = "AMP = tritonamp.enable(model, optimizer, level=...)"

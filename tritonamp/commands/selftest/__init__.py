@@ -53,7 +53,7 @@ def run(
     outcomes = []
     for group in groups or GROUPS:
         for check in GROUPS[group](device, backend.name):
-            outcomes.append(_outcome(check))
+            outcomes.append({"group": group, "name": check.name, **_outcome(check)})
             tell(f"{group} {check.name}: {outcomes[-1]['status']}")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
@@ -106,8 +106,6 @@ def _outcome(check: Check) -> dict[str, Any]:
     except Exception as error:  # whatever goes wrong is the answer that was asked for
         found, status = Found(" ".join(f"{type(error).__name__}: {error}".split())), FAILED
     return {
-        "group": check.group,
-        "name": check.name,
         "status": status,
         "detail": found.detail,
         "seconds": round(time.perf_counter() - start, 3),

@@ -40,12 +40,10 @@ class Check(NamedTuple):
     """Something that has to hold.
 
     Attributes:
-        group: "kernel", "training" or "speed".
         name: unique in its group.
         run: raises ``WrongError``, or anything else, where it does not hold, and ``NotHereError``
             where it cannot be tried.
     """
 
-    group: str
     name: str
     run: Callable[[], Found]

@@ -24,7 +24,7 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
         for sample in operation.samples:
             name = " ".join(filter(None, (operation.name, sample.variant)))
             run = functools.partial(_compare, operation, sample, device, backend)
-            yield Check("kernel", name, run)
+            yield Check(name, run)
 
 
 def half_dtypes(device: torch.device) -> list[torch.dtype]:

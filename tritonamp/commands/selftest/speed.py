@@ -18,11 +18,11 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
     if device.type != "cuda" or backend != "triton":
         return
     bandwidth: list[float] = []
-    yield Check("speed", "copy", functools.partial(_copy, device, bandwidth))
+    yield Check("copy", functools.partial(_copy, device, bandwidth))
     for operation in operations().values():
         if any(sample.moves_much for sample in operation.samples):
             run = functools.partial(_time, operation, device, bandwidth)
-            yield Check("speed", operation.name, run)
+            yield Check(operation.name, run)
 
 
 def _copy(device: torch.device, bandwidth: list[float]) -> Found:

@@ -87,10 +87,10 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
     place = device, backend
     for level, dtype in LEVELS:
         name = level if level == "O0" else f"{level} {str(dtype).removeprefix('torch.')}"
-        yield Check("training", name, functools.partial(_train, *place, level, dtype))
-    yield Check("training", "a skip", functools.partial(_skip, *place))
-    yield Check("training", "save and resume", functools.partial(_resume, *place))
-    yield Check("training", "a CUDA graph", functools.partial(_capture, *place))
+        yield Check(name, functools.partial(_train, *place, level, dtype))
+    yield Check("a skip", functools.partial(_skip, *place))
+    yield Check("save and resume", functools.partial(_resume, *place))
+    yield Check("a CUDA graph", functools.partial(_capture, *place))
 
 
 def _train(device: torch.device, backend: str, level: str, dtype: torch.dtype) -> Found:

@@ -1,7 +1,7 @@
 """One backward run again at other loss scales: which of them all gradients survive."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,8 @@ MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
 class Backward:
     """The backward from some outputs to the parameters, at one loss scale or another.
 
-    Args:
-        output: tensors; the backward starts at those that require a gradient.
-        grad_outputs: what arrives there at loss scale ``scale``; None: the output is a loss.
-        scale: the loss scale of ``grad_outputs``.
-        params: parameters whose gradients are wanted.
+    It starts at those tensors of the output that require a gradient, with ``grad_outputs``, which
+    carry the loss scale ``scale``; None: the output is a loss.
     """
 
     def __init__(
@@ -28,7 +25,7 @@ class Backward:
         output: Any,
         grad_outputs: Sequence[Tensor | None] | None,
         scale: float,
-        params: list[Tensor],
+        params: Mapping[str, Tensor],
     ) -> None:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         pairs = zip(outputs, grad_outputs or [None] * len(outputs), strict=True)
@@ -40,35 +37,29 @@ class Backward:
         self.scale = scale
         self.params = params
 
-    def gradients(self, scale: float, keep_none: bool = False) -> list[Any]:
-        """Return the gradients of the parameters, as they are stored.
-
-        Args:
-            scale: the loss scale.
-            keep_none: with None for parameters that the outputs do not depend on, which are left
-                out otherwise.
-        """
-        outputs = self.outputs
+    def gradients(self, scale: float) -> dict[str, Tensor]:
+        """Return by name the gradients that there are at a loss scale, as they are stored."""
+        outputs, params = self.outputs, list(self.params.values())
         seeds = [g * (scale / self.scale) for g in self.seeds if g is not None] or None
         if seeds is None:
             outputs = [t.float() * scale for t in outputs]
         try:
             grads: Any = torch.autograd.grad(
-                outputs, self.params, seeds, retain_graph=True, allow_unused=True
+                outputs, params, seeds, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
             # the one way into checkpoints of this kind
             torch.autograd.backward(outputs, seeds, retain_graph=True)
-            grads = tuple(p.grad for p in self.params)
-            for p in self.params:
+            grads = tuple(p.grad for p in params)
+            for p in params:
                 p.grad = None
-        return list(grads) if keep_none else [g for g in grads if g is not None]
+        return {name: g for name, g in zip(self.params, grads, strict=True) if g is not None}
 
     def fits(self, exponent: int) -> bool:
         """Return whether all gradients are finite at a loss scale of 2**exponent."""
-        return all(map(is_finite, self.gradients(2.0**exponent)))
+        return all(map(is_finite, self.gradients(2.0**exponent).values()))
 
     def largest_scale(self, below: float) -> float | None:
         """Return the largest power of two at which all gradients are finite, by bisection."""
@@ -83,7 +74,7 @@ class Backward:
     def smallest_scale(self, above: float) -> float | None:
         """Return the smallest power of two at which some gradient is not zero."""
         for exponent in range(math.frexp(above)[1], MAX_EXPONENT):
-            grads = self.gradients(2.0**exponent)
+            grads = self.gradients(2.0**exponent).values()
             if any(bool((torch.isfinite(g) & (g != 0)).any()) for g in grads):
                 return 2.0**exponent
         return None

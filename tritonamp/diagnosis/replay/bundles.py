@@ -45,9 +45,8 @@ def loss(output):
 
 if __name__ == "__main__":
     model = make_model()
-    if (FOLDER / "weights.pt").exists():
-        weights = torch.load(FOLDER / "weights.pt", map_location="cpu", weights_only=True)
-        model.load_state_dict(weights)
+    weights = torch.load(FOLDER / "weights.pt", map_location="cpu", weights_only=True)
+    model.load_state_dict(weights)
     policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text())
     tritonamp.enable(model, policy=policy)
     snapshot = load_bundle(FOLDER, model)
@@ -62,7 +61,6 @@ def write_bundle(
     snapshot: Snapshot,
     policy: Policy,
     *,
-    weights: bool = True,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write what it takes to run a forward again elsewhere, and return the folder.
@@ -76,7 +74,6 @@ def write_bundle(
         fault: what ``find_fault`` gave; None: not reproduced.
         snapshot: the forward.
         policy: that the model was enabled with.
-        weights: False leaves weights.pt out.
         state: the ``state_dict`` to write; None: the model's.
 
     Raises:
@@ -97,9 +94,8 @@ def write_bundle(
         "method": snapshot.method,
     }
     torch.save(batch, folder / "inputs.pt")
-    if weights:
-        state = snapshot.model.state_dict() if state is None else state
-        torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
+    state = snapshot.model.state_dict() if state is None else state
+    torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
     (folder / "policy.json").write_text(policy.to_json())
     (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
     (folder / "fault.json").write_text(

@@ -14,15 +14,10 @@ from tritonamp.names import short
 
 
 class Remedy(NamedTuple):
-    """What cured a fault when its batch ran again.
+    """What cured a fault when its batch ran again."""
 
-    Attributes:
-        modules: that computed in FP32.
-        bfloat16: instead, the model computed in bfloat16.
-    """
-
-    modules: tuple[str, ...] = ()
-    bfloat16: bool = False
+    modules: tuple[str, ...] = ()  # that computed in FP32
+    bfloat16: bool = False  # instead, the model computed in bfloat16
 
     @property
     def helps(self) -> bool:
@@ -30,11 +25,7 @@ class Remedy(NamedTuple):
         return bool(self.modules) or self.bfloat16
 
     def words(self, by_hand: str) -> str:
-        """Return what to do, and that it was tried.
-
-        Args:
-            by_hand: in the place of the model itself, which is no module inside.
-        """
+        """Return what to do, ``by_hand`` for the model itself, and that it was tried."""
         if self.bfloat16:
             return (
                 "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "
@@ -175,9 +166,7 @@ class FaultReport:
     def __str__(self) -> str:
         event = self.event
         lines = [self.heading]
-        code = ""
-        if event.place.file:
-            code = linecache.getline(event.place.file, event.place.number).strip()
+        code = linecache.getline(event.place.file or "", event.place.number).strip()
         if code:
             lines.append(f"  code:    {code}")
         lines.append(f"  why:     {self.why}")
@@ -220,7 +209,7 @@ class FaultReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
         event = self.event
-        return {
+        plain = {
             "kind": self.kind,
             "phase": self.phase,
             "module": self.module,
@@ -230,32 +219,29 @@ class FaultReport:
             "line": event.place.number,
             "aten": event.aten,
             "inputs": [
-                {
-                    "dtype": short(operand.dtype),
-                    "shape": list(operand.shape),
-                    "amax": _strict(operand.amax),
-                }
+                {"dtype": short(operand.dtype), "shape": operand.shape, "amax": operand.amax}
                 for operand in event.inputs
             ],
             "dtype": short(event.dtype),
-            "exact": _strict(event.exact),
-            "multiple": _strict(self.multiple),
+            "exact": event.exact,
+            "multiple": self.multiple,
             "silent": self.silent,
             "harmless": self.harmless,
-            "difference": self.difference and [_strict(n) for n in self.difference],
+            "difference": self.difference,
             "later": event.later,
             "first_nan": None if event.first_nan is None else str(event.first_nan),
             "outcome": self.outcome,
             "scale": self.scale,
             "fits": self.fits,
-            "names": list(self.names),
-            "samples": list(event.samples),
+            "names": self.names,
+            "samples": event.samples,
             "eps": event.eps and event.eps[0],
             "replayed": self.replayed,
             "rank": self.rank,
             "why": self.why,
             "advice": self.advice,
         }
+        return for_json(plain)
 
 
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
@@ -280,6 +266,10 @@ def listed(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items[:8])) + more
 
 
-def _strict(value: float | None) -> float | str | None:
-    """Return ``value``; inf and NaN, which JSON does not have, as text."""
-    return value if value is None or math.isfinite(value) else str(value)
+def for_json(value: Any) -> Any:
+    """Return plain values with lists for tuples, and text for inf and NaN, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: for_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,27 +8,13 @@ from torch import Tensor
 
 from tritonamp.watched.ops import OpCall
 
-ON_PURPOSE = {
-    "nan_to_num",
-    "where",
-    "masked_fill",
-    "isfinite",
-}
+ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}
 """What these replace was meant to be replaced."""
 DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
 DIVISORS = {
-    "div": 1,
-    "divide": 1,
-    "true_divide": 1,
+    **dict.fromkeys("reciprocal rsqrt pow log log2 log10 logit".split(), 0),
+    **dict.fromkeys("div divide true_divide xlogy".split(), 1),
     "addcdiv": 2,
-    "reciprocal": 0,
-    "rsqrt": 0,
-    "pow": 0,
-    "log": 0,
-    "log2": 0,
-    "log10": 0,
-    "xlogy": 1,
-    "logit": 0,
 }
 """The argument that must not be zero, by its number."""
 
@@ -72,9 +58,8 @@ def is_masked(call: OpCall) -> bool:
 def are_same(args: tuple[Any, ...]) -> bool:
     """Return whether the first two arguments are equal tensors: their product is a square."""
     first, second = args[:2]
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return False
-    return first.dtype is second.dtype and torch.equal(first, second)
+    are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    return are_tensors and first.dtype is second.dtype and torch.equal(first, second)
 
 
 def differ(result: Tensor, other: Tensor) -> bool:

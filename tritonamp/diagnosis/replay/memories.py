@@ -9,25 +9,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tritonamp.diagnosis.replay.verdicts import Event
-from tritonamp.watched.ops import OpCall, floats, is_finite, storage
+from tritonamp.watched.ops import OpCall, is_finite, storage
 from tritonamp.watched.places import Place
 
 
 @dataclass
 class MemoryFacts:
-    """What is known of the values in some memory, which several tensors may share.
+    """What is known of the values in some memory, which several tensors may share."""
 
-    Attributes:
-        origin: the event behind those that are not finite.
-        eps: a number that was added, and the format in which it rounds to zero.
-        maker: where they were computed.
-        unwritten: it was allocated, and nobody has written to it.
-    """
-
-    origin: Event | None = None
-    eps: tuple[float, torch.dtype] | None = None
-    maker: Place | None = None
-    unwritten: bool = False
+    origin: Event | None = None  # the event behind those that are not finite
+    eps: tuple[float, torch.dtype] | None = None  # was added, and the format in which it is zero
+    maker: Place | None = None  # where they were computed
+    unwritten: bool = False  # it was allocated, and nobody has written to it
 
 
 class Memories:
@@ -81,7 +74,7 @@ class Memories:
         """
         if call.schema.name == "as_strided":  # reads memory by another layout than a copy's
             return []
-        return floats(call.again(self._of, torch.float64))
+        return call.in_float64(self._of)
 
     def _of(self, tensor: Tensor) -> Tensor:
         known = self.exact(tensor)

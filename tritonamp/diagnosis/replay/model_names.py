@@ -9,15 +9,7 @@ from tritonamp.watched.ops import storage
 
 
 class ModelNames:
-    """What modules, parameters and buffers are called.
-
-    Args:
-        models: several get their number in front.
-
-    Attributes:
-        roots: the models.
-        modules: name by module.
-    """
+    """What modules, parameters and buffers are called; several models are numbered in front."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         self.roots = models

@@ -16,7 +16,7 @@ from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
 from tritonamp.diagnosis.replay.model_names import ModelNames
-from tritonamp.diagnosis.replay.snapshots import devices, restore_training, training_flags
+from tritonamp.diagnosis.replay.snapshots import training_preserved
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
@@ -37,7 +37,6 @@ def find_fault(
     dtype: torch.dtype = torch.float16,
     scale: float = 1.0,
     backward: bool | None = None,
-    silent: bool = True,
     harmless: bool = False,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
@@ -56,7 +55,6 @@ def find_fault(
         scale: the loss scale of the backward.
         backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is
             given.
-        silent: also report an overflow that leaves the result finite, and wrong.
         harmless: also report an overflow that vanished, where nothing is wrong.
         grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a
             model without a loss.
@@ -73,7 +71,7 @@ def find_fault(
         replay = _Replay(models, dtype, scale)
         with _untouched(models, replay.watch):
             output = replay.forward(run, expected)
-            fault = replay.fault_of_forward(output, silent)
+            fault = replay.fault_of_forward(output)
             if fault is None and replay.wants_backward(output, backward, grad_outputs):
                 fault = replay.fault_of_backward(output, grad_outputs)
             if fault is None and harmless:
@@ -95,9 +93,9 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
-    flags = training_flags(modules)
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
+    written = [b for b, _ in values]
     params = [p for m in models for p in m.parameters()]
     grads = [p.grad for p in params]
     for p in params:
@@ -106,8 +104,9 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
         # writes count as none: what watches versions must not take the replay for the user
         # (private, and what FSDP2 itself uses, from torch 2.11 to 2.15)
         with (
-            preserve({d for m in models for d in devices(m)}),
-            preserve_versions((*params, *(b for b, _ in values))),
+            preserve({t.device for t in (*params, *written)}),
+            preserve_versions((*params, *written)),
+            training_preserved(modules),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
             # others run other batches, or none: to wait for them may be to wait for ever
@@ -126,7 +125,6 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
     finally:
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
-        restore_training(flags)
 
 
 class _Replay:
@@ -160,17 +158,14 @@ class _Replay:
         return output
 
     def _refused(self, error: RuntimeError) -> FaultReport:
-        seen = [e for e in self.watch.events if e.refused]
-        if seen:
-            event = seen[-1]
-        else:
-            place = self.watch.place_of_failure(error)
-            event = Event(place, "forward", self.dtype)
+        event = self.watch.refused
+        if event is None:
+            event = Event(self.watch.place_of_failure(error), "forward", self.dtype)
         return FaultReport(
             "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
         )
 
-    def fault_of_forward(self, output: Any, silent: bool) -> FaultReport | None:
+    def fault_of_forward(self, output: Any) -> FaultReport | None:
         """Report what made the output non-finite; else what made it wrong."""
         if isinstance(output, FaultReport):
             return output
@@ -182,11 +177,11 @@ class _Replay:
         events = [e for e in events if is_loss or not e.quiet]
         if events:
             return self._fault(self._first(events), outcome=_outcome(bad[0], is_loss))
-        absorbed = [e for e in self.watch.events if e.absorbed]
-        if silent and absorbed:
-            outcome = "the result is finite" if results else ""
-            return self._fault(absorbed[0], silent=True, outcome=outcome)
-        return None
+        absorbed = next((e for e in self.watch.events if e.absorbed), None)
+        if absorbed is None:
+            return None
+        outcome = "the result is finite" if results else ""
+        return self._fault(absorbed, silent=True, outcome=outcome)
 
     def vanished(self) -> FaultReport | None:
         """Report an overflow that vanished, and left the right numbers as far as is known."""
@@ -201,16 +196,11 @@ class _Replay:
         if kind == "parameters":
             held = [(name, t) for name, t in self.names.weights() if floats(t) and not is_finite(t)]
             names = tuple(name for name, _ in held)
-            if held and all(self._master_is_finite(t) for _, t in held):
+            masters = [[v.get(t) for v in _fp32_values(self.models) if t in v] for _, t in held]
+            if held and all(any(map(is_finite, found)) for found in masters):
                 kind = "weight_overflow"
         return FaultReport(
             kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields
-        )
-
-    def _master_is_finite(self, tensor: Tensor) -> bool:
-        return any(
-            tensor in values and is_finite(values.get(tensor))
-            for values in _fp32_values(self.models)
         )
 
     # backward
@@ -234,26 +224,25 @@ class _Replay:
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
     ) -> FaultReport | None:
         """Report what made gradients non-finite, or all of them zero."""
-        backward = Backward(output, grad_outputs, self.scale, list(self.params.values()))
+        backward = Backward(output, grad_outputs, self.scale, self.params)
         grads = backward.gradients(self.scale)
-        if all(map(is_finite, grads)):
-            return None if any(bool(g.any()) for g in grads) else self._vanished(backward)
+        if all(map(is_finite, grads.values())):
+            is_zero = not any(bool(g.any()) for g in grads.values())
+            return self._vanished(backward) if is_zero else None
         self.watch.phase = "backward"
         with self.watch:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
                     self.watch.inputs[storage(seed)] = f"gradient of output {i}"
-            named = list(
-                zip(self.params, backward.gradients(self.scale, keep_none=True), strict=True)
-            )
-        bad = {name: g for name, g in named if g is not None and not is_finite(g)}
+            grads = backward.gradients(self.scale)
+        bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:
             return None  # it does not do the same twice
         event = self._first([self.watch.origin(g, _RESULT) for g in bad.values()])
         if event.phase == "forward" and not event.overflowed and not event.source:
             event.phase, event.discarded = "backward", True
         fits = backward.largest_scale(self.scale) if event.overflowed else None
-        outcome = f"gradients of {len(bad)} of {len(named)} parameters are not finite"
+        outcome = f"gradients of {len(bad)} of {len(self.params)} parameters are not finite"
         return self._fault(
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
         )

@@ -1,8 +1,9 @@
 """What a forward depends on beside the weights, recorded so that it can run again."""
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +20,15 @@ class BatchGoneError(RuntimeError):
     """The batch of a snapshot is no longer there, or no longer what it was."""
 
 
-def training_flags(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
-    """Return each module with its training flag, for ``restore_training``."""
-    return [(module, module.training) for module in modules]
-
-
-def restore_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Set the training flags to what ``training_flags`` has returned."""
-    for module, flag in flags:
-        module.training = flag
-
-
-def devices(model: nn.Module) -> set[torch.device]:
-    """Return the devices of parameters and buffers."""
-    return {t.device for t in [*model.parameters(), *model.buffers()]}
+@contextlib.contextmanager
+def training_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put the training flags of modules back at the end."""
+    flags = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
 
 class Snapshot:
@@ -46,22 +42,10 @@ class Snapshot:
         find_fault(model, snapshot.run, expected=snapshot.outputs,
                    grad_outputs=snapshot.grad_outputs, scale=scale)
 
-    Args:
-        model: what will be called.
-        args: what it will be called with; kept without the graphs that it comes from.
-        kwargs: what it will be called with by name; as ``args``.
-        weak: hold the tensors in the arguments only as long as somebody else does.
-        method: of the model that is called in the place of its forward.
-        outputs: storages of what models have returned before, while they live.
-        alone: record generators, grad mode and autocast; else the caller sets ``ambient``.
-
-    Attributes:
-        training: the training flag of the model.
-        gpus: those that the arguments are on.
-        ambient: under what the forward runs.
+    Arguments are kept without the graphs that they come from.
     """
 
-    ambient: AmbientState
+    ambient: AmbientState  # under what the forward runs
 
     _outputs: Sequence[weakref.ref[Tensor]] = ()
     _grads: Mapping[int, Tensor] = {}
@@ -72,10 +56,9 @@ class Snapshot:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        weak: bool = False,
-        method: str = "__call__",
-        outputs: Sequence[Storage] = (),
-        alone: bool = True,
+        method: str = "__call__",  # of the model, which may stand in the place of its forward
+        outputs: Sequence[Storage] = (),  # of what models have returned before, while they live
+        alone: bool = True,  # generators, grad mode and autocast; else the caller sets ``ambient``
     ) -> None:
         self.model = model
         self.method = method
@@ -83,12 +66,10 @@ class Snapshot:
         self._earlier = outputs
         self._versions: list[int] = []
         self._computed: list[int] = []  # which leaves of the arguments were part of a graph
-        self.gpus: list[torch.device] = []
+        self.gpus: list[torch.device] = []  # that the arguments are on
         note = self._noted
         given = [note(v) if type(v) is Tensor else mapped(note, v) for v in args]
         self._given = tuple(given), kwargs and mapped(note, kwargs)
-        if weak:
-            self._given = mapped(_weak, self._given)
         if alone:
             self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
@@ -96,7 +77,7 @@ class Snapshot:
         """Return the same forward, with its batch held only as long as somebody else does."""
         weak = Snapshot.__new__(Snapshot)
         vars(weak).update(vars(self))  # copy.copy takes five times as long, and each step does this
-        weak._given = mapped(_weak, self._given)
+        weak._given = mapped(lambda v: weakref.ref(v) if isinstance(v, Tensor) else v, self._given)
         weak._outputs, weak._grads = (), {}
         return weak
 
@@ -133,12 +114,9 @@ class Snapshot:
         return value
 
     def made(self) -> set[int]:
-        """Return which leaves of the arguments are no data, but what models have made.
+        """Return which leaves of the ``arguments`` are no data, but what models have made.
 
         That is: part of a graph, or what a forward has returned, detached or not.
-
-        Raises:
-            BatchGoneError: see ``arguments``.
         """
         outputs = [storage() for storage in self._earlier]
         found = {id(storage) for storage in outputs if storage is not None}
@@ -152,24 +130,21 @@ class Snapshot:
         return {*self._computed, *returned}
 
     def run(self) -> Any:
-        """Run the forward again, under what it ran under the first time.
+        """Run the forward again on its ``arguments``, under what it ran under the first time.
 
         That is: generators, grad mode, autocast and training flag. The random numbers go on from
         there, for a loss that draws some, too.
-
-        Raises:
-            BatchGoneError: see ``arguments``.
         """
         args, kwargs = self.arguments()
-        before, flags = AmbientState.now(), training_flags(self.model.modules())
-        if self.model.training is not self.training:
-            self.model.train(self.training)
-        self.ambient.restore()
-        try:
-            return getattr(self.model, self.method)(*args, **kwargs)
-        finally:
-            before.restore()
-            restore_training(flags)
+        before = AmbientState.now()
+        with training_preserved(self.model.modules()):
+            if self.model.training is not self.training:
+                self.model.train(self.training)
+            self.ambient.restore()
+            try:
+                return getattr(self.model, self.method)(*args, **kwargs)
+            finally:
+                before.restore()
 
     def follow(self, output: Any) -> Any:
         """Remember the output while it lives, and the gradients that arrive at it.
@@ -199,10 +174,6 @@ class Snapshot:
         return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
 
 
-def _weak(value: Any) -> Any:
-    return weakref.ref(value) if isinstance(value, Tensor) else value
-
-
 def _version(value: Any) -> int:
     # private, but as old as autograd; tensors of inference mode have none
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
@@ -215,6 +186,6 @@ def _alive(value: Any) -> Any:
     if value is None:
         raise BatchGoneError(
             "the batch of this forward is gone, so it cannot be run again: keep a reference to it "
-            "until after optimizer.step(), or have snapshots hold it (weak=False)"
+            "until after optimizer.step()"
         )
     return value

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,17 +14,11 @@ from tritonamp.watched.places import Place
 
 @dataclass(frozen=True)
 class OpInput:
-    """A floating tensor that went into an op.
-
-    Attributes:
-        dtype: as the op read it.
-        shape: of the tensor.
-        amax: the largest finite magnitude in it.
-    """
+    """A floating tensor that went into an op, as the op read it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    amax: float
+    amax: float  # the largest finite magnitude in it
 
     def __str__(self) -> str:
         return f"{short(self.dtype)}{list(self.shape)} up to {self.amax:.4g}"
@@ -31,60 +26,33 @@ class OpInput:
 
 @dataclass
 class Event:
-    """An op that made inf or NaN, and what became of it.
-
-    Attributes:
-        place: where the op ran.
-        phase: "forward" or "backward".
-        dtype: of the result.
-        aten: the op as torch dispatched it; ``place.op`` is the one the user called.
-        inputs: the floating tensors that the user's op was given.
-        nan: there is NaN in the result.
-        exact: largest magnitude of the result in float64; inf or NaN where float64 has no number
-            either; None where the op could not be run again.
-        quiet: an infinity that somebody wrote on purpose, such as a mask of -inf.
-        source: "data", "parameters" or "propagated" where no op made it.
-        names: of the inputs or parameters that were not finite.
-        samples: of the input, by number, that were not finite.
-        scalars: Python numbers among the arguments.
-        eps: a number that was added further up, and the format in which it rounds to zero.
-        zero: a divisor, or the argument of a logarithm, is zero.
-        masked: a softmax row has nothing but -inf.
-        constant: an infinity that somebody wrote on purpose went in.
-        rounding: the op only rounded a finite value of a wider format.
-        squares: the op multiplied a tensor by itself.
-        discarded: the forward threw its result away, the backward did not.
-        refused: torch raised, because a constant does not fit.
-        later: how many ops handed inf or NaN on.
-        first_nan: where inf became NaN.
-        absorbed: where inf became a wrong finite number.
-        vanished: where inf first became a finite number, right or wrong.
-    """
+    """An op that made inf or NaN, and what became of it."""
 
     place: Place
-    phase: str
-    dtype: torch.dtype
-    aten: str = ""
-    inputs: tuple[OpInput, ...] = ()
-    nan: bool = False
+    phase: str  # "forward" or "backward"
+    dtype: torch.dtype  # of the result
+    aten: str = ""  # the op as torch dispatched it; ``place.op`` is the one the user called
+    inputs: tuple[OpInput, ...] = ()  # the floating tensors that the user's op was given
+    nan: bool = False  # there is NaN in the result
+    # largest magnitude of the result in float64; inf or NaN where float64 has no number either;
+    # None where the op could not be run again
     exact: float | None = None
-    quiet: bool = False
-    source: str = ""
-    names: tuple[str, ...] = ()
-    samples: tuple[int, ...] = ()
-    scalars: tuple[float, ...] = ()
-    eps: tuple[float, torch.dtype] | None = None
-    zero: bool = False
-    masked: bool = False
-    constant: bool = False
-    rounding: bool = False
-    squares: bool = False
-    discarded: bool = False
-    refused: bool = False
-    later: int = 0
-    first_nan: Place | None = None
-    absorbed: Place | None = None
-    vanished: Place | None = None
+    quiet: bool = False  # an infinity that somebody wrote on purpose, such as a mask of -inf
+    source: str = ""  # "data", "parameters" or "propagated" where no op made it
+    names: tuple[str, ...] = ()  # of the inputs or parameters that were not finite
+    samples: tuple[int, ...] = ()  # of the input, by number, that were not finite
+    scalars: tuple[float, ...] = ()  # Python numbers among the arguments
+    eps: tuple[float, torch.dtype] | None = None  # added further up, in a format where it is zero
+    zero: bool = False  # a divisor, or the argument of a logarithm, is zero
+    masked: bool = False  # a softmax row has nothing but -inf
+    constant: bool = False  # an infinity that somebody wrote on purpose went in
+    rounding: bool = False  # the op only rounded a finite value of a wider format
+    squares: bool = False  # the op multiplied a tensor by itself
+    discarded: bool = False  # the forward threw its result away, the backward did not
+    later: int = 0  # how many ops handed inf or NaN on
+    first_nan: Place | None = None  # where inf became NaN
+    absorbed: Place | None = None  # where inf became a wrong finite number
+    vanished: Place | None = None  # where inf first became a finite number, right or wrong
 
     @property
     def overflowed(self) -> bool:
@@ -94,14 +62,8 @@ class Event:
         return math.isfinite(self.exact)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is said about a kind of fault, with the names of ``FaultReport._words`` in braces.
-
-    Attributes:
-        why: it happened.
-        advice: what to do.
-    """
+class Verdict(NamedTuple):
+    """What is said about a kind of fault, with the names of ``FaultReport._words`` in braces."""
 
     why: str
     advice: str
@@ -266,10 +228,7 @@ REASONS = {
 def judge(event: Event, fits: float | None = None) -> str:
     """Return the kind of fault: a key of ``VERDICTS``.
 
-    Args:
-        event: what was seen at the op.
-        fits: for a backward, the largest loss scale at which all gradients are finite; None if
-            there is none.
+    For a backward, ``fits`` is the largest loss scale at which all gradients are finite, if any.
     """
     if event.source:
         return event.source

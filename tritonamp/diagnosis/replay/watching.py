@@ -2,21 +2,13 @@
 
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.diagnosis.replay.known_ops import (
-    DIVISORS,
-    DOES_NOT_FIT,
-    ON_PURPOSE,
-    are_same,
-    differ,
-    family,
-    is_masked,
-)
+from tritonamp.diagnosis.replay import known_ops
 from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.verdicts import Event, OpInput
@@ -28,36 +20,36 @@ from tritonamp.watched.ops import (
     floats,
     is_finite,
     is_watched,
+    nonfinite_samples,
     storage,
 )
 from tritonamp.watched.places import Place, PlacedOps, Way
 
 
+class _Ran(NamedTuple):
+    """An op that has run, with copies of what it wrote to; the op that the user called; where."""
+
+    call: OpCall
+    asked: OpCall
+    place: Place
+
+
 class Watch(PlacedOps):
-    """Looks at every op while it is active. Waits for the device at each.
-
-    Args:
-        names: of modules, parameters and buffers.
-
-    Attributes:
-        inputs: storage of a tensor that a model was called with to its name.
-        phase: "forward"; set to "backward" by the owner where that begins.
-        looks_for_zeros: ``zeroed`` becomes the first event of a backward whose result in half is
-            zero, and should not.
-        events: in the order in which they happened.
-        zeroed: see ``looks_for_zeros``.
-        writes: name of a parameter or buffer that an op wrote to, to the tensor and its value
-            before.
-    """
+    """Looks at every op while it is active. Waits for the device at each."""
 
     def __init__(self, names: ModelNames) -> None:
         super().__init__(names.modules)
         self.model_names = names
+        # storage of a tensor that a model was called with, to its name
         self.inputs: dict[int, str] = {}
-        self.phase = "forward"
-        self.looks_for_zeros = False
-        self.events: list[Event] = []
+        self.phase = "forward"  # its owner sets "backward" where that begins
+        self.events: list[Event] = []  # in the order in which they happened
+        # the last op that torch refused, because a constant does not fit
+        self.refused: Event | None = None
+        # the first op of a backward whose result in half is zero, and should not; if looked for
         self.zeroed: Event | None = None
+        self.looks_for_zeros = False
+        # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._memories = Memories()
 
@@ -84,26 +76,23 @@ class Watch(PlacedOps):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = OpCall(func, args, kwargs or {})
         asked, place = self._asked(call)
-        before = self._before(call)
-        asked = before if asked is call else asked
+        before = self._with_copies(call)
+        ran = _Ran(before, before if asked is call else asked, place)
         try:
             result = call.run()
         except RuntimeError as error:
-            if DOES_NOT_FIT in str(error):
+            if known_ops.DOES_NOT_FIT in str(error):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
-                event = Event(
-                    place, "forward", dtype, str(func), scalars=call.scalars(), refused=True
-                )
-                self.events.append(event)
+                self.refused = Event(place, "forward", dtype, str(func), scalars=call.scalars())
             raise
         results = floats([result, call.pick(call.schema.written)])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
         with torch.no_grad(), torch._C._DisableAutocast():
-            self._look(before, place, asked, results, floats([args, call.kwargs]))
+            self._note_results(ran, results, floats([args, call.kwargs]))
         return result
 
-    def _before(self, call: OpCall) -> OpCall:
+    def _with_copies(self, call: OpCall) -> OpCall:
         """Return the call with copies of what it is about to write to."""
         written = call.schema.written
         if not written:
@@ -116,14 +105,8 @@ class Watch(PlacedOps):
             copy = self._memories.copied
             return call.map(lambda value: copy(value) if is_watched(value) else value, written)
 
-    def _look(
-        self,
-        call: OpCall,
-        place: Place,
-        asked: OpCall,
-        results: list[Tensor],
-        given: list[Tensor],
-    ) -> None:
+    def _note_results(self, ran: _Ran, results: list[Tensor], given: list[Tensor]) -> None:
+        call = ran.call
         held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
         for t in results:
             if storage(t) not in held:  # new memory, perhaps where older one has been
@@ -134,29 +117,28 @@ class Watch(PlacedOps):
             results = [t for t in results if not self._memories.of(t).unwritten]
         bad = [t for t in results if not is_finite(t)]
         if bad:
-            event = self._cause(call, place, asked, bad)
+            event = self._event_behind(ran, bad)
             for t in bad:
                 self._memories.of(t).origin = event
-        self._follow(call, place, results)
+        self._follow_overflows(ran, results)
         for t in results:
-            self._memories.of(t).maker = place
+            self._memories.of(t).maker = ran.place
         self._note_eps(call, results)
         if self.looks_for_zeros and results and self.zeroed is None:
-            self._note_zeros(call, place, results[0])
+            self._note_zeros(ran, results[0])
 
     # inf and NaN
 
-    def _cause(self, call: OpCall, place: Place, asked: OpCall, bad: list[Tensor]) -> Event:
-        """Return the event behind results that are not finite.
-
-        It is an earlier one that reached this op, or a new one.
-        """
-        causes = [self.origin(t, place) for t in call.inputs() if not is_finite(t)]
+    def _event_behind(self, ran: _Ran, bad: list[Tensor]) -> Event:
+        """Return an earlier event that reached results that are not finite, or a new one."""
+        causes = [self.origin(t, ran.place) for t in ran.call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
-        masked = nan and is_masked(call)
+        masked = nan and known_ops.is_masked(ran.call)
         if masked:  # log(0) may stand for a mask, too
             causes = [
-                e for e in causes if not e.quiet and not ("log" in family(e.place.op) and e.zero)
+                e
+                for e in causes
+                if not e.quiet and not ("log" in known_ops.family(e.place.op) and e.zero)
             ]
         elif nan:
             for e in causes:
@@ -166,39 +148,33 @@ class Watch(PlacedOps):
             event = min(loud, key=self.events.index)
             event.later += 1
             if nan and not event.nan and event.first_nan is None:
-                event.first_nan = place
+                event.first_nan = ran.place
             return event
-        infinite = any(not math.isfinite(s) for s in call.scalars())
         if causes and not nan:
             return causes[0]
-        return self._new(call, place, asked, bad[0], nan, masked, bool(causes) or infinite)
+        constant = bool(causes) or not all(map(math.isfinite, ran.call.scalars()))
+        event = self._new_event(ran, bad[0], nan, masked, constant)
+        self.events.append(event)
+        return event
 
-    def _new(
-        self,
-        call: OpCall,
-        place: Place,
-        asked: OpCall,
-        bad: Tensor,
-        nan: bool,
-        masked: bool,
-        constant: bool,
-    ) -> Event:
+    def _new_event(self, ran: _Ran, bad: Tensor, nan: bool, masked: bool, constant: bool) -> Event:
+        call, asked, place = ran
         name = call.schema.name
         inputs = call.inputs()
         given = asked.inputs()
         divisor = None
-        if name in DIVISORS and len(call.args) > DIVISORS[name]:
-            divisor = call.args[DIVISORS[name]]
+        if name in known_ops.DIVISORS and len(call.args) > known_ops.DIVISORS[name]:
+            divisor = call.args[known_ops.DIVISORS[name]]
         rounded = False
-        if "cast" in family(name):
+        if "cast" in known_ops.family(name):
             rounded = asked is call or storage(inputs[0]) in {storage(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
-        event = Event(
+        return Event(
             place,
             self.phase,
             bad.dtype,
             str(asked.func),
-            tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in given[:6]),
+            _op_inputs(given[:6]),
             nan=nan,
             exact=None if constant and not nan else call.exact(bad),
             quiet=constant and not nan,
@@ -209,10 +185,8 @@ class Watch(PlacedOps):
             masked=masked,
             constant=constant,
             rounding=rounded,
-            squares=name == "mul" and are_same(call.args),
+            squares=name == "mul" and known_ops.are_same(call.args),
         )
-        self.events.append(event)
-        return event
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
@@ -236,16 +210,16 @@ class Watch(PlacedOps):
             source = "data"
             name = label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
             if tensor.dim() > 1:
-                bad = ~torch.isfinite(tensor)
-                samples = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
+                samples = tuple(nonfinite_samples(tensor))
         event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
         event.names, event.samples = (name,), samples
         memory.origin = event
         self.events.append(event)
         return event
 
-    def _follow(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
+    def _follow_overflows(self, ran: _Ran, results: list[Tensor]) -> None:
         """Note where inf of an overflow became finite, and wrong; follow what it should be."""
+        call, place = ran.call, ran.place
         if call.schema.name in READ_NO_VALUES or self.phase == "backward":
             return
         met, made = self._overflows(call.inputs()), self._overflows(results)
@@ -255,18 +229,17 @@ class Watch(PlacedOps):
         if call.schema.written:
             for t in results:
                 self._memories.forget(t)
+        on_purpose = call.schema.name in known_ops.ON_PURPOSE
         for result, values in zip(results, exact, strict=False):
             if result.shape != values.shape:
                 continue
             finite = torch.isfinite(result)
-            wrong = differ(result[finite], values[finite])
-            if met and met[0].absorbed is None and wrong and call.schema.name not in ON_PURPOSE:
-                met[0].absorbed = place
+            if met and not on_purpose and known_ops.differ(result[finite], values[finite]):
+                met[0].absorbed = met[0].absorbed or place
             if not bool(finite.all()):
                 self._memories.put(result, values)
-        ends = bool(results) and all(map(is_finite, results))
-        if met and ends and met[0].vanished is None:
-            met[0].vanished = place
+        if met and results and all(map(is_finite, results)):
+            met[0].vanished = met[0].vanished or place
 
     def _overflows(self, tensors: list[Tensor]) -> list[Event]:
         origins = [self._memories.of(t).origin for t in tensors if not is_finite(t)]
@@ -284,12 +257,14 @@ class Watch(PlacedOps):
             if eps is not None and bool((t == 0).any()):
                 self._memories.of(t).eps = eps
 
-    def _note_zeros(self, call: OpCall, place: Place, result: Tensor) -> None:
+    def _note_zeros(self, ran: _Ran, result: Tensor) -> None:
         if result.dtype.itemsize > 2 or bool(result.any()):
             return
-        values = [amax(t) for t in call.in_float64()[:1]]
-        if values and values[0] > 0:
-            inputs = tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in call.inputs())
-            self.zeroed = Event(
-                place, "backward", result.dtype, str(call.func), inputs, exact=values[0]
-            )
+        exact = next(map(amax, ran.call.in_float64()), 0.0)
+        if exact > 0:
+            aten, inputs = str(ran.call.func), _op_inputs(ran.call.inputs())
+            self.zeroed = Event(ran.place, "backward", result.dtype, aten, inputs, exact=exact)
+
+
+def _op_inputs(tensors: list[Tensor]) -> tuple[OpInput, ...]:
+    return tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in tensors)

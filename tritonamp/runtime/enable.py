@@ -1,0 +1,124 @@
+"""``enable``: checks, and then the handle."""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tritonamp.casts.loaded import (
+    bfloat16_in_float16,
+    check_half_dtypes,
+    check_own_memory,
+    check_range,
+    half_parameters,
+    loaded_dtype,
+)
+from tritonamp.casts.model import fp32_modules
+from tritonamp.checks import (
+    check_cast_inputs,
+    check_gradients,
+    check_models,
+    check_optimizers,
+    check_scaler,
+    check_sharding,
+    warn_of_zero_eps,
+)
+from tritonamp.kernels.device import check_dtype, choose_backend, warn_of_known_fault
+from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
+from tritonamp.runtime.amp import Amp, as_list
+from tritonamp.runtime.parts import Request
+from tritonamp.scaler import GradScaler
+
+logger = logging.getLogger("tritonamp")
+
+
+def enable(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    level: str | Policy | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    scaler: GradScaler | None = None,
+    policy: Policy | None = None,
+    around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
+    **policy_fields: Any,
+) -> Amp:
+    """Turn on mixed precision for a model and its optimizer, in place.
+
+    Args:
+        model: a module, already on its device, or several. Parameters may be of any dtype: half
+            ones that train get FP32 values, frozen half and quantised ones stay as they are.
+        optimizer: any torch.optim optimizer over the model's parameters, or several; None for
+            inference.
+        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
+            a Policy. None: ``policy``, or "O1".
+        dtype: torch.float16 or torch.bfloat16; None: the one that the model came in, if it has one
+            that its device computes in, else torch.float16.
+        backend: "auto", "triton" or "eager".
+        scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
+        policy: a Policy, the same as giving it as ``level``.
+        around_step: for libraries that adapt tritonamp: each ``optimizer.step()`` runs inside the
+            context manager that this gives for the optimizer, entered before anything is decided.
+        **policy_fields: fields of Policy that differ from the level's.
+
+    Returns:
+        the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
+
+    Raises:
+        ValueError: arguments that contradict one another or the model, named; nothing has been
+            changed then.
+        UnsupportedDeviceError: the device cannot do what was asked for explicitly.
+    """
+    check_field_names(policy_fields, inspect.signature(enable).parameters)
+    if policy is not None and level is not None:
+        raise ValueError(
+            f"expected a level or a policy, got both level={level!r} and policy: a policy takes "
+            "the place of the level, drop one"
+        )
+    if scaler is not None:
+        check_scaler(scaler, policy_fields)
+        policy_fields["loss_scale"] = "dynamic"
+    if level is None:
+        level = "O1" if policy is None else policy
+    given = as_list(model)
+    models = check_models(given)
+    device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+    half = half_parameters(models)
+    if dtype is None and isinstance(level, str) and level in LEVELS:
+        dtype = loaded_dtype(half, device)
+    resolved = resolve(level, dtype, **policy_fields)
+    optimizers = check_optimizers([] if optimizer is None else as_list(optimizer), models)
+    check_sharding(models, resolved, optimizers)
+    check_gradients(given, resolved)
+    check_dtype(resolved.dtype, device)
+    if resolved.cast_model or resolved.op_policy:
+        warn_of_known_fault(device)
+    chosen = choose_backend(backend, device)
+    for m in models:
+        fp32_modules(m, resolved)  # raises for names that match nothing
+    check_cast_inputs(models, resolved)
+    check_half_dtypes(half, resolved)
+    check_own_memory(half, resolved)
+    check_range(bfloat16_in_float16(half, resolved))
+    warn_of_zero_eps(optimizers, resolved)
+    logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
+    scaler = scaler or scaler_for(resolved, device)
+    with torch.inference_mode(False):  # what is made here will have to train
+        return Amp(
+            Request(models, given, optimizers, resolved, chosen, scaler, device, around_step)
+        )
+
+
+def scaler_for(policy: Policy, device: torch.device) -> GradScaler:
+    """Return a new scaler that begins where a policy says."""
+    if policy.loss_scale == "dynamic":
+        return GradScaler(device.type, init_scale=policy.init_scale)
+    fixed = float(policy.loss_scale)
+    return GradScaler(device.type, init_scale=fixed, min_scale=fixed, max_scale=fixed)
