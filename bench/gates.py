@@ -14,7 +14,7 @@ FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
 MAX_GROWTH = 1.15
-AMD_LANES = 32  # scalar registers that lie in lanes of vector ones in a loop, written before it
+AMD_LANES = 40  # scalar registers that lie in lanes of vector ones in a loop, written before it
 AMD_REGISTERS = 168  # of a lane's 512: three waves for each SIMD unit of a CU
 STACK = {  # bytes: two numbers that a loop does not change may be put aside
     70: 8,  # which has no uniform registers

@@ -197,7 +197,7 @@ def test_each_gate_fails(good: Any, values: dict[str, Any], message: str) -> Non
     [
         ({"stack": 8}, "8 B of stack, 0 B of local memory, 0 spills: allowed are 0"),
         ({"spills": 1}, "0 B of stack, 0 B of local memory, 1 spills: allowed are 0"),
-        ({"scalar_spills": 33}, "33 spills of scalar registers, allowed are 32"),
+        ({"scalar_spills": 41}, "41 spills of scalar registers, allowed are 40"),
         ({"registers": 169}, "169 registers, allowed are 168"),
         ({"occupancy": 0.24}, "occupancy 0.24, allowed is 0.25 and more"),
         ({"shared": 8, "max_shared": 0}, "8 B of shared memory, allowed are 0"),
@@ -219,7 +219,7 @@ def test_gates_on_amd_that_do_not_apply(good: Any) -> None:
     row = changed(good, arch="gfx1100", registers=168, atomics=integers, instructions=99)
     row = row._replace(ex2=None, in_flight=None)
     assert gates.faults(row) == gates.exp2_faults([row]) == []
-    few = changed(row, scalar_spills=40)._replace(build=row.build._replace(constants={}, n=0))
+    few = changed(row, scalar_spills=50)._replace(build=row.build._replace(constants={}, n=0))
     assert gates.faults(few) == []
     assert static.line(row).startswith("gfx1100 softmax float16 n=1024: softmax_kernel")
 
