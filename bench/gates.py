@@ -43,7 +43,7 @@ def faults(row: Row) -> list[str]:
         )
     allowed = build.max_registers if build.aligned else 255
     if build.amd:
-        allowed = AMD_REGISTERS
+        allowed = AMD_REGISTERS if build.moves_tensors else 255  # one program needs no others
     elif build.arch == 70:
         allowed = allowed * 3 // 2  # it has no uniform registers for what all threads share
     if row.scalar_spills > AMD_LANES and build.moves_tensors:
