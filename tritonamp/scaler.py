@@ -191,12 +191,11 @@ class GradScaler(torch.amp.GradScaler):
         super()._lazy_init_scale_growth_tracker(dev)
         assert self._scale is not None and self._growth_tracker is not None
         scale, growth_tracker = self._scale, self._growth_tracker
-        # in one piece of memory, of which one launch makes a copy
-        self._memory = torch.zeros(4, dtype=torch.float32, device=dev)
-        self._scale, _, _, self._ceiling = self._memory.unbind()
-        _, self._growth_tracker, self._hysteresis_tracker, _ = self._memory.view(
-            torch.int32
-        ).unbind()
+        # one piece of memory, of which one launch makes a copy; each at a multiple of 16 bytes
+        self._memory = torch.zeros(4, 4, dtype=torch.float32, device=dev)
+        floats, integers = self._memory[:, 0], self._memory.view(torch.int32)[:, 0]
+        self._scale, self._ceiling = floats[0], floats[1]
+        self._growth_tracker, self._hysteresis_tracker = integers[2], integers[3]
         self._scale.copy_(scale)
         self._growth_tracker.copy_(growth_tracker)
         self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
@@ -254,7 +253,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def scale_memory(self) -> Tensor:
-        """The memory of ``scale_state``, of shape (4,); it exists once a loss was scaled."""
+        """The memory of ``scale_state``; it exists once a loss was scaled."""
         assert self._memory is not None
         return self._memory
 

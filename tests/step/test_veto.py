@@ -164,6 +164,33 @@ def test_a_veto_after_an_early_decision(
 
 
 @pytest.mark.parametrize("largest", [1.0, float("inf")], ids=["clean", "overflow"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_veto_after_early_decisions_of_two_losses(
+    start: Callable[..., Run], first: int, largest: float
+) -> None:
+    """Both are made again, in whatever order they were made."""
+    before, after = start(two=True), start(two=True)
+    for run in (before, after):
+        optimizers = [run.optimizer, run.other]
+        for optimizer in optimizers:
+            run.amp.backward(run.loss(), optimizer)
+        run.model.first.weight.grad[0, 0] *= largest
+        for when in (before, after):
+            if when is run:
+                run.amp.veto(True)
+            if when is before:
+                for optimizer in (optimizers[first], optimizers[1 - first]):
+                    run.amp.unscale_(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert same(before.state()[0], after.state()[0])
+    assert before.amp.state_dict() == after.amp.state_dict()
+    stats = after.amp.stats()
+    assert (stats["steps"], stats["skipped"], stats["scale"]) == (0, 2, 2.0**16)
+    assert after.amp.history[-1].cause == "veto"
+
+
+@pytest.mark.parametrize("largest", [1.0, float("inf")], ids=["clean", "overflow"])
 def test_a_veto_of_a_decision_that_was_read(start: Callable[..., Run], largest: float) -> None:
     """It takes the place of the record that somebody has read."""
     run = start()

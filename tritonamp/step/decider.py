@@ -1,5 +1,6 @@
 """Makes decisions, writes them to the log, and takes them back."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class Decider:
         self._log = log
         self._forwards = forwards
         self._ranks = ranks
+        self._turns = itertools.count()
 
     def judge(
         self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
@@ -93,6 +95,7 @@ class Decider:
 
     def _make(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
         """Make the decision on the present gradients."""
+        decision.turn = next(self._turns)
         params = [w.parameters() for w in decision.waiting]
         record = self._log.record(params, decision.scale.device, self._ranks.members)
         outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
@@ -119,14 +122,14 @@ class Decider:
                 "amp.veto() inside of model.join(): expected all ranks, got some that may have run "
                 "out of batches and would step all the same: skip the batch on all ranks instead"
             )
-        decided = self._pending.decided()
+        decided = sorted(self._pending.decided(), key=lambda decision: decision.turn)
         if not all(decision.can_be_undone for decision in decided):
             raise RuntimeError(
                 "amp.veto() after an optimizer.step(): expected a call before the first of the "
                 "optimizers that a loss feeds has stepped, since all of them step, or none: call "
                 "amp.veto(flag) directly after amp.backward(loss)"
             )
-        for decision in decided:
+        for decision in reversed(decided):  # the last one first: each restores what it has found
             decision.undo()
         self._pending.veto(flag)
         for decision in decided:

@@ -65,6 +65,7 @@ class Decision:
         waiting: the optimizers that have not stepped yet.
         moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
         phase: the present phase.
+        turn: which of all decisions it is, in the order in which they were made.
         blocks: the number of ``with scale_loss`` blocks that are open.
         zeroed: waiting optimizers whose gradients the user has cleared.
         found_inf: 0-d, not 0 where the optimizers skip; valid once decided, as the next two.
@@ -89,13 +90,15 @@ class Decision:
         self.waiting = list(waiting)
         self.moves_scale = moves_scale
         self.phase = Phase.OPEN
+        self.turn = 0
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
         self._verdict = scale.new_empty(3)
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
-        self._stats: dict[MasterWeights, Stats] = {}  # in memory that the next ones are written to
+        # valid until the next grad_stats of the same optimizer
+        self._stats: dict[MasterWeights, Stats] = {}
         self._judged: dict[MasterWeights, Stats] = {}  # copies, of gradients unscaled since
         self._undo = Undo()
         self._backend = backend
