@@ -25,7 +25,6 @@ class Response:
 
     Ranks that train together have taken one decision: all come here at the same step. What each has
     found they put together, and go on from that alone, so that all say, heal and raise the same.
-
     """
 
     _policy: Policy

@@ -42,18 +42,31 @@ NORMS = """
 
 @dataclass(eq=False)
 class TensorRecord:
-    """One result of an op, an input, a parameter, or a parameter's gradient."""
+    """One result of an op, an input, a parameter, or a parameter's gradient.
 
-    place: Place  # of the op; in backward, of the forward op that the gradient belongs to
-    op: str  # its name in aten, or "input", "parameter", "gradient"
+    Attributes:
+        place: of the op; in backward, of the forward op that the gradient belongs to.
+        op: its name in aten, or "input", "parameter", "gradient".
+        shape: of the tensor.
+        sizes: of its values.
+        parameter: the full name, for a parameter and its gradient.
+        backward: it was computed in backward.
+        half: the policy stores it in half.
+        scaled: it carries the loss scale.
+        sources: records of the op's inputs.
+        excused: its overflow does no harm: a mask that a softmax takes as -inf.
+    """
+
+    place: Place
+    op: str
     shape: tuple[int, ...]
-    sizes: Magnitudes  # of its values
-    half: bool = False  # the policy stores it in half
-    parameter: str = ""  # the full name, for a parameter and its gradient
-    backward: bool = False  # it was computed in backward
-    scaled: bool = False  # it carries the loss scale
-    excused: bool = False  # its overflow does no harm: a mask that a softmax takes as -inf
-    sources: list["TensorRecord"] = field(default_factory=list, repr=False)  # the op's inputs
+    sizes: Magnitudes
+    half: bool = False
+    parameter: str = ""
+    backward: bool = False
+    scaled: bool = False
+    excused: bool = False
+    sources: list["TensorRecord"] = field(default_factory=list, repr=False)
 
     @property
     def module(self) -> str:

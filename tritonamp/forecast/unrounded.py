@@ -147,13 +147,21 @@ def _promoted(leaves: list[Any]) -> torch.dtype:
 
 
 class Magnitudes(NamedTuple):
-    """The sizes of a tensor's values."""
+    """The sizes of a tensor's values.
 
-    amax: float  # largest magnitude among the finite values
-    amin: float  # smallest magnitude that is not zero; 0.0 where all are
-    largest: float  # the largest finite value with its sign
-    nans: int  # how many values are NaN
-    # how many finite values that are not zero have the exponent e (2^e <= |x| < 2^(e+1)), by e
+    Attributes:
+        amax: largest magnitude among the finite values.
+        amin: smallest magnitude that is not zero; 0.0 where all are.
+        largest: the largest finite value with its sign.
+        nans: how many values are NaN.
+        exponents: how many finite values that are not zero have the exponent e (2^e <= |x| <
+            2^(e+1)), by e.
+    """
+
+    amax: float
+    amin: float
+    largest: float
+    nans: int
     exponents: dict[int, int]
 
     def overflows(self, dtype: torch.dtype, scale: float = 1.0) -> bool:

@@ -1,5 +1,5 @@
 """``enable`` and ``Amp``: the only room that knows all the others."""
 
 from tritonamp.runtime.amp import Amp as Amp
-from tritonamp.runtime.enable import enable as enable
-from tritonamp.runtime.enable import scaler_for as scaler_for
+from tritonamp.runtime.enabling import enable as enable
+from tritonamp.runtime.enabling import scaler_for as scaler_for

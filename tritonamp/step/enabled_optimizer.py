@@ -165,7 +165,7 @@ def _is_made_for_loading() -> bool:
 
 @contextlib.contextmanager
 def _unmoved_halves(optimizer: Any) -> Iterator[None]:
-    """Keep half parameters: where eps is 0 in half, the update of zeros is 0 / 0, at any rate."""
+    """Keep half parameters: where eps is 0 in half, the update of zeros is NaN, also at lr 0."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = {p: p.detach().clone() for p in params if p.dtype in HALF_DTYPES}
     yield

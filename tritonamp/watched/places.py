@@ -22,14 +22,21 @@ Mode = TypeVar("Mode", bound="PlacedOps")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an op ran. Places are equal where module, file and number are."""
+    """Where an op ran. Places are equal where module, file and number are.
 
-    module: str | None = None  # innermost, "" for the model itself, None outside of it
-    kind: str = dataclasses.field(default="", compare=False)  # class name of that module
-    # "linear", "mul"; in a backward the forward op whose gradient was computed
+    Attributes:
+        module: full name of the innermost module, "" for the model itself, None outside of it.
+        kind: class name of that module.
+        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
+        file: the user's source, None where only torch was between the model and the op.
+        number: of the line in that file; 0 where there is none.
+    """
+
+    module: str | None = None
+    kind: str = dataclasses.field(default="", compare=False)
     op: str = dataclasses.field(default="", compare=False)
-    file: str | None = None  # the user's; None where only torch was between model and op
-    number: int = 0  # of the line in that file; 0 where there is none
+    file: str | None = None
+    number: int = 0
 
     @property
     def name(self) -> str:
