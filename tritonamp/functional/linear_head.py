@@ -60,7 +60,7 @@ class LinearHead(NamedTuple):
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
     def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
-        """Return the gradients of rows, weight and bias, in ``wide``; None for those not ``needed``.
+        """Return gradients of rows, weight and bias, in ``wide``; None for those not ``needed``.
 
         ``dlogits`` [r, v] are the gradients of logits, which were made of the operand rows [r, d].
         """
