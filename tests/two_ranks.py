@@ -120,6 +120,6 @@ def serve(store: str, rank: str, number: str) -> None:
         torch.manual_seed(0)
         try:
             answer: Any = [SCENARIOS[name](**arguments)]
-        except Exception:
+        except BaseException:  # torch's CheckpointException is no Exception
             answer = f"rank {rank}: {traceback.format_exc()}"
         print(json.dumps(answer), file=answers, flush=True)

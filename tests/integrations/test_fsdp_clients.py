@@ -299,7 +299,9 @@ def by_trainer(level: str, folder: str, arguments: dict[str, Any]) -> dict[str, 
     with accelerate_has_fsdp():
         ends = []
         for start in (None, f"{folder}/checkpoint-{BAD + 2}"):
-            trainer = make_trainer(folder, 2, **FSDP, **arguments)
+            # torch warns where a sharded checkpoint is there already
+            to = folder if start is None else f"{folder}/again"
+            trainer = make_trainer(to, 2, **FSDP, **arguments)
             enable_trainer(trainer, level=level, scaler=scaler())
             trainer.train(resume_from_checkpoint=start)
             assert {type(p).__name__ for p in trainer.model.parameters()} == {"DTensor"}
