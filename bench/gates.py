@@ -23,7 +23,8 @@ STACK = {  # bytes: two numbers that a loop does not change may be put aside
     120: 8 if VERSION == "3.7" else 0,  # as sm_75
 }
 
-SHARED = {"adamw_8bit": 256 if VERSION == "3.6" else 0}  # a tile's exponents change their layout
+# a tile's exponents change their layout
+SHARED = dict.fromkeys(("adamw_8bit", "lion_8bit"), 256 if VERSION == "3.6" else 0)
 
 
 def faults(row: Row) -> list[str]:
