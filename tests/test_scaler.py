@@ -425,3 +425,17 @@ def test_a_decision_moves_the_scale_once(device: torch.device, form: str, backof
     causes = [record.cause for record in amp.history]
     assert causes == [None, "scale overflow", None, None, "forward fault", None, None]
     amp.disable()
+
+
+def test_what_a_decision_moves_lies_in_one_aligned_piece(device: torch.device) -> None:
+    """A copy of the piece holds all of it, and kernels find pointers as aligned as any."""
+    scaler = tritonamp.GradScaler(device.type, init_scale=8.0, hysteresis=3, max_scale=64.0)
+    scaler.scale_tensor(device)
+    state, before = scaler.scale_state, scaler.scale_memory.clone()
+    assert [float(number) for number in state] == [8.0, 0.0, 3.0, 64.0]
+    assert all(number.data_ptr() % 16 == 0 for number in state)
+    for number in state:
+        number.fill_(5)
+    scaler.scale_memory.copy_(before)
+    assert [float(number) for number in state] == [8.0, 0.0, 3.0, 64.0]
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)

@@ -168,10 +168,12 @@ def _unmoved_halves(optimizer: Any) -> Iterator[None]:
     """Keep half parameters: where eps is 0 in half, the update of zeros is NaN, also at lr 0."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = {p: p.detach().clone() for p in params if p.dtype in HALF_DTYPES}
-    yield
-    with torch.no_grad():
-        for p, value in before.items():
-            p.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in before.items():
+                p.copy_(value)
 
 
 def _awake(optimizer: Any) -> Stepper:
