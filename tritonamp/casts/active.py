@@ -119,8 +119,7 @@ def enter(number: int) -> None:
     The rules are at autocast's keys: turning autocast on is left to the caller. Both are leaf calls
     to torch.compile, which runs them while it traces: the graph holds what the rules chose.
 
-    Args:
-        number: of the policy, by ``number_of``; or NO_RULES.
+    ``number`` is the policy's, by ``number_of``; or NO_RULES.
     """
     push_policy(known.policies[number], TracingContext.try_get())
 
@@ -133,11 +132,9 @@ def leave() -> None:
 
 @inlined_by_dynamo
 def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None) -> None:
-    """Do what ``enter`` does, for a policy itself.
+    """Do what ``enter`` does, for a policy itself, or None: no rules.
 
-    Args:
-        active: what ops follow; None: no rules.
-        trace: that the forward is part of; None: it runs.
+    ``trace`` is the one that the forward is part of; None: it runs.
     """
     known.entered += 1
     if active is not known.latest:
@@ -192,9 +189,8 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
     segment is recomputed. There the cache would spare the casts of weights that the segment uses
     more than once; nothing else depends on it.
 
-    Args:
-        stock: torch's own function, which returns ``torch.autocast``'s arguments for the device and
-            for the CPU.
+    ``stock`` is torch's own function: it returns ``torch.autocast``'s arguments for the device and
+    for the CPU.
     """
 
     def noted(device_type: str = "cuda") -> Any:
@@ -205,19 +201,13 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def active_policy() -> Policy | None:
-    """Return the policy that ops of this thread follow now, or None outside enabled forwards."""
-    found = active()
-    return None if found is None else found.policy
-
-
 def under_op_policy() -> bool:
     """Tell whether functions of the user's own are cast now.
 
     To torch.compile a constant, read while it traces.
     """
-    policy = active_policy()
-    return policy is not None and policy.op_policy
+    found = active()
+    return found is not None and found.policy.op_policy
 
 
 def half_dtype() -> torch.dtype | None:

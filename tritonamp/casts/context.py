@@ -196,12 +196,6 @@ def run_under(
 
     As in ``EnabledContext.entered``, without a generator. Whatever is raised, this thread is left
     as it was: also by a Ctrl-C that comes while it is being changed.
-
-    Args:
-        entry: of the policy.
-        function: to run.
-        args: of it, by position.
-        kwargs: of it, by name.
     """
     before = _begin(entry.device_type)
     try:
@@ -266,13 +260,8 @@ def _restore(
 ) -> None:
     """Put back what ``_enter`` changes in a thread, from wherever it is.
 
-    Args:
-        depth: how many enabled forwards the thread was in.
-        device_type: that autocast is set for.
-        enabled: whether autocast was on.
-        dtype: of autocast.
-        cache: whether autocast cached casts of weights.
-        nesting: how many autocast blocks the thread was in.
+    ``depth`` and ``nesting`` count the enabled forwards, and the autocast blocks, that the thread
+    was in.
     """
     active.pop_policies(depth)
     torch.set_autocast_enabled(device_type, enabled)

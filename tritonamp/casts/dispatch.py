@@ -17,24 +17,18 @@ from tritonamp.casts.active import active, checkpointed, enter, known, leave, th
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_table import Rule, op_table
+from tritonamp.casts.user_functions import registered
 from tritonamp.watched.frames import Role, plays
 
 
 class _Registration:
-    """What is in force in the whole process, and how many enabled models need it.
-
-    Attributes:
-        libraries: the registrations of the op table.
-        stock: torch.utils.checkpoint's function that ours stands in for.
-        noted: ours.
-        owners: how many enabled models there are.
-    """
+    """What is in force in the whole process."""
 
     def __init__(self) -> None:
-        self.libraries: list[torch.library.Library] = []
-        self.stock: Any = None
+        self.libraries: list[torch.library.Library] = []  # the op table's
+        self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` stands in for
         self.noted: Any = None
-        self.owners = 0
+        self.owners = 0  # how many enabled models there are
 
 
 registration = _Registration()
@@ -46,9 +40,10 @@ def is_registered() -> bool:
 
 
 def acquire() -> None:
-    """Register the op table for one more enabled model."""
+    """Have the op table, and the user's registered functions, for one more enabled model."""
     registration.owners += 1
     ensure()
+    registered.replace_originals()
 
 
 def ensure() -> None:
@@ -81,9 +76,10 @@ def ensure() -> None:
 
 
 def release() -> None:
-    """Take back one ``acquire``; the last one puts torch's dispatch tables back as they were."""
+    """Take back one ``acquire``; the last one puts dispatch tables and functions back."""
     registration.owners -= 1
     if registration.owners == 0:
+        registered.restore_originals()
         for library in registration.libraries:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()

@@ -72,14 +72,9 @@ def cast_arguments(
     signature: Signature,
     cast: Cast,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments; the tensors in the wanted ones are cast.
+    """Return a forward's arguments; tensors in the wanted ones are cast.
 
-    Args:
-        args: of a forward, by position.
-        kwargs: of a forward, by name.
-        wanted: names and positions; True: all; False: none.
-        signature: of the forward.
-        cast: what becomes of the tensors.
+    ``wanted`` are names and positions, or True: all, or False: none.
     """
     if not wanted:
         return args, kwargs

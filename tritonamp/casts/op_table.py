@@ -131,13 +131,14 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _dtypes(value: Any) -> Iterator[torch.dtype]:
+def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
     """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
-    if isinstance(value, Tensor) and value.dtype in AUTOCAST:
-        yield value.dtype
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _dtypes(item)
+    if isinstance(value, Tensor):
+        if value.dtype in AUTOCAST:
+            yield value.dtype
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating_dtypes(item)
 
 
 def _to_fp32(value: Any) -> Any:
@@ -146,7 +147,7 @@ def _to_fp32(value: Any) -> Any:
 
 def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
-    found = set(_dtypes(args))
+    found = set(floating_dtypes(args))
     if not found or (not active.policy.op_policy and found != {half}):
         return stock(*args, **kwargs)
     rounded = _cast(args, lambda t: t.to(half).float())
@@ -171,7 +172,7 @@ def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> 
 
 
 def _promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    found = set(_dtypes(args))
+    found = set(floating_dtypes(args))
     if not active.policy.op_policy or len(found) < 2:
         return stock(*args, **kwargs)
     widest = functools.reduce(torch.promote_types, found)
@@ -181,7 +182,7 @@ def _promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any)
 def _written_into_rule(
     stock: Stock, active: ActivePolicy, into: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    if not active.policy.op_policy or into.dtype not in (torch.float32, *HALF_DTYPES):
+    if not active.policy.op_policy or into.dtype not in AUTOCAST:
         return stock(into, *args, **kwargs)
     return stock(into, *_cast(args, lambda t: t.to(into.dtype)), **kwargs)
 
@@ -211,7 +212,7 @@ def _running_norm_rule(
     **kwargs: Any,
 ) -> Any:
     own = (weight, bias, mean, var)
-    found = set(_dtypes(own))
+    found = set(floating_dtypes(own))
     if not active.policy.op_policy or found in (set(), {torch.float32}, {input.dtype}):
         return stock(input, *own, updates, *args, **kwargs)
     wide = _to_fp32(own)
@@ -223,7 +224,7 @@ def _running_norm_rule(
 
 
 def _fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    dtype = kwargs.get("dtype") or next(_dtypes(args), None)
+    dtype = kwargs.get("dtype") or next(floating_dtypes(args), None)
     if not active.policy.op_policy or dtype not in HALF_DTYPES:
         return stock(*args, **kwargs)
     fitted = [_fit(value, dtype) for value in args]

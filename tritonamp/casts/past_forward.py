@@ -29,7 +29,7 @@ class FirstLoss:
         self._entered = known.entered
         self._waits = watches
 
-    def look(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """Warn where parameters were used, but no forward and no method was entered."""
         waits, self._waits = self._waits, False
         if not waits or known.entered != self._entered:

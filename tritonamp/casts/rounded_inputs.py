@@ -189,16 +189,10 @@ class Readers(TorchDispatchMode):
 
 
 class _Waiting(NamedTuple):
-    """Inputs whose roundings are on their way from the device.
+    """Inputs whose roundings are on their way from the device."""
 
-    Attributes:
-        kind: of the forward that they were given to.
-        found: the inputs, without their values.
-        readback: of the roundings.
-    """
-
-    kind: Any
-    found: list[InputTensor]
+    kind: Any  # of the forward that they were given to
+    found: list[InputTensor]  # without their values
     readback: Readback
 
 
@@ -234,13 +228,10 @@ class InputLook:
     def around(
         self, model: nn.Module, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[Readers | None]:
-        """Look at a forward that runs in the ``with`` block; yield whom to tell its output.
+        """Look at a forward of ``model`` that runs in the ``with`` block.
 
-        Args:
-            model: whose forward it is.
-            signature: of the forward.
-            args: before they are cast.
-            kwargs: before they are cast.
+        ``args`` and ``kwargs`` are as they were before the cast. Yields what is told the output,
+        or None: nobody wants it.
         """
         found, rounded = self._before(model, signature, args, kwargs)
         if not rounded:

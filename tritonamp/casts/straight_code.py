@@ -53,12 +53,10 @@ class Computed(NamedTuple):
     attributes: tuple[tuple[str, Any], ...]
     methods: tuple[tuple[str, CodeType, Any], ...]
 
-    def holds(self, module: Any, forward: Any) -> bool:
-        """Tell whether it is still true: attributes and methods are what they were.
+    def still_holds(self, module: Any, forward: Any) -> bool:
+        """Tell whether attributes and methods of the module are what they were.
 
-        Args:
-            module: whose code was read.
-            forward: that would run.
+        ``forward`` is what would run; somebody may have set another one on the instance.
         """
         own = vars(module)
         for name, value in self.attributes:
@@ -175,7 +173,7 @@ class _Reader:
     def _called(self, base: Any, name: str, args: list[Any], keywords: Values) -> Any:
         if base is self.module:
             return self.call(name, (*args,), keywords)
-        if any(base is m for m in _MODULES):
+        if _is_torch(base):
             return OPS[name](*args, **keywords)
         if isinstance(base, Term):
             return OPS[name](base, *args, **keywords)
@@ -186,7 +184,7 @@ class _Reader:
             return self._own(name)
         if isinstance(base, Term) and name in ("dtype", "shape"):
             return GIVEN if name == "dtype" else base.shape
-        if any(base is m for m in _MODULES):
+        if _is_torch(base):
             return _torch_or_error(getattr(base, name))
         raise Unproved(name)
 
@@ -209,9 +207,13 @@ class _Reader:
 _getattr = nn.Module.__getattr__
 
 
+def _is_torch(value: Any) -> bool:
+    return any(value is module for module in _MODULES)
+
+
 def _torch_or_error(value: Any) -> Any:
     """Return what a global name, or a name of torch's, may stand for outside of a call."""
-    if any(value is m for m in _MODULES) or isinstance(value, torch.dtype):
+    if _is_torch(value) or isinstance(value, torch.dtype):
         return value
     raise Unproved(value)
 

@@ -47,7 +47,7 @@ class PartedCheck:
         self._decisions = 0
         self._warned = False
 
-    def look(self, table: Tensor, group: Any, one_norm: bool) -> None:
+    def check_table(self, table: Tensor, group: Any, one_norm: bool) -> None:
         """Check the tables that have arrived, and start copying this one now and then.
 
         Args:

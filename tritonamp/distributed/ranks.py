@@ -270,7 +270,7 @@ class Ranks:
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
         _all_gather(table, sent, group=self._group)
         ignored = any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
-        self._parted.look(table, self._group, one_norm=not (self.apart or ignored))
+        self._parted.check_table(table, self._group, one_norm=not (self.apart or ignored))
         fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
         total = square_sum.sum().reshape(1) if self.apart else mine.square_sum
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
