@@ -168,7 +168,9 @@ class Amp:
         self._check_fed(None)
         check_pipeline(loss_fn, self.policy)
         self._parts.ranks.join_stages(process_group)
-        return StageLoss(loss_fn, self._parts.first_loss.look, self._parts.pending.begin_backward)
+        return StageLoss(
+            loss_fn, self._parts.first_loss.check_loss, self._parts.pending.begin_backward
+        )
 
     @property
     def _is_stage(self) -> bool:
