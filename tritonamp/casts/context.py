@@ -44,22 +44,13 @@ class RanksInForward(Protocol):
 
 
 class Entry(NamedTuple):
-    """What a thread is put into for a forward.
+    """What a thread is put into for a forward: a policy, and torch's autocast."""
 
-    Attributes:
-        number: of the policy that its ops follow, by ``active.number_of``; or NO_RULES: autocast is
-            left as it is.
-        followed: this policy; None: no rules.
-        device_type: that autocast is set for.
-        dtype: of autocast.
-        cache: whether autocast caches casts of weights.
-    """
-
-    number: int
-    followed: active.ActivePolicy | None
+    number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast is left as it is
+    followed: active.ActivePolicy | None  # this policy; None: no rules
     device_type: str
     dtype: torch.dtype
-    cache: bool
+    cache: bool  # whether autocast caches casts of weights
 
 
 def _entry_of(policy: Policy, backend: str, device_type: str) -> Entry:

@@ -24,17 +24,13 @@ Norm = Callable[[Tensor, Tensor], Tensor]
 class Recipe(NamedTuple):
     """What a module computes: ``rms_norm(x, x.shape[-1:], offset + weight, eps)``.
 
-    Attributes:
-        weight: name of the parameter.
-        offset: 1 where the parameter is the weight's distance from 1; else 0.
-        eps: added to the mean square.
-        computed: what the code says, and what that is true for.
+    ``offset`` is 1 where the parameter is the weight's distance from 1, else 0.
     """
 
-    weight: str
+    weight: str  # name of the parameter
     offset: float
     eps: float
-    computed: Computed
+    computed: Computed  # the proof, and what it is true for
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the norm of ``x``, in its dtype; half is computed in FP32, and rounded once."""

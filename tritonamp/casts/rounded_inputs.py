@@ -43,19 +43,12 @@ CARRIES = """
 
 
 class RoundedInput(NamedTuple):
-    """An input that the cast to half rounds.
+    """An input that the cast to half rounds."""
 
-    Attributes:
-        argument: that it is in, by name or position.
-        path: to the tensor, "targets[0]['boxes']".
-        value: one that is rounded most.
-        rounded: what it becomes.
-    """
-
-    argument: str | int
-    path: str
-    value: float
-    rounded: float
+    argument: str | int  # that it is in, by name or position
+    path: str  # to the tensor, "targets[0]['boxes']"
+    value: float  # one that is rounded most
+    rounded: float  # what it becomes
 
 
 def worst_rounding(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,12 +94,7 @@ def inputs_to_cast(
 
 
 def roundings(found: Sequence[InputTensor], numbers: Sequence[float]) -> list[RoundedInput]:
-    """Return those of the tensors that lose something.
-
-    Args:
-        found: the tensors.
-        numbers: the ``worst_rounding`` of each, one after the other.
-    """
+    """Return those that lose something; ``numbers`` has the ``worst_rounding`` of each in a row."""
     rows = [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
     return [
         RoundedInput(one.argument, one.path, row[1], row[2])

@@ -39,19 +39,12 @@ Values = dict[str, Any]
 
 
 class Computed(NamedTuple):
-    """What a forward computes, and what that is true for.
+    """What a forward computes, and what that is true for."""
 
-    Attributes:
-        result: of ``forward(x)``.
-        weight: name of the parameter in it; "" where there is none.
-        attributes: plain ones that the code reads, and their values of now.
-        methods: that the forward calls, itself among them, and their code and defaults of now.
-    """
-
-    result: Term
-    weight: str
-    attributes: tuple[tuple[str, Any], ...]
-    methods: tuple[tuple[str, CodeType, Any], ...]
+    result: Term  # of ``forward(x)``
+    weight: str  # name of the parameter in it; "" where there is none
+    attributes: tuple[tuple[str, Any], ...]  # that the code reads, with their values
+    methods: tuple[tuple[str, CodeType, Any], ...]  # that run, with their code and defaults
 
     def still_holds(self, module: Any, forward: Any) -> bool:
         """Tell whether attributes and methods of the module are what they were.
