@@ -26,16 +26,12 @@ class ActivePolicy(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The enabled forwards that this thread is in, and the trace that each is part of.
-
-    Attributes:
-        stack: innermost last.
-        in_rule: this thread is inside a rule's stock op; no rule applies there.
-    """
+    """The enabled forwards that this thread is in, and the trace that each is part of."""
 
     def __init__(self) -> None:
+        # innermost last
         self.stack: list[tuple[ActivePolicy | None, TracingContext | None]] = []
-        self.in_rule = False
+        self.in_rule = False  # inside a rule's stock op, where no rule applies
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without what traces that were given up half-way have left on it."""

@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
-from tritonamp.casts.op_table import Rule, op_table
+from tritonamp.casts.op_table import ALSO_WITHOUT_OP_POLICY, Rule, op_table
 from tritonamp.casts.user_functions import registered
 from tritonamp.watched.frames import Role, plays
 
@@ -125,7 +125,7 @@ class _Op:
         finally:
             thread.in_rule = before
 
-    def torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def call_torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Return what torch would have returned at this key."""
         # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
         if self.kernel is not None and not thread.in_rule:
@@ -135,12 +135,15 @@ class _Op:
 
 def _implementation(namespace: str, op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
     stock = _Op(namespace, op, key_name)
+    needs_op_policy = rule not in ALSO_WITHOUT_OP_POLICY
 
     @plays(Role.RULE)
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         found = None if thread.in_rule else active()
         if found is None:
-            return stock.torchs(keyset, *args, **kwargs)
+            return stock.call_torchs(keyset, *args, **kwargs)
+        if needs_op_policy and not found.policy.op_policy:
+            return stock(*args, **kwargs)
         return rule(stock, found, *args, **kwargs)
 
     # torch.compile gets the graph of what rules call; the rules themselves are not worth compiling

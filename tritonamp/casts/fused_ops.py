@@ -67,11 +67,8 @@ def _find(
 ) -> tuple[Hashable, Choice | None]:
     """Return what a call is known by, None where it must not be, and what was chosen before.
 
-    Args:
-        stock: the op.
-        active: one of the policies that ``enter`` numbers, which are never freed.
-        input: of the op.
-        rest: all else that choices depend on.
+    ``active`` is one of the policies that ``enter`` numbers, which are never freed; ``rest`` is all
+    else that choices depend on.
     """
     # private (torch 2.11 to 2.15), nothing public asks these: a dispatch mode or torch.func looks
     # into what runs
@@ -129,10 +126,7 @@ def _softmax_rule(
 ) -> Rule:
     """Return the rule of softmax or log_softmax.
 
-    Args:
-        function: of autograd.
-        operation: the forward.
-        result_dtype: gives the dtype of the result where the caller asks for none.
+    ``result_dtype`` gives the dtype of the result where the caller asks for none.
     """
 
     def rule(
@@ -142,7 +136,7 @@ def _softmax_rule(
         dim: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        if not active.policy.op_policy or input.dtype not in HALF_DTYPES:
+        if input.dtype not in HALF_DTYPES:
             return stock(input, dim, dtype)
         key, plan = _find(stock, active, input, dim, dtype)
         if plan is not None:
@@ -165,7 +159,7 @@ def _sum_rule(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     args = () if dim is None else (dim, keepdim)
-    if not active.policy.op_policy or input.dtype not in HALF_DTYPES:
+    if input.dtype not in HALF_DTYPES:
         return stock(input, *args, dtype=dtype)
     dims = () if dim is None else tuple(dim)
     dense = input.layout is torch.strided and input.is_contiguous()
@@ -221,9 +215,7 @@ def _norm_of_rows(
     key, plan = _find(stock, active, input, kinds, *shape, eps)
     if plan is not None:
         return plan(*tensors)
-    if not active.policy.op_policy or not norms.is_ours(
-        input, shape, weight, bias, least=_least(active)
-    ):
+    if not norms.is_ours(input, shape, weight, bias, least=_least(active)):
         return storage_rule(stock, active, *args)
     n, eps = math.prod(shape), norms.RMS_EPS if eps is None else eps
     return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, center, input.dtype)
@@ -244,9 +236,7 @@ def _group_norm_rule(
     key, plan = _find(stock, active, input, kinds, input.stride(), num_groups, eps)
     if plan is not None:
         return plan(*tensors)
-    if not active.policy.op_policy or not group_norms.is_ours(
-        input, num_groups, weight, bias, least=_least(active)
-    ):
+    if not group_norms.is_ours(input, num_groups, weight, bias, least=_least(active)):
         return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
     function, operation = group_norms.GroupNorm, _group_norm.GROUP_NORM
     return _apply(key, function, operation, stock, active, tensors, num_groups, eps)
@@ -262,9 +252,8 @@ def _cross_entropy_rule(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    policy, backend, _ = active
-    asked = backend, input, target, weight, label_smoothing
-    if not policy.op_policy or not _losses.uses_triton(*asked):
+    backend = active.backend
+    if not _losses.uses_triton(backend, input, target, weight, label_smoothing):
         args = input, target, weight, reduction, ignore_index, label_smoothing
         return fp32_rule(stock, active, *args)
     name = _losses.REDUCTIONS[reduction]

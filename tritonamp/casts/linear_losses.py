@@ -108,8 +108,6 @@ def ours_inside(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
     """Return what an operator of ``OPERATORS`` does: a loss, and gradients that nobody reads."""
-    if not active.policy.op_policy:
-        return stock(*args)
     schema = stock.target._schema
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
     kept = {name: given[name] for name in ("input", "linear_weight", "target")}

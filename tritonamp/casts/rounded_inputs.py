@@ -126,9 +126,6 @@ class Readers(TorchDispatchMode):
 
     First: as they are, or moved, joined, and normalised by plain arithmetic. What torch.compile has
     made of a part of the model is not seen.
-
-    Args:
-        found: the inputs.
     """
 
     supports_higher_order_operators = True
@@ -196,9 +193,6 @@ class InputLook:
     Of a kind are forwards of one class that are given the same arguments, with gradients. Nothing
     waits for the device: numbers of a GPU are read in a later forward. Only where an input loses
     something is one forward watched, operation by operation.
-
-    Args:
-        policy: of the models.
 
     Attributes:
         settled: ``types_of`` forwards in which there is nothing to look at any more.

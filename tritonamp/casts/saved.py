@@ -22,9 +22,7 @@ class SavedDtypes:
     Training resumes from a state: tensors that train, or came in FP32, are FP32 in it. The files of
     ``save_pretrained`` hold the dtypes that the model was loaded in, as a plain model's do.
 
-    Args:
-        model: before its tensors are cast.
-        policy: says which tensors train in FP32.
+    The model is one before its tensors are cast.
 
     Attributes:
         loaded: name to the dtype that a tensor came in.

@@ -21,11 +21,8 @@ class _Pair(NamedTuple):
 def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str) -> None:
     """Load the states in ``content`` into ``objects`` of the same names.
 
-    Args:
-        content: what was saved, by name.
-        objects: by name, what has ``load_state_dict``, or lists, tuples and dicts of such, as they
-            were saved; None: nothing is loaded.
-        call: what the user has written, for messages.
+    Objects have ``load_state_dict``, or are lists, tuples and dicts of such, as they were saved;
+    None: nothing is loaded. ``call`` is what the user has written, for messages.
 
     Raises:
         ValueError: names, keys or shapes that are only on one side, listed; nothing was changed.
