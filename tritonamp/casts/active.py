@@ -42,7 +42,7 @@ class _Thread(threading.local):
         return self.stack
 
 
-class _KnownInProcess:
+class _Process:
     """What all threads of the process know: it only grows, and decides nothing by itself.
 
     Attributes:
@@ -62,14 +62,14 @@ class _KnownInProcess:
         self.inlined: list[Callable[..., Any]] = []
         self.entered = 0
 
-    def mark(self, active: ActivePolicy | None) -> None:
+    def add_mark(self, active: ActivePolicy | None) -> None:
         """Note that forwards follow this policy from here on."""
         if active is not None and active is not self.latest:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
             self.latest = active
 
-    def origin(self, node: Any) -> ActivePolicy | None:
+    def policy_of_node(self, node: Any) -> ActivePolicy | None:
         """Return the policy of the forward that has made a node of autograd.
 
         For a node that a backward's thread has made it is the latest.
@@ -83,15 +83,15 @@ class _KnownInProcess:
 
 
 thread = _Thread()
-known = _KnownInProcess()
+process = _Process()
 
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:
     """Return a small number for ``enter``: a traced graph can carry a number, not a Policy."""
     active = ActivePolicy(policy, backend, device_type)
-    if active not in known.policies:
-        known.policies.append(active)
-    return known.policies.index(active)
+    if active not in process.policies:
+        process.policies.append(active)
+    return process.policies.index(active)
 
 
 def inlined_by_dynamo(function: F) -> F:
@@ -100,7 +100,7 @@ def inlined_by_dynamo(function: F) -> F:
     Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter``
     would lack it.
     """
-    known.inlined.append(function)
+    process.inlined.append(function)
     return function
 
 
@@ -117,7 +117,7 @@ def enter(number: int) -> None:
 
     ``number`` is the policy's, by ``number_of``; or NO_RULES.
     """
-    push_policy(known.policies[number], TracingContext.try_get())
+    push_policy(process.policies[number], TracingContext.try_get())
 
 
 @inlined_by_dynamo
@@ -132,9 +132,9 @@ def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None
 
     ``trace`` is the one that the forward is part of; None: it runs.
     """
-    known.entered += 1
-    if active is not known.latest:
-        known.mark(active)
+    process.entered += 1
+    if active is not process.latest:
+        process.add_mark(active)
     stack = thread.stack and thread.live()
     if not stack and active is not None and active.device_type == "cpu":
         scripted.off()
@@ -147,7 +147,7 @@ def pop_policies(depth: int) -> None:
     stack = thread.stack
     del stack[depth:]
     if stack:
-        known.mark(stack[-1][0])
+        process.add_mark(stack[-1][0])
     else:
         scripted.on()
 
@@ -166,7 +166,7 @@ def active() -> ActivePolicy | None:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
         # torch.utils.checkpoint restores autocast but cannot know of ``enter``. A cache that is off
         # tells ours from torch's own, see ``checkpointed``
-        return known.origin(torch._C._current_autograd_node())
+        return process.policy_of_node(torch._C._current_autograd_node())
     return None
 
 

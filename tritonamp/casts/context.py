@@ -65,7 +65,7 @@ def _entry_of(policy: Policy, backend: str, device_type: str) -> Entry:
     # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
     # can be told from one of torch's own autocast, also where others than torch recompute it
     cache = device_type == "cuda" and not policy.cast_model
-    return Entry(number, active.known.policies[number], device_type, policy.dtype, cache)
+    return Entry(number, active.process.policies[number], device_type, policy.dtype, cache)
 
 
 class EnabledContext:

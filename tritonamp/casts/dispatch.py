@@ -13,7 +13,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils import checkpoint
 
-from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
+from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_table import ALSO_WITHOUT_OP_POLICY, Rule, op_table
@@ -55,7 +55,7 @@ def ensure() -> None:
     # private: what torch._dynamo.eval_frame.skip_code does in torch 2.11 to 2.15, without the
     # import of dynamo, which takes seconds
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    for function in known.inlined:
+    for function in process.inlined:
         set_code_exec_strategy(function.__code__, skip)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")

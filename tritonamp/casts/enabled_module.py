@@ -105,12 +105,12 @@ def enabled_forward(
     observer, noted = context.observer, None
     if observer is not None and has_data:
         noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
-    look = context.input_look if method is None and has_data else None
+    input_look = context.input_look if method is None and has_data else None
     try:
         if module._tritonamp_fp32:  # healed as a whole
             with restored(context.device_type):
                 output = _fp32_forward(module, forward, bound, args, kwargs)
-        elif look is not None and types_of(module, args, kwargs) not in look.settled:
+        elif input_look is not None and types_of(module, args, kwargs) not in input_look.settled:
             output = _watched_forward(module, forward, bound, args, kwargs)
         else:
             if context.policy.cast_inputs:
