@@ -34,8 +34,7 @@ def mixed_layer_norm(
         eps: as of ``layer_norm``.
         dtype: of the result.
     """
-    least = min_numel()
-    if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=least):
+    if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return norm(input, normalized_shape, weight, bias, eps, True, dtype)
     x, w, b = _alike(dtype, input, weight, bias)
     return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(dtype)

@@ -146,8 +146,7 @@ def norm(
 ) -> Tensor:
     """Return layer_norm (``center``) or rms_norm of what ``is_ours`` accepts, in ``dtype``."""
     eps = RMS_EPS if eps is None else eps
-    result: Tensor = Norm.apply(input, weight, bias, (math.prod(shape), eps, center, dtype, "auto"))
-    return result
+    return Norm.apply(input, weight, bias, (math.prod(shape), eps, center, dtype, "auto"))
 
 
 def add_layer_norm(
