@@ -558,7 +558,7 @@ def test_forward_in_another_thread(handles: Any, device: torch.device) -> None:
     thread.start()
     thread.join()
     assert torch.equal(results[0], expected)
-    assert active.active_policy() is None
+    assert active.active() is None
 
 
 def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.device) -> None:
@@ -566,7 +566,7 @@ def test_exception_in_forward_leaves_nothing_behind(handles: Any, device: torch.
     handles(model, level="O1")
     with pytest.raises(RuntimeError):
         model(x[:, :, :2])
-    assert active.active_policy() is None
+    assert active.active() is None
     assert not torch.is_autocast_enabled(device.type)
 
 
@@ -694,7 +694,7 @@ def test_compiled_model(handles: Any, device: torch.device) -> None:
         expected = model(x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
-        assert active.active_policy() is None
+        assert active.active() is None
 
 
 def test_torchs_ops_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:

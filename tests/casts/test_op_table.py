@@ -910,11 +910,11 @@ def test_an_exception_leaves_no_rule_behind(fault: str) -> None:
     amp = tritonamp.enable(model)
     with pytest.raises((KeyError, RuntimeError)):
         model(R(2, 4))
-    assert active.active_policy() is None
+    assert active.active() is None
     assert not torch.is_autocast_enabled("cpu")
     with pytest.raises((KeyError, RuntimeError)), amp.autocast():
         model(R(2, 4))
-    assert active.active_policy() is None
+    assert active.active() is None
     with torch.autocast("cpu", dtype=BF16):
         assert R(2, 4).half().softmax(-1).dtype is FP16  # stock: not on torch's CPU list
     amp.disable()
@@ -927,8 +927,8 @@ def test_nested_enabled_models_follow_their_own_policies() -> None:
     dtypes_seen = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        dtypes_seen.append([active.active_policy().dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]
-        dtypes_seen.append([active.active_policy().dtype, (output @ output.t()).dtype])  # type: ignore[union-attr]
+        dtypes_seen.append([active.active().policy.dtype, output.dtype, inner(output).dtype])  # type: ignore[union-attr]
+        dtypes_seen.append([active.active().policy.dtype, (output @ output.t()).dtype])  # type: ignore[union-attr]
 
     outer[0].register_forward_hook(hook)
     outer(R(2, 4))
@@ -954,7 +954,7 @@ def test_an_enabled_forward_leaves_other_threads_alone() -> None:
 
     def stock() -> None:
         assert inside.wait(30)
-        seen.append(active.active_policy())
+        seen.append(active.active())
         with torch.autocast("cpu", dtype=BF16):
             y = F.linear(x, model.weight)
             seen.extend([y.dtype, y.softmax(-1).dtype, y.sum().dtype, y.exp().dtype])
@@ -1037,12 +1037,12 @@ def test_compiled_equals_eager(level: str) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):  # the call that compiles, and one that runs what was compiled
         output = compiled(x)
-        assert active.active_policy() is None
+        assert active.active() is None
         assert torch.equal(output, expected)
         assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected_grad)
     with torch.no_grad():
         assert torch.equal(compiled(x), expected)
-    assert active.active_policy() is None
+    assert active.active() is None
     assert not torch.is_autocast_enabled("cpu")
     amp.disable()
 
@@ -1081,13 +1081,13 @@ def test_the_rules_reach_all_parts_of_a_broken_graph(how: str) -> None:
     assert seen == [FP32]
     with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    assert active.active_policy() is None
+    assert active.active() is None
     assert torch.equal(model(x), expected)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert torch.equal(compiled(x), expected)
-        assert active.active_policy() is None
+        assert active.active() is None
         with torch.autocast("cpu", dtype=BF16):
             assert x.half().exp().dtype is FP16
     assert {*seen} == {FP32}
@@ -1120,7 +1120,7 @@ def test_checkpoints_recompute_with_the_same_rules(kind: str, level: str) -> Non
         grads[each] = [x.grad, *(p.grad.clone() for p in model.parameters())]
         amp.disable()
     assert same(grads[kind], grads["plain"])
-    assert active.active_policy() is None
+    assert active.active() is None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

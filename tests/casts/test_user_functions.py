@@ -70,7 +70,7 @@ def amp() -> Iterator[tritonamp.Amp]:
 @pytest.fixture
 def registered() -> Iterator[None]:
     """Registrations are for good; these end with the test."""
-    registry = tritonamp.casts.user_functions._registered
+    registry = tritonamp.casts.user_functions.registered
     before = list(registry.wanted)
     yield
     registry.wanted[:] = before

@@ -26,16 +26,12 @@ class ActivePolicy(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The enabled forwards that this thread is in, and the trace that each is part of.
-
-    Attributes:
-        stack: innermost last.
-        in_rule: this thread is inside a rule's stock op; no rule applies there.
-    """
+    """The enabled forwards that this thread is in, and the trace that each is part of."""
 
     def __init__(self) -> None:
+        # innermost last
         self.stack: list[tuple[ActivePolicy | None, TracingContext | None]] = []
-        self.in_rule = False
+        self.in_rule = False  # inside a rule's stock op, where no rule applies
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without what traces that were given up half-way have left on it."""
@@ -46,7 +42,7 @@ class _Thread(threading.local):
         return self.stack
 
 
-class _KnownInProcess:
+class _Process:
     """What all threads of the process know: it only grows, and decides nothing by itself.
 
     Attributes:
@@ -66,14 +62,14 @@ class _KnownInProcess:
         self.inlined: list[Callable[..., Any]] = []
         self.entered = 0
 
-    def mark(self, active: ActivePolicy | None) -> None:
+    def add_mark(self, active: ActivePolicy | None) -> None:
         """Note that forwards follow this policy from here on."""
         if active is not None and active is not self.latest:
             # private: numbers of autograd's nodes, which torch's own profiler pairs by
             self.marks.append((torch._C._autograd._get_sequence_nr(), active))
             self.latest = active
 
-    def origin(self, node: Any) -> ActivePolicy | None:
+    def policy_of_node(self, node: Any) -> ActivePolicy | None:
         """Return the policy of the forward that has made a node of autograd.
 
         For a node that a backward's thread has made it is the latest.
@@ -87,15 +83,15 @@ class _KnownInProcess:
 
 
 thread = _Thread()
-known = _KnownInProcess()
+process = _Process()
 
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:
     """Return a small number for ``enter``: a traced graph can carry a number, not a Policy."""
     active = ActivePolicy(policy, backend, device_type)
-    if active not in known.policies:
-        known.policies.append(active)
-    return known.policies.index(active)
+    if active not in process.policies:
+        process.policies.append(active)
+    return process.policies.index(active)
 
 
 def inlined_by_dynamo(function: F) -> F:
@@ -104,7 +100,7 @@ def inlined_by_dynamo(function: F) -> F:
     Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter``
     would lack it.
     """
-    known.inlined.append(function)
+    process.inlined.append(function)
     return function
 
 
@@ -119,10 +115,9 @@ def enter(number: int) -> None:
     The rules are at autocast's keys: turning autocast on is left to the caller. Both are leaf calls
     to torch.compile, which runs them while it traces: the graph holds what the rules chose.
 
-    Args:
-        number: of the policy, by ``number_of``; or NO_RULES.
+    ``number`` is the policy's, by ``number_of``; or NO_RULES.
     """
-    push_policy(known.policies[number], TracingContext.try_get())
+    push_policy(process.policies[number], TracingContext.try_get())
 
 
 @inlined_by_dynamo
@@ -133,15 +128,13 @@ def leave() -> None:
 
 @inlined_by_dynamo
 def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None) -> None:
-    """Do what ``enter`` does, for a policy itself.
+    """Do what ``enter`` does, for a policy itself, or None: no rules.
 
-    Args:
-        active: what ops follow; None: no rules.
-        trace: that the forward is part of; None: it runs.
+    ``trace`` is the one that the forward is part of; None: it runs.
     """
-    known.entered += 1
-    if active is not known.latest:
-        known.mark(active)
+    process.entered += 1
+    if active is not process.latest:
+        process.add_mark(active)
     stack = thread.stack and thread.live()
     if not stack and active is not None and active.device_type == "cpu":
         scripted.off()
@@ -154,7 +147,7 @@ def pop_policies(depth: int) -> None:
     stack = thread.stack
     del stack[depth:]
     if stack:
-        known.mark(stack[-1][0])
+        process.add_mark(stack[-1][0])
     else:
         scripted.on()
 
@@ -173,7 +166,7 @@ def active() -> ActivePolicy | None:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
         # torch.utils.checkpoint restores autocast but cannot know of ``enter``. A cache that is off
         # tells ours from torch's own, see ``checkpointed``
-        return known.origin(torch._C._current_autograd_node())
+        return process.policy_of_node(torch._C._current_autograd_node())
     return None
 
 
@@ -192,9 +185,8 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
     segment is recomputed. There the cache would spare the casts of weights that the segment uses
     more than once; nothing else depends on it.
 
-    Args:
-        stock: torch's own function, which returns ``torch.autocast``'s arguments for the device and
-            for the CPU.
+    ``stock`` is torch's own function: it returns ``torch.autocast``'s arguments for the device and
+    for the CPU.
     """
 
     def noted(device_type: str = "cuda") -> Any:
@@ -205,19 +197,13 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def active_policy() -> Policy | None:
-    """Return the policy that ops of this thread follow now, or None outside enabled forwards."""
-    found = active()
-    return None if found is None else found.policy
-
-
 def under_op_policy() -> bool:
     """Tell whether functions of the user's own are cast now.
 
     To torch.compile a constant, read while it traces.
     """
-    policy = active_policy()
-    return policy is not None and policy.op_policy
+    found = active()
+    return found is not None and found.policy.op_policy
 
 
 def half_dtype() -> torch.dtype | None:

@@ -44,22 +44,13 @@ class RanksInForward(Protocol):
 
 
 class Entry(NamedTuple):
-    """What a thread is put into for a forward.
+    """What a thread is put into for a forward: a policy, and torch's autocast."""
 
-    Attributes:
-        number: of the policy that its ops follow, by ``active.number_of``; or NO_RULES: autocast is
-            left as it is.
-        followed: this policy; None: no rules.
-        device_type: that autocast is set for.
-        dtype: of autocast.
-        cache: whether autocast caches casts of weights.
-    """
-
-    number: int
-    followed: active.ActivePolicy | None
+    number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast is left as it is
+    followed: active.ActivePolicy | None  # this policy; None: no rules
     device_type: str
     dtype: torch.dtype
-    cache: bool
+    cache: bool  # whether autocast caches casts of weights
 
 
 def _entry_of(policy: Policy, backend: str, device_type: str) -> Entry:
@@ -74,7 +65,7 @@ def _entry_of(policy: Policy, backend: str, device_type: str) -> Entry:
     # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
     # can be told from one of torch's own autocast, also where others than torch recompute it
     cache = device_type == "cuda" and not policy.cast_model
-    return Entry(number, active.known.policies[number], device_type, policy.dtype, cache)
+    return Entry(number, active.process.policies[number], device_type, policy.dtype, cache)
 
 
 class EnabledContext:
@@ -196,12 +187,6 @@ def run_under(
 
     As in ``EnabledContext.entered``, without a generator. Whatever is raised, this thread is left
     as it was: also by a Ctrl-C that comes while it is being changed.
-
-    Args:
-        entry: of the policy.
-        function: to run.
-        args: of it, by position.
-        kwargs: of it, by name.
     """
     before = _begin(entry.device_type)
     try:
@@ -266,13 +251,8 @@ def _restore(
 ) -> None:
     """Put back what ``_enter`` changes in a thread, from wherever it is.
 
-    Args:
-        depth: how many enabled forwards the thread was in.
-        device_type: that autocast is set for.
-        enabled: whether autocast was on.
-        dtype: of autocast.
-        cache: whether autocast cached casts of weights.
-        nesting: how many autocast blocks the thread was in.
+    ``depth`` and ``nesting`` count the enabled forwards, and the autocast blocks, that the thread
+    was in.
     """
     active.pop_policies(depth)
     torch.set_autocast_enabled(device_type, enabled)

@@ -13,28 +13,22 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils import checkpoint
 
-from tritonamp.casts.active import active, checkpointed, enter, known, leave, thread
+from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
-from tritonamp.casts.op_table import Rule, op_table
+from tritonamp.casts.op_table import ALSO_WITHOUT_OP_POLICY, Rule, op_table
+from tritonamp.casts.user_functions import registered
 from tritonamp.watched.frames import Role, plays
 
 
 class _Registration:
-    """What is in force in the whole process, and how many enabled models need it.
-
-    Attributes:
-        libraries: the registrations of the op table.
-        stock: torch.utils.checkpoint's function that ours stands in for.
-        noted: ours.
-        owners: how many enabled models there are.
-    """
+    """What is in force in the whole process."""
 
     def __init__(self) -> None:
-        self.libraries: list[torch.library.Library] = []
-        self.stock: Any = None
+        self.libraries: list[torch.library.Library] = []  # the op table's
+        self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` stands in for
         self.noted: Any = None
-        self.owners = 0
+        self.owners = 0  # how many enabled models there are
 
 
 registration = _Registration()
@@ -46,9 +40,10 @@ def is_registered() -> bool:
 
 
 def acquire() -> None:
-    """Register the op table for one more enabled model."""
+    """Have the op table, and the user's registered functions, for one more enabled model."""
     registration.owners += 1
     ensure()
+    registered.replace_originals()
 
 
 def ensure() -> None:
@@ -60,7 +55,7 @@ def ensure() -> None:
     # private: what torch._dynamo.eval_frame.skip_code does in torch 2.11 to 2.15, without the
     # import of dynamo, which takes seconds
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    for function in known.inlined:
+    for function in process.inlined:
         set_code_exec_strategy(function.__code__, skip)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
@@ -81,9 +76,10 @@ def ensure() -> None:
 
 
 def release() -> None:
-    """Take back one ``acquire``; the last one puts torch's dispatch tables back as they were."""
+    """Take back one ``acquire``; the last one puts dispatch tables and functions back."""
     registration.owners -= 1
     if registration.owners == 0:
+        registered.restore_originals()
         for library in registration.libraries:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
@@ -129,7 +125,7 @@ class _Op:
         finally:
             thread.in_rule = before
 
-    def torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def call_torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Return what torch would have returned at this key."""
         # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
         if self.kernel is not None and not thread.in_rule:
@@ -139,12 +135,15 @@ class _Op:
 
 def _implementation(namespace: str, op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
     stock = _Op(namespace, op, key_name)
+    needs_op_policy = rule not in ALSO_WITHOUT_OP_POLICY
 
     @plays(Role.RULE)
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         found = None if thread.in_rule else active()
         if found is None:
-            return stock.torchs(keyset, *args, **kwargs)
+            return stock.call_torchs(keyset, *args, **kwargs)
+        if needs_op_policy and not found.policy.op_policy:
+            return stock(*args, **kwargs)
         return rule(stock, found, *args, **kwargs)
 
     # torch.compile gets the graph of what rules call; the rules themselves are not worth compiling

@@ -54,12 +54,7 @@ class _WithForward(Swapped):
 
 
 class Method(NamedTuple):
-    """A method that a model is called by in the place of its forward.
-
-    Attributes:
-        name: of it.
-        signature: of it.
-    """
+    """A method that a model is called by in the place of its forward."""
 
     name: str
     signature: Signature
@@ -97,9 +92,9 @@ def enabled_forward(
     Args:
         module: the model.
         forward: of the class it had before, or the one that was set on the instance.
-        bound: arguments that come before the caller's.
-        args: the caller's.
-        kwargs: the caller's.
+        bound: arguments that come before the caller's ``args`` and ``kwargs``.
+        args: see ``bound``.
+        kwargs: see ``bound``.
         method: by which the caller calls the model; None: its forward.
     """
     if torch.compiler.is_compiling():
@@ -110,11 +105,12 @@ def enabled_forward(
     observer, noted = context.observer, None
     if observer is not None and has_data:
         noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
-    look = context.input_look if method is None and has_data else None
+    input_look = context.input_look if method is None and has_data else None
     try:
-        if module._tritonamp_fp32:
-            output = _healed_forward(module, forward, bound, args, kwargs)
-        elif look is not None and types_of(module, args, kwargs) not in look.settled:
+        if module._tritonamp_fp32:  # healed as a whole
+            with restored(context.device_type):
+                output = _fp32_forward(module, forward, bound, args, kwargs)
+        elif input_look is not None and types_of(module, args, kwargs) not in input_look.settled:
             output = _watched_forward(module, forward, bound, args, kwargs)
         else:
             if context.policy.cast_inputs:
@@ -180,12 +176,6 @@ def _watched_forward(
         if readers is not None:
             readers.returned(output)
     return output
-
-
-def _healed_forward(*args: Any) -> Any:
-    """Run ``_fp32_forward`` of a model that was healed as a whole."""
-    with restored(args[0]._tritonamp.device_type):
-        return _fp32_forward(*args)
 
 
 def _fp32_forward(

@@ -24,17 +24,13 @@ Norm = Callable[[Tensor, Tensor], Tensor]
 class Recipe(NamedTuple):
     """What a module computes: ``rms_norm(x, x.shape[-1:], offset + weight, eps)``.
 
-    Attributes:
-        weight: name of the parameter.
-        offset: 1 where the parameter is the weight's distance from 1; else 0.
-        eps: added to the mean square.
-        computed: what the code says, and what that is true for.
+    ``offset`` is 1 where the parameter is the weight's distance from 1, else 0.
     """
 
-    weight: str
+    weight: str  # name of the parameter
     offset: float
     eps: float
-    computed: Computed | None = None
+    computed: Computed  # the proof, and what it is true for
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the norm of ``x``, in its dtype; half is computed in FP32, and rounded once."""
@@ -44,10 +40,6 @@ class Recipe(NamedTuple):
         if self.offset:
             weight = weight + self.offset
         return functional.rms_norm(x, x.shape[-1:], weight, self.eps)
-
-    def holds(self, module: Any, forward: Any) -> bool:
-        """Tell whether the module still computes it, where ``forward`` is what would run."""
-        return self.computed is None or self.computed.holds(module, forward)
 
 
 def proved(module: nn.Module) -> Recipe | None:
@@ -133,7 +125,8 @@ def _fused_forward(
     """Run the forward of a recognised norm; arguments as for ``enabled_forward``."""
     recipe: Recipe = module._tritonamp_recipe
     weight: Tensor = getattr(module, recipe.weight)
-    if len(args) == 1 and not kwargs and _fits(args[0], weight) and recipe.holds(module, forward):
+    fits = len(args) == 1 and not kwargs and _fits(args[0], weight)
+    if fits and recipe.computed.still_holds(module, forward):
         return recipe.norm(args[0], weight)
     return NormModule._run(module, forward, bound, args, kwargs)
 

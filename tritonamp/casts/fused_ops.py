@@ -18,7 +18,7 @@ from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels._implementations import MIN_NUMEL, TraceableOp
 from tritonamp.kernels._launch import KernelError
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.policy import HALF_DTYPES, Policy
 
 MOST_PLANS = 4096  # of an op, as there may be other shapes in every call
 
@@ -26,11 +26,8 @@ MOST_PLANS = 4096  # of an op, as there may be other shapes in every call
 class Choice:
     """What a rule has chosen for tensors that lie in memory alike: a call takes these.
 
-    Attributes:
-        function: of autograd; it takes the tensors, ``args`` and ``compute``.
-        args: of the operation, after the tensors.
-        compute: what the function's forward calls.
-        plans: which this is one of.
+    ``function`` of autograd takes the tensors, ``args`` and ``compute``, which its forward calls.
+    ``plans`` has the other choices of the same op.
     """
 
     __slots__ = ("args", "compute", "function", "plans")
@@ -70,11 +67,8 @@ def _find(
 ) -> tuple[Hashable, Choice | None]:
     """Return what a call is known by, None where it must not be, and what was chosen before.
 
-    Args:
-        stock: the op.
-        active: one of the policies that ``enter`` numbers, which are never freed.
-        input: of the op.
-        rest: all else that choices depend on.
+    ``active`` is one of the policies that ``enter`` numbers, which are never freed; ``rest`` is all
+    else that choices depend on.
     """
     # private (torch 2.11 to 2.15), nothing public asks these: a dispatch mode or torch.func looks
     # into what runs
@@ -126,33 +120,33 @@ def _apply(
 
 
 def _softmax_rule(
-    stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    policy = active.policy
-    if not policy.op_policy or input.dtype not in HALF_DTYPES:
-        return stock(input, dim, dtype)
-    key, plan = _find(stock, active, input, dim, dtype)
-    if plan is not None:
-        return plan(input)
-    dtype = dtype or policy.softmax_dtype or input.dtype
-    if not is_ours(input, dtype, _least(active)):
-        return stock(input, dim, None if dtype is input.dtype else dtype)
-    return _apply(key, Softmax, _softmax.SOFTMAX, stock, active, (input,), dim, dtype)
+    function: type[torch.autograd.Function],
+    operation: TraceableOp,
+    result_dtype: Callable[[Policy, Tensor], torch.dtype],
+) -> Rule:
+    """Return the rule of softmax or log_softmax.
 
+    ``result_dtype`` gives the dtype of the result where the caller asks for none.
+    """
 
-def _log_softmax_rule(
-    stock: Stock, active: ActivePolicy, input: Tensor, dim: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    policy = active.policy
-    if not policy.op_policy or input.dtype not in HALF_DTYPES:
-        return stock(input, dim, dtype)
-    key, plan = _find(stock, active, input, dim, dtype)
-    if plan is not None:
-        return plan(input)
-    dtype = dtype or torch.float32
-    if not is_ours(input, dtype, _least(active)):
-        return stock(input, dim, dtype)
-    return _apply(key, LogSoftmax, _softmax.LOG_SOFTMAX, stock, active, (input,), dim, dtype)
+    def rule(
+        stock: Stock,
+        active: ActivePolicy,
+        input: Tensor,
+        dim: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if input.dtype not in HALF_DTYPES:
+            return stock(input, dim, dtype)
+        key, plan = _find(stock, active, input, dim, dtype)
+        if plan is not None:
+            return plan(input)
+        dtype = dtype or result_dtype(active.policy, input)
+        if not is_ours(input, dtype, _least(active)):
+            return stock(input, dim, None if dtype is input.dtype else dtype)
+        return _apply(key, function, operation, stock, active, (input,), dim, dtype)
+
+    return rule
 
 
 def _sum_rule(
@@ -165,7 +159,7 @@ def _sum_rule(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     args = () if dim is None else (dim, keepdim)
-    if not active.policy.op_policy or input.dtype not in HALF_DTYPES:
+    if input.dtype not in HALF_DTYPES:
         return stock(input, *args, dtype=dtype)
     dims = () if dim is None else tuple(dim)
     dense = input.layout is torch.strided and input.is_contiguous()
@@ -190,19 +184,8 @@ def _layer_norm_rule(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    tensors = input, weight, bias
-    kinds = input.get_device(), _kind(weight), _kind(bias)
-    key, plan = _find(stock, active, input, kinds, *normalized_shape, eps)
-    if plan is not None:
-        return plan(*tensors)
-    least = _least(active)
-    if not active.policy.op_policy or not norms.is_ours(
-        input, normalized_shape, weight, bias, least=least
-    ):
-        args = input, normalized_shape, weight, bias, eps, cudnn_enable
-        return storage_rule(stock, active, *args)
-    n = math.prod(normalized_shape)
-    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, True, input.dtype)
+    args = input, normalized_shape, weight, bias, eps, cudnn_enable
+    return _norm_of_rows(stock, active, args, (input, weight, bias), normalized_shape, eps, True)
 
 
 def _rms_norm_rule(
@@ -213,18 +196,29 @@ def _rms_norm_rule(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    tensors = input, weight, None
-    kinds = input.get_device(), _kind(weight)
-    key, plan = _find(stock, active, input, kinds, *normalized_shape, eps)
+    args = input, normalized_shape, weight, eps
+    return _norm_of_rows(stock, active, args, (input, weight, None), normalized_shape, eps, False)
+
+
+def _norm_of_rows(
+    stock: Stock,
+    active: ActivePolicy,
+    args: tuple[Any, ...],
+    tensors: tuple[Tensor, Tensor | None, Tensor | None],
+    shape: Sequence[int],
+    eps: float | None,
+    center: bool,
+) -> Tensor:
+    """Return layer_norm (``center``) or rms_norm; ``args`` are all that torch's op was given."""
+    input, weight, bias = tensors
+    kinds = input.get_device(), _kind(weight), _kind(bias)
+    key, plan = _find(stock, active, input, kinds, *shape, eps)
     if plan is not None:
         return plan(*tensors)
-    least = _least(active)
-    if not active.policy.op_policy or not norms.is_ours(
-        input, normalized_shape, weight, least=least
-    ):
-        return storage_rule(stock, active, input, normalized_shape, weight, eps)
-    n, eps = math.prod(normalized_shape), norms.RMS_EPS if eps is None else eps
-    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, False, input.dtype)
+    if not norms.is_ours(input, shape, weight, bias, least=_least(active)):
+        return storage_rule(stock, active, *args)
+    n, eps = math.prod(shape), norms.RMS_EPS if eps is None else eps
+    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, center, input.dtype)
 
 
 def _group_norm_rule(
@@ -242,10 +236,7 @@ def _group_norm_rule(
     key, plan = _find(stock, active, input, kinds, input.stride(), num_groups, eps)
     if plan is not None:
         return plan(*tensors)
-    least = _least(active)
-    if not active.policy.op_policy or not group_norms.is_ours(
-        input, num_groups, weight, bias, least=least
-    ):
+    if not group_norms.is_ours(input, num_groups, weight, bias, least=_least(active)):
         return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
     function, operation = group_norms.GroupNorm, _group_norm.GROUP_NORM
     return _apply(key, function, operation, stock, active, tensors, num_groups, eps)
@@ -261,16 +252,14 @@ def _cross_entropy_rule(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    policy, backend, _ = active
-    if not policy.op_policy or not _losses.uses_triton(
-        backend, input, target, weight, label_smoothing
-    ):
-        return fp32_rule(
-            stock, active, input, target, weight, reduction, ignore_index, label_smoothing
-        )
+    backend = active.backend
+    if not _losses.uses_triton(backend, input, target, weight, label_smoothing):
+        args = input, target, weight, reduction, ignore_index, label_smoothing
+        return fp32_rule(stock, active, *args)
     name = _losses.REDUCTIONS[reduction]
-    args = input, target, ignore_index, name, label_smoothing, backend
-    return stock.run_without_rules(_losses.fused, *args)
+    return stock.run_without_rules(
+        _losses.fused, input, target, ignore_index, name, label_smoothing, backend
+    )
 
 
 FUSED: dict[str, Rule] = {
@@ -278,8 +267,12 @@ FUSED: dict[str, Rule] = {
     "layer_norm": _layer_norm_rule,
     "rms_norm": _rms_norm_rule,
     "cross_entropy_loss": _cross_entropy_rule,
-    "softmax.int": _softmax_rule,
-    "log_softmax.int": _log_softmax_rule,
+    "softmax.int": _softmax_rule(
+        Softmax, _softmax.SOFTMAX, lambda policy, input: policy.softmax_dtype or input.dtype
+    ),
+    "log_softmax.int": _softmax_rule(
+        LogSoftmax, _softmax.LOG_SOFTMAX, lambda policy, input: torch.float32
+    ),
     "sum": _sum_rule,
     "sum.dim_IntList": _sum_rule,
 }

@@ -1,23 +1,35 @@
-"""Modules of an enabled model that compute in FP32 since a fault."""
+"""Modules of an enabled model that compute in FP32: since a fault, or for a block, as a trial."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
+import torch
 from torch import nn
 
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_module import EnabledModule, Fp32Module
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
+from tritonamp.kernels.device import check_dtype
 from tritonamp.names import prefixes
-from tritonamp.policy import Policy
+from tritonamp.policy import Policy, resolve
 
 
 class Healing:
-    """The modules that compute in FP32 since a fault, and the policy with them.
+    """The modules that compute in FP32 since a fault, and blocks that try what would help.
+
+    Args:
+        models: the enabled ones.
+        policy: of them.
+        context: of them.
+        model_dtypes: of their tensors.
+        inputs_in_fp32: gives a block in which modules are called with FP32 where FSDP2 casts.
 
     Attributes:
-        names: of the modules; "" is the model.
+        names: of the healed modules; "" is the model.
         policy: the policy with them in ``fp32_modules``.
     """
 
@@ -27,11 +39,13 @@ class Healing:
         policy: Policy,
         context: EnabledContext,
         model_dtypes: ModelDtypes,
+        inputs_in_fp32: Callable[[Sequence[nn.Module]], AbstractContextManager[None]],
     ) -> None:
         self._models = models
         self._policy = policy
         self._context = context
         self._model_dtypes = model_dtypes
+        self._inputs_in_fp32 = inputs_in_fp32
         self.names: list[str] = []
         self.policy = policy
 
@@ -45,10 +59,7 @@ class Healing:
         if name not in self.names:
             self._set_names([*self.names, name])
         self._model_dtypes.widen(module)
-        if isinstance(module, EnabledModule):
-            module._tritonamp_fp32 = True
-        elif not is_installed(module):
-            install(module, Fp32Module, self._context)
+        self._compute_in_fp32(module)
 
     def unheal(self, name: str) -> None:
         """Have a healed module follow the policy again.
@@ -111,3 +122,50 @@ class Healing:
             known = ", ".join(map(repr, list(found)[:20]))
             raise ValueError(f"module: expected one of the model's, {known}, got {name!r}")
         return found[name]
+
+    @contextlib.contextmanager
+    def in_fp32(self, names: Sequence[str] | None = None) -> Iterator[None]:
+        """Have modules of these names compute in FP32 inside the block; None: everything.
+
+        They have their own tensors again afterwards.
+        """
+        modules = self._models if names is None else [self.find(name) for name in names]
+        with contextlib.ExitStack() as stack:
+            self._widen_for(modules, stack)
+            if names is None:  # else FP32 modules inside would make half outputs at O3
+                policy = resolve("O1", self._context.policy.dtype)
+                stack.enter_context(self._context.under(policy))
+            for module in modules:
+                stack.callback(self._compute_in_fp32(module))
+            yield
+
+    @contextlib.contextmanager
+    def in_bfloat16(self) -> Iterator[None]:
+        """Have the models compute in bfloat16 inside the block, on FP32 weights.
+
+        Raises:
+            UnsupportedDeviceError: the device has none.
+        """
+        for model in self._models:
+            for device in {p.device for p in model.parameters()}:
+                check_dtype(torch.bfloat16, device)
+        with contextlib.ExitStack() as stack:
+            self._widen_for(self._models, stack)
+            stack.enter_context(self._context.under(resolve("O1", torch.bfloat16)))
+            yield
+
+    def _widen_for(self, modules: Sequence[nn.Module], stack: contextlib.ExitStack) -> None:
+        """Give modules FP32 tensors, and FP32 inputs where FSDP2 would cast them, for a stack."""
+        for module in modules:
+            stack.enter_context(self._model_dtypes.widened(module, self._models))
+        stack.enter_context(self._inputs_in_fp32(modules))
+
+    def _compute_in_fp32(self, module: nn.Module) -> Callable[[], None]:
+        """Have the forward of a module compute in FP32; return what puts it back as it was."""
+        if isinstance(module, EnabledModule):
+            before, module._tritonamp_fp32 = module._tritonamp_fp32, True
+            return functools.partial(setattr, module, "_tritonamp_fp32", before)
+        if is_installed(module):
+            return lambda: None
+        install(module, Fp32Module, self._context)
+        return functools.partial(uninstall, module)

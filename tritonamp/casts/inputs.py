@@ -12,19 +12,12 @@ from tritonamp.casts.tree import Cast, cast_tree
 
 
 class Signature(NamedTuple):
-    """How the arguments of a forward are called.
+    """How the arguments of a forward are called."""
 
-    Attributes:
-        positional: names of the arguments that can be given by position, in order.
-        keywords: names of the arguments that cannot.
-        rest: name of ``*args``; "" where there is none.
-        takes_any: whether there is ``**kwargs``.
-    """
-
-    positional: tuple[str, ...] = ()
-    keywords: tuple[str, ...] = ()
-    rest: str = ""
-    takes_any: bool = False
+    positional: tuple[str, ...] = ()  # those that can be given by position, in order
+    keywords: tuple[str, ...] = ()  # those that cannot
+    rest: str = ""  # ``*args``, if there is one
+    takes_any: bool = False  # whether there is ``**kwargs``
 
     def name(self, position: int) -> str:
         """Return what the argument at a position is called; "" if nothing is known of it."""
@@ -72,14 +65,9 @@ def cast_arguments(
     signature: Signature,
     cast: Cast,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments; the tensors in the wanted ones are cast.
+    """Return a forward's arguments; tensors in the wanted ones are cast.
 
-    Args:
-        args: of a forward, by position.
-        kwargs: of a forward, by name.
-        wanted: names and positions; True: all; False: none.
-        signature: of the forward.
-        cast: what becomes of the tensors.
+    ``wanted`` are names and positions, or True: all, or False: none.
     """
     if not wanted:
         return args, kwargs
@@ -106,16 +94,10 @@ def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> list[st
 
 
 class InputTensor(NamedTuple):
-    """A tensor that was given to a forward.
+    """A tensor that was given to a forward."""
 
-    Attributes:
-        argument: that it is in: its name, or its position where ``*args`` takes it.
-        path: to the tensor, "targets[0]['boxes']".
-        tensor: as given.
-    """
-
-    argument: str | int
-    path: str
+    argument: str | int  # that it is in: the name, or the position where ``*args`` takes it
+    path: str  # to the tensor, "targets[0]['boxes']"
     tensor: Tensor
 
 

@@ -44,19 +44,8 @@ def in_an_enabled_forward(
 
     What that does not compute, or refuses, is torch's without ``options``: a linear layer and a
     cross entropy, each by its rule, and torch's errors. So are probabilities as targets, losses of
-    more dimensions, and class weights together with label smoothing.
-
-    Args:
-        stock: torch's function.
-        input: [d] or [r, d].
-        linear_weight: [v, d], or [v, d1, ..., d].
-        target: int64 classes, [] or [r]; or probabilities.
-        linear_bias: [v], or None.
-        weight: of the classes, [v], or None.
-        reduction: "none", "mean" or "sum".
-        ignore_index: a target that does not count; None: -100.
-        label_smoothing: share of the target's probability that is spread over all classes.
-        options: how torch would cut the loss into chunks; of no interest here.
+    more dimensions, and class weights together with label smoothing. ``stock`` is torch's function,
+    ``weight`` that of the classes; ``options``, how torch would cut the loss, are of no interest.
     """
     rows = input, linear_weight, target, linear_bias
     plain = reduction in REDUCTIONS and 0 <= label_smoothing <= 1 and _is_plain(*rows)
@@ -119,8 +108,6 @@ def ours_inside(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
     """Return what an operator of ``OPERATORS`` does: a loss, and gradients that nobody reads."""
-    if not active.policy.op_policy:
-        return stock(*args)
     schema = stock.target._schema
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
     kept = {name: given[name] for name in ("input", "linear_weight", "target")}

@@ -106,19 +106,12 @@ def check_own_memory(half: HalfParameters, policy: Policy) -> None:
 
 
 class InFloat16(NamedTuple):
-    """What float16 makes of a parameter that was loaded in bfloat16.
-
-    Attributes:
-        name: of the parameter.
-        largest: finite magnitude.
-        subnormal: how many values become subnormal.
-        zero: how many others become 0.
-    """
+    """What float16 makes of a parameter that was loaded in bfloat16."""
 
     name: str
-    largest: float
-    subnormal: int
-    zero: int
+    largest: float  # finite magnitude
+    subnormal: int  # how many values become subnormal
+    zero: int  # how many others become 0
 
 
 def bfloat16_in_float16(half: HalfParameters, policy: Policy) -> list[InFloat16]:

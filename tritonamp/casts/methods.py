@@ -35,15 +35,10 @@ _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
 class UsedNames(NamedTuple):
-    """The names in a function's code.
+    """The names in a function's code."""
 
-    Attributes:
-        of_self: of attributes of its first argument.
-        all: of every attribute and global.
-    """
-
-    of_self: frozenset[str]
-    all: frozenset[str]
+    of_self: frozenset[str]  # attributes of its first argument
+    all: frozenset[str]  # every attribute and global
 
 
 def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:

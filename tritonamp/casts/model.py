@@ -1,7 +1,5 @@
 """Which modules of a model stay FP32, and how its tensors change their dtype in place."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +21,12 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
         ValueError: a name or class that matches nothing in ``model``.
     """
     named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    unwrapped = {unwrapped_name(name): module for name, module in named.items()}
     found: dict[nn.Module, None] = {}
     for wanted in policy.fp32_modules:
         if isinstance(wanted, str):
-            matches = [named[wanted]] if wanted in named else _by_unwrapped_name(wanted, named)
+            match = named.get(wanted, unwrapped.get(unwrapped_name(wanted)))
+            matches = [] if match is None else [match]
         else:
             matches = [m for m in named.values() if isinstance(m, wanted)]
         if not matches:
@@ -40,12 +40,6 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in named.values() if is_norm(m))
     return list(found)
-
-
-def _by_unwrapped_name(wanted: str, named: Mapping[str, nn.Module]) -> list[nn.Module]:
-    found = {unwrapped_name(name): module for name, module in named.items()}
-    module = found.get(unwrapped_name(wanted))
-    return [] if module is None else [module]
 
 
 def unwrapped_name(name: str) -> str:

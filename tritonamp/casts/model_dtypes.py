@@ -31,19 +31,12 @@ _QUANTISED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
 
 
 class Castable(NamedTuple):
-    """A parameter or buffer of a module.
-
-    Attributes:
-        tensor: itself.
-        name: its full name.
-        module: that holds it; of a shared one, the first.
-        is_parameter: else a buffer.
-    """
+    """A parameter or buffer of a module."""
 
     tensor: Tensor
-    name: str
-    module: nn.Module
-    is_parameter: bool
+    name: str  # the full one
+    module: nn.Module  # the first that holds it
+    is_parameter: bool  # else a buffer
 
 
 def castable_tensors(model: nn.Module) -> Iterator[Castable]:
@@ -69,11 +62,8 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
 
 def is_quantised(module: nn.Module) -> bool:
     """Tell whether a module holds its weights as integers, as those of bitsandbytes and GPTQ do."""
-    for tensors in (module._parameters, module._buffers):
-        for t in tensors.values():
-            if t is not None and t.dtype in _QUANTISED and t.dim() > 1:
-                return True
-    return False
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)
 
 
 def is_frozen_half(stored: Castable) -> bool:
@@ -89,10 +79,7 @@ def wanted_dtypes(
 ) -> dict[Tensor, torch.dtype]:
     """Return the tensors of ``model`` whose dtype ``policy`` changes, each with its new dtype.
 
-    Args:
-        model: any.
-        policy: of it.
-        gathered: FSDP2 makes the half copies of FP32 parameters, as it gathers them.
+    ``gathered`` says that FSDP2 makes the half copies of FP32 parameters, as it gathers them.
 
     Raises:
         ValueError: ``policy.fp32_modules`` names a module that the models lack.
@@ -136,7 +123,7 @@ class ModelDtypes:
         gathered: FSDP2 makes the half copies of FP32 parameters, as it gathers them.
     """
 
-    def __init__(self, policy: Policy, fp32_values: Fp32Values, gathered: bool = False) -> None:
+    def __init__(self, policy: Policy, fp32_values: Fp32Values, gathered: bool) -> None:
         self._policy = policy
         self._fp32_values = fp32_values
         self._gathered = gathered

@@ -84,7 +84,6 @@ def _square(value: Any) -> Term:
 
 
 def multiply(a: Any, b: Any) -> Any:
-    """Return ``a * b``."""
     if is_number(a) and is_number(b):
         return a * b
     if is_number(a) or is_number(b):
@@ -106,7 +105,6 @@ def multiply(a: Any, b: Any) -> Any:
 
 
 def power(a: Any, exponent: Any) -> Any:
-    """Return ``a ** exponent``."""
     if is_number(a) and is_number(exponent) and (a > 0 or exponent == 2):
         return a**exponent
     term = _term(a)
@@ -119,7 +117,6 @@ def power(a: Any, exponent: Any) -> Any:
 
 
 def divide(a: Any, b: Any) -> Any:
-    """Return ``a / b``."""
     if is_number(b) and b:
         return a / b if is_number(a) else multiply(a, 1 / b)
     return multiply(a, power(_term(b), -1))
@@ -141,7 +138,6 @@ def add(a: Any, b: Any) -> Any:
 
 
 def subtract(a: Any, b: Any) -> Any:
-    """Return ``a - b``."""
     return add(a, multiply(-1, b))
 
 

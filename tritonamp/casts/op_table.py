@@ -18,15 +18,10 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Stock(Protocol):
-    """The op without our rules: what a rule calls, or runs a function under.
+    """The op without our rules: what a rule calls, or runs a function under."""
 
-    Attributes:
-        plans: what rules keep of their choices while the op table is registered, by their key.
-        target: the op itself.
-    """
-
-    plans: dict[Any, Any]
-    target: Any
+    plans: dict[Any, Any]  # what rules keep of their choices, by their key
+    target: Any  # the op itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op returns where no rule and no autocast applies."""
@@ -36,7 +31,10 @@ class Stock(Protocol):
 
 
 Rule = Callable[..., Any]
-"""``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments."""
+"""``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments.
+
+It is asked under an op policy; those of ``ALSO_WITHOUT_OP_POLICY`` are asked without one, too.
+"""
 
 HALF = """
     _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
@@ -131,13 +129,14 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _dtypes(value: Any) -> Iterator[torch.dtype]:
+def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
     """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
-    if isinstance(value, Tensor) and value.dtype in AUTOCAST:
-        yield value.dtype
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _dtypes(item)
+    if isinstance(value, Tensor):
+        if value.dtype in AUTOCAST:
+            yield value.dtype
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating_dtypes(item)
 
 
 def _to_fp32(value: Any) -> Any:
@@ -146,7 +145,7 @@ def _to_fp32(value: Any) -> Any:
 
 def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
-    found = set(_dtypes(args))
+    found = set(floating_dtypes(args))
     if not found or (not active.policy.op_policy and found != {half}):
         return stock(*args, **kwargs)
     rounded = _cast(args, lambda t: t.to(half).float())
@@ -165,14 +164,14 @@ def _grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
 
 def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     """Compute in FP32, with an FP32 result; an explicit ``dtype`` wins."""
-    if not active.policy.op_policy or kwargs.get("dtype") is not None:
+    if kwargs.get("dtype") is not None:
         return stock(*args, **kwargs)
     return stock(*_to_fp32(args), **kwargs)
 
 
 def _promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    found = set(_dtypes(args))
-    if not active.policy.op_policy or len(found) < 2:
+    found = set(floating_dtypes(args))
+    if len(found) < 2:
         return stock(*args, **kwargs)
     widest = functools.reduce(torch.promote_types, found)
     return stock(*_cast(args, lambda t: t.to(widest)), **kwargs)
@@ -181,19 +180,13 @@ def _promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any)
 def _written_into_rule(
     stock: Stock, active: ActivePolicy, into: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    if not active.policy.op_policy or into.dtype not in (torch.float32, *HALF_DTYPES):
+    if into.dtype not in AUTOCAST:
         return stock(into, *args, **kwargs)
     return stock(into, *_cast(args, lambda t: t.to(into.dtype)), **kwargs)
 
 
 def storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     """Compute in FP32, and return the result in the dtype of the first argument."""
-    if not active.policy.op_policy:
-        return stock(*args, **kwargs)
-    return _storage_on_cpu_rule(stock, active, *args, **kwargs)
-
-
-def _storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     result = stock(*_to_fp32(args), **kwargs)
     return _cast(result, lambda t: t.to(args[0].dtype))
 
@@ -211,8 +204,8 @@ def _running_norm_rule(
     **kwargs: Any,
 ) -> Any:
     own = (weight, bias, mean, var)
-    found = set(_dtypes(own))
-    if not active.policy.op_policy or found in (set(), {torch.float32}, {input.dtype}):
+    found = set(floating_dtypes(own))
+    if found in (set(), {torch.float32}, {input.dtype}):
         return stock(input, *own, updates, *args, **kwargs)
     wide = _to_fp32(own)
     result = stock(input, *wide, updates, *args, **kwargs)
@@ -223,8 +216,8 @@ def _running_norm_rule(
 
 
 def _fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    dtype = kwargs.get("dtype") or next(_dtypes(args), None)
-    if not active.policy.op_policy or dtype not in HALF_DTYPES:
+    dtype = kwargs.get("dtype") or next(floating_dtypes(args), None)
+    if dtype not in HALF_DTYPES:
         return stock(*args, **kwargs)
     fitted = [_fit(value, dtype) for value in args]
     # those before the last are masks and indices
@@ -249,14 +242,20 @@ def _fit_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _banned_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    if not active.policy.op_policy:
-        return stock(*args, **kwargs)
     raise RuntimeError(
         "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its "
         "gradient leaves the half range near 0 and 1. Use binary_cross_entropy_with_logits "
         "(nn.BCEWithLogitsLoss) without the sigmoid, compute the loss outside the model's forward, "
         "or wrap the call in tritonamp.disable_casts() with FP32 inputs"
     )
+
+
+def _storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    return storage_rule(stock, active, *args, **kwargs)
+
+
+ALSO_WITHOUT_OP_POLICY = frozenset({_half_rule, _grouped_mm_rule, _storage_on_cpu_rule})
+"""They compute half models at O3 on a CPU, too, whose half kernels are slow, or missing."""
 
 
 def overloads(names: list[str]) -> Iterator[str]:
@@ -293,10 +292,5 @@ def _rules(device_type: str) -> dict[str, Rule]:
 
 
 def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the op table of one device type: op to rule.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        functions: rules of ops that have a kernel of their own.
-    """
+    """Return the op table of "cuda" or "cpu", with rules of ops that have a kernel of their own."""
     return {**_rules(device_type), **functions}

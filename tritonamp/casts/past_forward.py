@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from tritonamp.casts.active import known
+from tritonamp.casts.active import process
 from tritonamp.casts.methods import other_users
 from tritonamp.names import parameter_names
 from tritonamp.watched.graph import leaves, nodes
@@ -26,13 +26,13 @@ class FirstLoss:
 
     def __init__(self, models: Sequence[nn.Module], *, watches: bool) -> None:
         self._models = models
-        self._entered = known.entered
+        self._entered = process.entered
         self._waits = watches
 
-    def look(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """Warn where parameters were used, but no forward and no method was entered."""
         waits, self._waits = self._waits, False
-        if not waits or known.entered != self._entered:
+        if not waits or process.entered != self._entered:
             return
         used = _parameters_used(loss)
         names = [name for param, name in parameter_names(self._models).items() if param in used]

@@ -11,11 +11,7 @@ _BY_REFERENCE = (Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object's state without its tensors, and without the object itself.
-
-    Attributes:
-        left_out: what was met of them.
-    """
+    """Pickles an object's state without its tensors, and without the object: ``left_out``."""
 
     def __init__(self, file: io.BytesIO, owner: object) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -45,11 +41,7 @@ def with_values(owner: nn.Module, state: Any, values: dict[Tensor, Tensor]) -> A
 
     It is copied as pickle does, which calls ``__reduce_ex__`` of what is inside, since only what
     can be pickled has to be; all but the modules' structure is small. Other tensors are not copied.
-
-    Args:
-        owner: whose state it is, and to whom what is inside may refer.
-        state: its attributes.
-        values: tensor to what takes its place.
+    ``state`` has the attributes of ``owner``, to which what is inside may refer.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, owner)

@@ -43,19 +43,12 @@ CARRIES = """
 
 
 class RoundedInput(NamedTuple):
-    """An input that the cast to half rounds.
+    """An input that the cast to half rounds."""
 
-    Attributes:
-        argument: that it is in, by name or position.
-        path: to the tensor, "targets[0]['boxes']".
-        value: one that is rounded most.
-        rounded: what it becomes.
-    """
-
-    argument: str | int
-    path: str
-    value: float
-    rounded: float
+    argument: str | int  # that it is in, by name or position
+    path: str  # to the tensor, "targets[0]['boxes']"
+    value: float  # one that is rounded most
+    rounded: float  # what it becomes
 
 
 def worst_rounding(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,12 +94,7 @@ def inputs_to_cast(
 
 
 def roundings(found: Sequence[InputTensor], numbers: Sequence[float]) -> list[RoundedInput]:
-    """Return those of the tensors that lose something.
-
-    Args:
-        found: the tensors.
-        numbers: the ``worst_rounding`` of each, one after the other.
-    """
+    """Return those that lose something; ``numbers`` has the ``worst_rounding`` of each in a row."""
     rows = [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
     return [
         RoundedInput(one.argument, one.path, row[1], row[2])
@@ -138,9 +126,6 @@ class Readers(TorchDispatchMode):
 
     First: as they are, or moved, joined, and normalised by plain arithmetic. What torch.compile has
     made of a part of the model is not seen.
-
-    Args:
-        found: the inputs.
     """
 
     supports_higher_order_operators = True
@@ -189,16 +174,10 @@ class Readers(TorchDispatchMode):
 
 
 class _Waiting(NamedTuple):
-    """Inputs whose roundings are on their way from the device.
+    """Inputs whose roundings are on their way from the device."""
 
-    Attributes:
-        kind: of the forward that they were given to.
-        found: the inputs, without their values.
-        readback: of the roundings.
-    """
-
-    kind: Any
-    found: list[InputTensor]
+    kind: Any  # of the forward that they were given to
+    found: list[InputTensor]  # without their values
     readback: Readback
 
 
@@ -214,9 +193,6 @@ class InputLook:
     Of a kind are forwards of one class that are given the same arguments, with gradients. Nothing
     waits for the device: numbers of a GPU are read in a later forward. Only where an input loses
     something is one forward watched, operation by operation.
-
-    Args:
-        policy: of the models.
 
     Attributes:
         settled: ``types_of`` forwards in which there is nothing to look at any more.
@@ -234,13 +210,10 @@ class InputLook:
     def around(
         self, model: nn.Module, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[Readers | None]:
-        """Look at a forward that runs in the ``with`` block; yield whom to tell its output.
+        """Look at a forward of ``model`` that runs in the ``with`` block.
 
-        Args:
-            model: whose forward it is.
-            signature: of the forward.
-            args: before they are cast.
-            kwargs: before they are cast.
+        ``args`` and ``kwargs`` are as they were before the cast. Yields what is told the output,
+        or None: nobody wants it.
         """
         found, rounded = self._before(model, signature, args, kwargs)
         if not rounded:

@@ -22,21 +22,15 @@ class SavedDtypes:
     Training resumes from a state: tensors that train, or came in FP32, are FP32 in it. The files of
     ``save_pretrained`` hold the dtypes that the model was loaded in, as a plain model's do.
 
-    Args:
-        model: before its tensors are cast; None: all half tensors are FP32 in a state.
-        policy: says which tensors train in FP32.
+    The model is one before its tensors are cast.
 
     Attributes:
         loaded: name to the dtype that a tensor came in.
         as_loaded: whether states have these dtypes now.
     """
 
-    def __init__(self, model: Any = None, policy: Policy | None = None) -> None:
-        self.loaded: dict[str, torch.dtype] = {}
+    def __init__(self, model: Any, policy: Policy) -> None:
         self.as_loaded = False
-        self._stay_half: frozenset[str] = frozenset()
-        if model is None or policy is None:
-            return
         trains = policy.trains_fp32_values or policy.cast_model
         named = named_tensors(model)
         self.loaded = {name: tensor.dtype for name, tensor in named}

@@ -39,26 +39,17 @@ Values = dict[str, Any]
 
 
 class Computed(NamedTuple):
-    """What a forward computes, and what that is true for.
+    """What a forward computes, and what that is true for."""
 
-    Attributes:
-        result: of ``forward(x)``.
-        weight: name of the parameter in it; "" where there is none.
-        attributes: plain ones that the code reads, and their values of now.
-        methods: that the forward calls, itself among them, and their code and defaults of now.
-    """
+    result: Term  # of ``forward(x)``
+    weight: str  # name of the parameter in it; "" where there is none
+    attributes: tuple[tuple[str, Any], ...]  # that the code reads, with their values
+    methods: tuple[tuple[str, CodeType, Any], ...]  # that run, with their code and defaults
 
-    result: Term
-    weight: str
-    attributes: tuple[tuple[str, Any], ...]
-    methods: tuple[tuple[str, CodeType, Any], ...]
+    def still_holds(self, module: Any, forward: Any) -> bool:
+        """Tell whether attributes and methods of the module are what they were.
 
-    def holds(self, module: Any, forward: Any) -> bool:
-        """Tell whether it is still true: attributes and methods are what they were.
-
-        Args:
-            module: whose code was read.
-            forward: that would run.
+        ``forward`` is what would run; somebody may have set another one on the instance.
         """
         own = vars(module)
         for name, value in self.attributes:
@@ -175,7 +166,7 @@ class _Reader:
     def _called(self, base: Any, name: str, args: list[Any], keywords: Values) -> Any:
         if base is self.module:
             return self.call(name, (*args,), keywords)
-        if any(base is m for m in _MODULES):
+        if _is_torch(base):
             return OPS[name](*args, **keywords)
         if isinstance(base, Term):
             return OPS[name](base, *args, **keywords)
@@ -186,7 +177,7 @@ class _Reader:
             return self._own(name)
         if isinstance(base, Term) and name in ("dtype", "shape"):
             return GIVEN if name == "dtype" else base.shape
-        if any(base is m for m in _MODULES):
+        if _is_torch(base):
             return _torch_or_error(getattr(base, name))
         raise Unproved(name)
 
@@ -209,9 +200,13 @@ class _Reader:
 _getattr = nn.Module.__getattr__
 
 
+def _is_torch(value: Any) -> bool:
+    return any(value is module for module in _MODULES)
+
+
 def _torch_or_error(value: Any) -> Any:
     """Return what a global name, or a name of torch's, may stand for outside of a call."""
-    if any(value is m for m in _MODULES) or isinstance(value, torch.dtype):
+    if _is_torch(value) or isinstance(value, torch.dtype):
         return value
     raise Unproved(value)
 

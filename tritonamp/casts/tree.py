@@ -15,17 +15,11 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Cast(NamedTuple):
-    """What becomes of tensors by their dtype.
-
-    Attributes:
-        sources: dtypes that are cast; tensors of all others pass.
-        target: the dtype they are cast to.
-        passes: classes of tensors that pass.
-    """
+    """What becomes of tensors by their dtype; those of no source dtype pass."""
 
     sources: tuple[torch.dtype, ...]
     target: torch.dtype
-    passes: tuple[type, ...] = ()
+    passes: tuple[type, ...] = ()  # classes of tensors that pass, whatever their dtype
 
 
 TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from tritonamp.casts import linear_losses
 from tritonamp.casts.active import half_dtype
+from tritonamp.casts.op_table import floating_dtypes
 from tritonamp.casts.tree import Cast, cast_tree, from_half, to_half
 from tritonamp.policy import HALF_DTYPES
 
@@ -59,26 +59,11 @@ def promote_function(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if half_dtype() is not None and _is_mixed((args, kwargs)):
+        if half_dtype() is not None and len(set(floating_dtypes((args, kwargs)))) > 1:
             args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
-
-
-def _is_mixed(value: Any) -> bool:
-    """Return whether tensors in ``value`` have several of the dtypes that are promoted."""
-    return len(_dtypes(value) & {*HALF_DTYPES, torch.float32}) > 1
-
-
-def _dtypes(value: Any) -> set[torch.dtype]:
-    if isinstance(value, Tensor):
-        return {value.dtype}
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return set()
-    return set().union(*map(_dtypes, value))
 
 
 class _Registered:
@@ -89,7 +74,7 @@ class _Registered:
     Attributes:
         wanted: owner of each function, its name, and what wraps it.
         originals: of each function that is replaced now, its owner, name, and value in ``vars``.
-        owners: how many enabled models there are.
+        in_place: whether a model is enabled.
     """
 
     def __init__(self) -> None:
@@ -98,10 +83,11 @@ class _Registered:
             row = torch.nn.functional, linear_losses.NAME, linear_losses.ours_inside
             self.wanted.append(row)
         self.originals: list[tuple[Any, str, Any]] = []
-        self.owners = 0
+        self.in_place = False
 
-    def put(self) -> None:
+    def replace_originals(self) -> None:
         """Replace the originals of those that are not replaced yet."""
+        self.in_place = True
         for module, name, wrap in self.wanted[len(self.originals) :]:
             self.originals.append((module, name, vars(module).get(name, _INHERITED)))
             found = inspect.getattr_static(module, name)
@@ -110,8 +96,9 @@ class _Registered:
             else:
                 setattr(module, name, wrap(getattr(module, name)))
 
-    def take_back(self) -> None:
+    def restore_originals(self) -> None:
         """Put all originals back."""
+        self.in_place = False
         while self.originals:
             module, name, original = self.originals.pop()
             if original is _INHERITED:
@@ -121,7 +108,7 @@ class _Registered:
 
 
 _INHERITED = object()
-_registered = _Registered()
+registered = _Registered()
 
 
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -130,9 +117,9 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         raise ValueError(
             f"name: expected the name of a function in {where}, got {name!r}: it has none"
         )
-    _registered.wanted.append((module, name, wrap))
-    if _registered.owners:
-        _registered.put()
+    registered.wanted.append((module, name, wrap))
+    if registered.in_place:
+        registered.replace_originals()
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -156,16 +143,3 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Put ``module.name`` on the promote list; see ``register_half_function``."""
     _register(module, name, promote_function)
-
-
-def acquire() -> None:
-    """Put registered functions in place for one more enabled model."""
-    _registered.owners += 1
-    _registered.put()
-
-
-def release() -> None:
-    """Take back one ``acquire``; the last one puts the originals back."""
-    _registered.owners -= 1
-    if _registered.owners == 0:
-        _registered.take_back()

@@ -81,13 +81,9 @@ def read_metadata(files: "Folder") -> metadata.Metadata:
 
 
 def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], call: str) -> None:
-    """Fill `tensors` with what they, or this rank's parts of them, are to hold.
+    """Fill `tensors`, by their names in the checkpoint: all of them, or this rank's parts.
 
-    Args:
-        files: the folder to read.
-        found: what `read_metadata` returned.
-        tensors: by their names in the checkpoint.
-        call: how the user called it, for errors.
+    `found` is what `read_metadata` returned, `call` how the user called it.
 
     Raises:
         As `write`.

@@ -7,13 +7,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tritonamp.checkpoint.random_states import RNGState
-from tritonamp.checkpoint.restoring import check_module, check_optimizer
+from tritonamp.checkpoint.restoring import check_module, check_names, check_optimizer
 
 
 class _Pair(NamedTuple):
-    """One object and the state that it is to load; ``name`` as the user would write it."""
+    """One object and the state that it is to load."""
 
-    name: str
+    name: str  # as the user would write it
     owner: Any
     state: Any
 
@@ -21,17 +21,15 @@ class _Pair(NamedTuple):
 def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str) -> None:
     """Load the states in ``content`` into ``objects`` of the same names.
 
-    Args:
-        content: what was saved, by name.
-        objects: by name, what has ``load_state_dict``, or lists, tuples and dicts of such, as they
-            were saved; None: nothing is loaded.
-        call: what the user has written, for messages.
+    Objects have ``load_state_dict``, or are lists, tuples and dicts of such, as they were saved;
+    None: nothing is loaded. ``call`` is what the user has written, for messages.
 
     Raises:
         ValueError: names, keys or shapes that are only on one side, listed; nothing was changed.
         RuntimeError: an object's own ``load_state_dict`` has failed; says what was loaded before.
     """
-    _check_names(content, objects, call)
+    stateful = [name for name, state in content.items() if _holds(state, dict)]
+    check_names(content, stateful, objects, f"{call}: ", "have it returned as it is")
     pairs: list[_Pair] = []
     faults: list[str] = []
     for name, value in objects.items():
@@ -43,7 +41,7 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
                 pairs.append(found)
     if faults:
         raise ValueError(f"{call}: {'; '.join(faults)}. Nothing was changed")
-    pairs.sort(key=lambda pair: _turn(pair.owner))
+    pairs.sort(key=lambda pair: loading_turn(pair.owner))
     for number, (name, owner, state) in enumerate(pairs):
         try:
             owner.load_state_dict(state)
@@ -55,8 +53,8 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
             ) from error
 
 
-def _turn(owner: Any) -> int:
-    """When an object loads.
+def loading_turn(owner: Any) -> int:
+    """Return when an object loads: those of smaller numbers come first.
 
     Optimizers compare their masters with the model's parameters, an Amp heals modules whose
     parameters are in place, averages and schedulers look at all of these; random states come last,
@@ -69,18 +67,6 @@ def _turn(owner: Any) -> int:
     if hasattr(owner, "master_params"):  # an Amp, which this room does not know
         return 2
     return 4 if isinstance(owner, RNGState) else 3
-
-
-def _check_names(content: Mapping[str, Any], objects: Mapping[str, Any], call: str) -> None:
-    if unknown := [name for name in objects if name not in content]:
-        raise ValueError(
-            f"{call}: not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}"
-        )
-    if missing := [name for name in content if name not in objects and _holds(content[name], dict)]:
-        raise ValueError(
-            f"{call}: the checkpoint also has the state of {', '.join(missing)}: give the objects "
-            f"to load it into, or {missing[0]}=None to have it returned as it is"
-        )
 
 
 def _holds(tree: Any, kind: type) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tritonamp.checkpoint import durable
 from tritonamp.checkpoint.agreement import gather
-from tritonamp.checkpoint.content import find_tensors, key_of, outline
+from tritonamp.checkpoint.content import find_tensors, key_of
 from tritonamp.checkpoint.distributed import METADATA, Folder, read_metadata
 from tritonamp.kernels.device import rank, world_size
 
@@ -35,26 +35,12 @@ _FORMAT = "tritonamp sharded checkpoint 1"
 
 
 class Manifest(NamedTuple):
-    """What a sharded checkpoint should hold.
+    """What a sharded checkpoint should hold."""
 
-    Attributes:
-        files: size and SHA-256 by name.
-        objects: names of the values that were saved as objects.
-        content: all that was saved, by name; tensors on the meta device.
-        format: tells this format from others.
-    """
-
-    files: dict[str, tuple[int, str]]
-    objects: list[str]
-    content: dict[str, Any]
+    files: dict[str, tuple[int, str]]  # size and SHA-256 by name
+    objects: list[str]  # names of the values that were saved as objects
+    content: dict[str, Any]  # all that was saved, by name; tensors on the meta device
     format: str = _FORMAT
-
-    @classmethod
-    def of(
-        cls, files: dict[str, tuple[int, str]], objects: list[str], content: dict[str, Any]
-    ) -> "Manifest":
-        """With only an outline of the content's tensors."""
-        return cls(files, objects, outline(content))
 
 
 class Checkpoint(NamedTuple):
@@ -66,7 +52,7 @@ class Checkpoint(NamedTuple):
 
 
 def check_target(target: str) -> None:
-    """Refuses to save where that is impossible, or would move something else out of the way.
+    """Refuse to save where that is impossible, or would move something else out of the way.
 
     Raises:
         FileNotFoundError, NotADirectoryError, FileExistsError: the path, and why.

@@ -1,6 +1,6 @@
 """Which tensors a sharded checkpoint is read into."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ def targets(
     Raises:
         ValueError: names or keys that are only on one side, or other shapes, listed.
     """
-    _check_names(content, saved, objects)
+    check_names(content, saved, objects, "", "leave it out")
+    _check_objects(objects)
     states, errors = {}, []
     for name, tree in content.items():
         value = objects.get(name)
@@ -42,16 +43,30 @@ def targets(
     return states
 
 
-def _check_names(content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]) -> None:
+def check_names(
+    content: Collection[str],
+    stateful: Iterable[str],
+    objects: Mapping[str, Any],
+    call: str,
+    without: str,
+) -> None:
+    """Refuse names that are only on one side; ``without`` says what ``name=None`` is for.
+
+    Raises:
+        ValueError: lists them, behind ``call``.
+    """
     if unknown := [name for name in objects if name not in content]:
         raise ValueError(
-            f"not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}"
+            f"{call}not in the checkpoint: {', '.join(unknown)}; it has {', '.join(content)}"
         )
-    if missing := [name for name in saved if name not in objects]:
+    if missing := [name for name in stateful if name not in objects]:
         raise ValueError(
-            f"the checkpoint also has the state of {', '.join(missing)}: give the objects to load "
-            f"it into, or {missing[0]}=None to leave it out"
+            f"{call}the checkpoint also has the state of {', '.join(missing)}: give the objects "
+            f"to load it into, or {missing[0]}=None to {without}"
         )
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if value is not None and not (
             hasattr(value, "load_state_dict") and hasattr(value, "state_dict")

@@ -3,11 +3,10 @@
 import os
 from typing import Any
 
-import torch
-
 from tritonamp.checkpoint import durable, restoring
 from tritonamp.checkpoint.agreement import gather, on_all_ranks
-from tritonamp.checkpoint.content import collect, find_tensors, key_of, with_lists
+from tritonamp.checkpoint.content import collect, find_tensors, key_of, outline, with_lists
+from tritonamp.checkpoint.in_place import loading_turn
 
 
 def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
@@ -58,7 +57,7 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
             files = {name: entry for part in gather(written) for name, entry in part.items()}
             if first:
                 stateful = [name for name, value in objects.items() if hasattr(value, "state_dict")]
-                manifest.commit(fresh, target, manifest.Manifest.of(files, stateful, content))
+                manifest.commit(fresh, target, manifest.Manifest(files, stateful, outline(content)))
     finally:
         if first:
             durable.remove(fresh)
@@ -97,12 +96,9 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
         tensors = {key_of(path): tensor for path, tensor in find_tensors(states).items()}
         distributed.read(found.files, found.metadata, tensors, call)
         with on_all_ranks(call):
-            given = [(name, value) for name, value in objects.items() if value is not None]
-            for name, value in sorted(
-                given, key=lambda item: not isinstance(item[1], torch.nn.Module)
-            ):
-                # models first: optimizers look at their parameters
-                value.load_state_dict(states[name])
+            given = {name: value for name, value in objects.items() if value is not None}
+            for name in sorted(given, key=lambda name: loading_turn(given[name])):
+                given[name].load_state_dict(states[name])
     finally:
         found.files.close()
     return {name: state for name, state in states.items() if name not in objects}

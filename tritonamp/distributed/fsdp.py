@@ -38,9 +38,8 @@ def mp_policy(module: Any) -> Any:
 def groups_of(module: Any) -> Sequence[Any]:
     """Return the groups of parameters that FSDP2 gathers together for a module."""
     state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12
-        found: Sequence[Any] = state._fsdp_param_groups
-        return found
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and later
+        return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
@@ -61,11 +60,7 @@ def assumed_policies(
 
     Parameters that train and came in half are gathered in half, as they were before ``enable``. So
     are all others, where ``policy`` casts the model and no module was given a half ``param_dtype``.
-
-    Args:
-        models: any.
-        kept: the modules that stay FP32.
-        policy: of the models.
+    Modules ``kept`` in FP32 get none.
     """
     if not (policy.cast_model or policy.op_policy):
         return {}

@@ -18,25 +18,15 @@ _NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation do
 
 
 class Row(NamedTuple):
-    """Numbers that each rank gives to the others, one row of a table.
+    """Numbers that each rank gives to the others, one row of a table."""
 
-    Attributes:
-        loss_nonfinite: 1 where a loss was inf or NaN.
-        found_earlier: 1 where gradients that were unscaled early were not finite.
-        amax: the largest scaled gradient.
-        square_sum: of the scaled gradients.
-        scale: the loss scale.
-        taken: how many steps were taken so far.
-        loss: of this rank's batch; NaN: not known.
-    """
-
-    loss_nonfinite: float
-    found_earlier: float
-    amax: float
-    square_sum: float
+    loss_nonfinite: float  # 1 where a loss was inf or NaN
+    found_earlier: float  # 1 where gradients that were unscaled early were not finite
+    amax: float  # the largest scaled gradient
+    square_sum: float  # of the scaled gradients
     scale: float
-    taken: float
-    loss: float
+    taken: float  # how many steps were taken so far
+    loss: float  # of this rank's batch; NaN: not known
 
 
 class PartedCheck:
@@ -47,13 +37,11 @@ class PartedCheck:
         self._decisions = 0
         self._warned = False
 
-    def look(self, table: Tensor, group: Any, one_norm: bool) -> None:
+    def check_table(self, table: Tensor, group: Any, one_norm: bool) -> None:
         """Check the tables that have arrived, and start copying this one now and then.
 
-        Args:
-            table: a ``Row`` of each rank, one after another.
-            group: the ranks.
-            one_norm: whether all step with the same gradients.
+        A table has a ``Row`` of each rank of the ``group``; ``one_norm`` says that all step with
+        the same gradients.
 
         Raises:
             RuntimeError: ranks differ in loss scale or count of steps; it names them.

@@ -134,7 +134,7 @@ class Ranks:
         self.sharded_modules.assume(policies)
 
     def detach(self) -> None:
-        """Put the DDPs' own classes and FSDP2's own policies back: the models are disabled."""
+        """Put the DDPs' own classes and FSDP2's own policies back."""
         self.sharded_modules.give_back()
         for wrapper in self.wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
@@ -158,8 +158,7 @@ class Ranks:
     def join_stages(self, group: Any) -> None:
         """Decide together with the other stages of a pipeline from now on.
 
-        Args:
-            group: the ranks of all stages, all replicas included; None: all of the job.
+        The ``group`` is of all stages and all replicas; None: all ranks of the job.
 
         Raises:
             ValueError: ranks are missing that this one reduces gradients with.
@@ -211,13 +210,9 @@ class Ranks:
         return any(map(self._in_join, self.wrappers))
 
     def rebuild(self, healed: Iterable[nn.Module] = ()) -> None:
-        """Have DDPs make buckets and hooks anew, and FSDP2 take over its shards.
+        """Have DDPs and FSDP2 take over parameters that have another dtype now.
 
-        For parameters that have another dtype now.
-
-        Args:
-            healed: modules that compute in FP32 from now on; what FSDP2 gathers inside of them
-                becomes FP32.
+        What FSDP2 gathers inside of ``healed`` modules is FP32 from now on.
         """
         self.sharded_modules.gather_in_fp32(healed)
         self.sharded_modules.refresh()
@@ -270,7 +265,7 @@ class Ranks:
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
         _all_gather(table, sent, group=self._group)
         ignored = any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
-        self._parted.look(table, self._group, one_norm=not (self.apart or ignored))
+        self._parted.check_table(table, self._group, one_norm=not (self.apart or ignored))
         fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
         total = square_sum.sum().reshape(1) if self.apart else mine.square_sum
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
@@ -293,9 +288,8 @@ class Ranks:
     def norm_of_stages(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients of a pipeline, 0-d. All ranks take part.
 
-        Args:
-            norm: of this rank's stages, with all parts of sharded ones. It is returned where there
-                is no pipeline.
+        ``norm`` is that of this rank's stages, with all parts of sharded ones. It is returned where
+        there is no pipeline.
         """
         if not (self.staged and self.several):
             return norm

@@ -6,23 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonamp.distributed.fsdp import (
-    assumed_policies,
-    fsdp2_modules,
-    gathered_params,
-    mp_policy,
-)
+from tritonamp.distributed.fsdp import assumed_policies, fsdp2_modules, gathered_params, mp_policy
 from tritonamp.distributed.sharding import find_sharding, meshes
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.policy import HALF_DTYPES, Policy
 
 
 def check_spread(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse ways to spread parameters over ranks.
-
-    Args:
-        models: some of whose parameters are sharded.
-        policy: of them.
+    """Refuse ways to spread the parameters of sharded models over ranks.
 
     Raises:
         ValueError: parameters in main memory, that FSDP2 would not reduce, that stay half, or that
@@ -69,12 +60,7 @@ def _check_meshes(found: Sequence[Any]) -> None:
 
 
 def check_gathered(models: Sequence[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> None:
-    """Refuse policies that cannot be carried out on sharded parameters.
-
-    Args:
-        models: some of whose parameters are sharded.
-        kept: the modules that stay FP32.
-        policy: of the models.
+    """Refuse policies that cannot be carried out on sharded models; ``kept`` modules stay FP32.
 
     Raises:
         ValueError: a policy, or what FSDP2 gathers under it.

@@ -65,11 +65,9 @@ class ReplayRanks:
             self._hindrance = None
 
     def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
-        """Return the state of a model, sharded tensors whole. All ranks take part.
+        """Return the state of a model, sharded tensors whole; {} on ranks that do not ``keep`` it.
 
-        Args:
-            model: an enabled one.
-            keep: on this rank; elsewhere the state is empty.
+        All ranks take part.
         """
         state = {}
         for name, value in model.state_dict().items():

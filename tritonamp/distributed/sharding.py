@@ -11,19 +11,12 @@ from tritonamp.kernels._shards import is_sharded
 
 
 class Sharding(NamedTuple):
-    """How the parameters of models are spread over ranks.
+    """How the parameters of models are spread over ranks."""
 
-    Attributes:
-        group: the ranks that have parts of them.
-        size: how many ranks these are.
-        gathered: FSDP2 gathers the parameters.
-        splits_layers: parameters stay parts in forwards (tensor parallelism), gathered or not.
-    """
-
-    group: Any
-    size: int
-    gathered: bool
-    splits_layers: bool
+    group: Any  # the ranks that have parts of them
+    size: int  # of the group
+    gathered: bool  # FSDP2 gathers the parameters
+    splits_layers: bool  # parameters stay parts in forwards (tensor parallelism), gathered or not
 
     def copies(self, param: Any) -> int:
         """Return how many ranks hold the same part of a parameter, or of its gradient."""
@@ -64,10 +57,7 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def by_mesh(tensors: Iterable[Any]) -> list[list[Tensor]]:
-    """Return tensors apart, by the mesh that they are spread over: torch takes no others at once.
-
-    One list is of those that are not sharded.
-    """
+    """Return one list for each mesh, and one of tensors on none: torch does not mix them."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)

@@ -21,11 +21,8 @@ def unsharded(modules: Sequence[Any]) -> Iterator[None]:
     """Gather all parameters of modules, and keep them whole inside the block.
 
     All ranks enter the block together. Inside, each runs forwards and backwards by itself:
-    gradients are not reduced. Afterwards the modules are as they were, also where a forward has
-    raised.
-
-    Args:
-        modules: all that ``fully_shard`` was called on, outer ones first.
+    gradients are not reduced. Afterwards the modules, which come outer ones first, are as they
+    were, also where a forward has raised.
     """
     states = list(dict.fromkeys(module._get_fsdp_state() for module in modules))
     for state in states:

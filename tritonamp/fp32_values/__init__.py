@@ -54,10 +54,8 @@ class Fp32Values:
     def lend(self, half: Tensor, packs: bool, remainder: Tensor | None = None) -> None:
         """Keep the FP32 value of ``half`` in another form than a tensor, from now on.
 
-        Args:
-            half: a half tensor.
-            packs: as the half tensor and 16 bits; else in host memory.
-            remainder: these 16 bits, if they are known, see ``PackedValue``.
+        That is the half tensor and 16 bits, ``remainder`` if they are known, where it ``packs``;
+        else host memory.
         """
         if half in self._lent:
             return

@@ -58,8 +58,7 @@ class LentValue(ABC):
     def load(self, value: Tensor) -> None:
         """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.
 
-        Args:
-            value: of the half tensor's shape, on any device.
+        It has the half tensor's shape, and is on any device.
         """
 
     @abstractmethod

@@ -41,7 +41,6 @@ class OffloadedValue(LentValue):
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return the FP32 value in a tensor that nobody writes to, and that nothing here keeps."""
         self.settle()
         if self.half.dtype not in HALF_DTYPES:
             return self.half.detach()
@@ -49,34 +48,23 @@ class OffloadedValue(LentValue):
 
     @torch.no_grad()
     def load(self, value: Tensor) -> None:
-        """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.
-
-        Args:
-            value: of the half tensor's shape, on any device.
-        """
         self._release()
         self._keep(value)
         self._known = 0, 0  # the half tensor is about to be written
 
     @property
     def needs_settling(self) -> bool:
-        """True: anybody may write to the half tensor."""
-        return True
+        return True  # anybody may write to the half tensor
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over what somebody has written into the FP32 tensor, or into the half tensor.
-
-        Raises:
-            RuntimeError: the FP32 tensor was written to after a step.
-        """
+        """Take over what somebody has written into the half tensor, too."""
         super().settle()
         if self._known != self._place() and self.half.dtype in HALF_DTYPES:
             self._keep(fp32_value(self.half.detach(), self._home.fetch(self.beside())))
             self._known = self._place()
 
     def note_step(self) -> None:
-        """Give up the FP32 tensor: a step has written to the half tensor and to what is beside."""
         super().note_step()
         self._known = self._place()
 

@@ -72,7 +72,6 @@ class PackedValue(LentValue):
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return the FP32 value in a tensor that nobody writes to, and that nothing here keeps."""
         self.settle()
         half = self.half.detach()
         if half.dtype not in HALF_DTYPES:
@@ -82,11 +81,6 @@ class PackedValue(LentValue):
         return in_memory_of(half, join(in_order_of_memory(half), lower[: half.numel()]))
 
     def load(self, value: Tensor) -> None:
-        """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.
-
-        Args:
-            value: of the half tensor's shape, on any device.
-        """
         self._view = value.detach().to(self.half.device, torch.float32, copy=True)
         self._versions = -1, -1
 

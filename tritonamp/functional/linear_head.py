@@ -221,7 +221,6 @@ def backend_of(dtype: torch.dtype) -> str:
 
 
 def chunks(count: int, rows: int) -> Iterator[slice]:
-    """Yield slices of ``rows`` rows each."""
     return (slice(at, at + rows) for at in range(0, count, rows))
 
 

@@ -1,6 +1,5 @@
 """Norms whose result has a dtype of its own, computed in FP32 and rounded once."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.functional.inputs import min_numel
-from tritonamp.functional.norms import RMS_EPS, Norm, is_ours
+from tritonamp.functional.norms import is_ours, norm
 from tritonamp.policy import HALF_DTYPES
 
 STORED = (*HALF_DTYPES, torch.float32)  # dtypes that the kernels write
@@ -35,10 +34,8 @@ def mixed_layer_norm(
         eps: as of ``layer_norm``.
         dtype: of the result.
     """
-    least = min_numel()
-    if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=least):
-        n = math.prod(normalized_shape)
-        return Norm.apply(input, weight, bias, (n, eps, True, dtype, "auto"))
+    if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=min_numel()):
+        return norm(input, normalized_shape, weight, bias, eps, True, dtype)
     x, w, b = _alike(dtype, input, weight, bias)
     return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(dtype)
 
@@ -63,9 +60,7 @@ def mixed_rms_norm(
         dtype: of the result.
     """
     if dtype in STORED and is_ours(input, normalized_shape, weight, least=min_numel()):
-        n = math.prod(normalized_shape)
-        eps = RMS_EPS if eps is None else eps
-        return Norm.apply(input, weight, None, (n, eps, False, dtype, "auto"))
+        return norm(input, normalized_shape, weight, None, eps, False, dtype)
     x, w = _alike(dtype, input, weight)
     return torch.nn.functional.rms_norm(x, normalized_shape, w, eps).to(dtype)
 

@@ -113,8 +113,7 @@ def layer_norm(
     """
     if not is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
-    n = math.prod(normalized_shape)
-    return Norm.apply(input, weight, bias, (n, eps, True, input.dtype, "auto"))
+    return norm(input, normalized_shape, weight, bias, eps, True, input.dtype)
 
 
 def rms_norm(
@@ -133,9 +132,21 @@ def rms_norm(
     """
     if not is_ours(input, normalized_shape, weight, least=min_numel()):
         return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
-    n = math.prod(normalized_shape)
+    return norm(input, normalized_shape, weight, None, eps, False, input.dtype)
+
+
+def norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    center: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return layer_norm (``center``) or rms_norm of what ``is_ours`` accepts, in ``dtype``."""
     eps = RMS_EPS if eps is None else eps
-    return Norm.apply(input, weight, None, (n, eps, False, input.dtype, "auto"))
+    return Norm.apply(input, weight, bias, (math.prod(shape), eps, center, dtype, "auto"))
 
 
 def add_layer_norm(
@@ -188,9 +199,8 @@ def add_rms_norm(
     if not _is_our_sum(input, residual, normalized_shape, weight):
         total = input + residual
         return total, rms_norm(total, normalized_shape, weight, eps)
-    n = math.prod(normalized_shape)
-    eps = RMS_EPS if eps is None else eps
-    return AddNorm.apply(input, residual, weight, None, (n, eps, False, "auto"))
+    args = math.prod(normalized_shape), RMS_EPS if eps is None else eps, False, "auto"
+    return AddNorm.apply(input, residual, weight, None, args)
 
 
 def _is_our_sum(

@@ -63,10 +63,9 @@ class Sum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (dims, keepdim, *_), shape, dtype = ctx.args
         grad = grads[0]
-        rank = len(shape)
-        if rank and not keepdim:
+        if shape and not keepdim:
             # of all dims there are none here: expand alone broadcasts the scalar
-            for d in sorted(d % rank for d in dims):
+            for d in sorted(d % len(shape) for d in dims):
                 grad = grad.unsqueeze(d)
         return grad.to(dtype).expand(shape), None, None
 
@@ -131,8 +130,7 @@ def sum(
 
 def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int = MIN_NUMEL) -> bool:
     """Return whether this package computes the result, not torch: on a GPU from that size on."""
-    if not is_half(input):
+    if not is_half(input) or dtype not in (None, torch.float32, *HALF_DTYPES):
         return False
-    if input.is_cuda and input.numel() < min_numel and dtype in (None, input.dtype, torch.float32):
-        return False
-    return dtype is None or dtype is torch.float32 or dtype in HALF_DTYPES
+    is_large = not input.is_cuda or input.numel() >= min_numel
+    return is_large or dtype not in (None, input.dtype, torch.float32)

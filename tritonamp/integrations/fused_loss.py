@@ -38,11 +38,7 @@ class _StaysHalf(torch.Tensor):
 
 
 class _Rows(_StaysHalf):
-    """What logits are made of, in their place: ``linear_cross_entropy`` reads it.
-
-    Attributes:
-        call: the logits'.
-    """
+    """What logits are made of, in their place: ``linear_cross_entropy`` reads it."""
 
     call: LayerCall
 

@@ -14,19 +14,12 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class LayerCall(NamedTuple):
-    """What half logits are made of.
+    """What half logits are made of."""
 
-    Attributes:
-        rows: [..., d], what the model's last layer is given.
-        weight: [v, d], of that layer.
-        bias: [v], or None.
-        dtype: half, to which the logits are rounded.
-    """
-
-    rows: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
+    rows: Tensor  # [..., d], what the model's last layer is given
+    weight: Tensor  # [v, d], of that layer
+    bias: Tensor | None  # [v]
+    dtype: torch.dtype  # half, to which the logits are rounded
 
     def logits(self) -> Tensor:
         """Return [..., v] in ``dtype``."""

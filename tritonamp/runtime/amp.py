@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
-from tritonamp.casts import dispatch, user_functions
+from tritonamp.casts import dispatch
 from tritonamp.checks import check_flag, check_max_norm, check_pipeline
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
@@ -61,7 +61,6 @@ class Amp:
         self._scalers = {0: request.scaler}
         self._built = build_parts(request, _MovedBySteps(self))
         dispatch.acquire()
-        user_functions.acquire()
         scaled_gradients.acquire(self._parts.scaled_gradients)
         # at disable(), or when the last enabled model is gone without it
         self._release = weakref.finalize(self._parts.context, _release)
@@ -130,7 +129,7 @@ class Amp:
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
         feeds = self._check_fed(optimizer)
-        self._parts.first_loss.look(loss)
+        self._parts.first_loss.check_loss(loss)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
@@ -169,7 +168,9 @@ class Amp:
         self._check_fed(None)
         check_pipeline(loss_fn, self.policy)
         self._parts.ranks.join_stages(process_group)
-        return StageLoss(loss_fn, self._parts.first_loss.look, self._parts.pending.begin_backward)
+        return StageLoss(
+            loss_fn, self._parts.first_loss.check_loss, self._parts.pending.begin_backward
+        )
 
     @property
     def _is_stage(self) -> bool:
@@ -741,5 +742,4 @@ class _MovedBySteps:
 
 def _release() -> None:
     dispatch.release()
-    user_functions.release()
     scaled_gradients.release()

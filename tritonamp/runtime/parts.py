@@ -17,7 +17,6 @@ from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.casts.rounded_inputs import InputLook
-from tritonamp.casts.trials import Trials
 from tritonamp.class_swap import install
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog
@@ -155,9 +154,8 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         input_look=InputLook(policy) if policy.op_policy and policy.cast_inputs else None,
     )
     enabled_models, weights = _enable(request, context, ranks)
-    healing = Healing(models, policy, context, enabled_models.dtypes)
-    trials = Trials(models, context, enabled_models.dtypes, healing.find, inputs_in_fp32)
-    log, replays, response = _diagnosis(request, weights, healing, forwards, trials, ranks)
+    healing = Healing(models, policy, context, enabled_models.dtypes, inputs_in_fp32)
+    log, replays, response = _diagnosis(request, weights, healing, forwards, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
     decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers)
     stepper = Stepper(
@@ -207,7 +205,6 @@ def _diagnosis(
     weights: Weights,
     healing: Healing,
     forwards: Forwards,
-    trials: Trials,
     ranks: Ranks,
 ) -> tuple[StepLog, Replays, Response]:
     """Return what tells why a step was skipped, what runs it again, and what is done about it."""
@@ -219,7 +216,7 @@ def _diagnosis(
 
     together = ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
-    replays = Replays(models, policy, log, forwards, trials, together)
+    replays = Replays(models, policy, log, forwards, healing, together)
     return log, replays, Response(policy, log, heal, forwards, replays, together)
 
 
