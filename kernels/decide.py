@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -245,7 +245,7 @@ def decide_triton(
         OUTLYING,
         VETOED,
     )
-    launch(decide_kernel, (1, 1, 1), tensors, sizes, constants, 4)
+    Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)(*tensors)
 
 
 def decide_torch(

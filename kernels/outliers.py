@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.decide import OUTLYING, Evidence, Slot
@@ -156,7 +156,7 @@ def outliers_triton(
     tensors = (*evidence, used_scale, loss, limit.window, numbers, flag)
     sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
     constants = (int(Slot.LOSS), OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
-    launch(outliers_kernel, (1, 1, 1), tensors, sizes, constants, 1)
+    Launch(outliers_kernel, (1, 1, 1), sizes, constants, 1)(*tensors)
 
 
 def outliers_torch(

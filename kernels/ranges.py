@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, is_normal, magnitude
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
@@ -69,7 +69,7 @@ def ranges_triton(x: Tensor, row: Tensor, on: Tensor) -> None:
     block = WARP_SIZE * _WARPS * _VECTORS * vec
     grid = -(-x.numel() // (block * _BLOCKS)), 1, 1
     constants = FORMATS.index(x.dtype), vec, block, _BLOCKS
-    launch(ranges_kernel, grid, (x, row, on), (x.numel(),), constants, _WARPS)
+    Launch(ranges_kernel, grid, (x.numel(),), constants, _WARPS)(x, row, on)
 
 
 def ranges_torch(x: Tensor, row: Tensor, on: Tensor) -> None:
