@@ -11,7 +11,7 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
@@ -158,5 +158,5 @@ def shipped() -> Iterator[Shipped]:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for aligned in (True, False):
             lists = shipped_lists(aligned, grads=dtype)
-            name = f"grad_stats {dtype}{'' if aligned else ' unaligned'}".replace("torch.", "")
-            yield Shipped(name, grad_stats_triton, (lists, torch.device("cpu")), 64, None, 0)
+            name = build_name("grad_stats", dtype, not aligned and "unaligned")
+            yield Shipped(name, grad_stats_triton, (lists, torch.device("cpu")))
