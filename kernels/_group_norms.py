@@ -17,7 +17,6 @@ from tritonamp.kernels._lines import (
     MAX_WARPS,
     SHORT,
     WIDEST,
-    cached_by_shape,
     power_of_two,
 )
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
@@ -53,7 +52,6 @@ class Groups(NamedTuple):
         return self.layout[2] < 4
 
 
-@cached_by_shape
 def walk(
     shape: tuple[int, ...], groups: int, last: bool, itemsize: int, per_thread: int, longest: int
 ) -> Groups:

@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +74,6 @@ def cached_by_shape(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-@cached_by_shape
 def tiling(
     shape: Sequence[int], first: int, last: int, per_thread: int, longest: int, vec: int
 ) -> Tiling:
@@ -141,6 +143,19 @@ def dense(shape: Sequence[int]) -> Dense:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
     return tuple(shape), tuple(reversed(strides[: len(shape)]))
+
+
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    """Return the dtype; None: there is no tensor."""
+    return None if tensor is None else tensor.dtype
+
+
+def contiguous_or(other: Tensor, tensor: Tensor | None) -> Tensor:
+    """Return the tensor in contiguous memory, or another where there is none.
+
+    A kernel's pointer has to point somewhere, also where nothing is loaded.
+    """
+    return other if tensor is None else tensor.contiguous()
 
 
 def in_range(dim: int, rank: int) -> int:
@@ -220,6 +235,14 @@ def column_offsets(
         return offs, tl.full([1, BLOCK], True, tl.int1)
     else:
         return offs, j < end - start
+
+
+@triton.jit
+def segment_bounds(n, steps, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where this program's segment of a shared line begins and ends; int64."""
+    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
+    return begin, min(begin + steps * BLOCK, lead + n)
 
 
 @triton.jit

@@ -43,14 +43,9 @@ def half_name(table: Table) -> str | None:
 def packed_launch(
     table: Table, kernel: Any, operands: Sequence[Any], constants: tuple[Any, ...]
 ) -> Launch:
-    """Return the launch of a kernel on packed state, see ``Table.launch_of``.
+    """Return the launch of a kernel on the lists ``LISTS``, see ``Table.launch_of``.
 
-    Args:
-        table: of ``LISTS``.
-        kernel: takes them, and the types of parameters and gradients and the half type's name as
-            its first constants.
-        operands: after the table's columns.
-        constants: after those three.
+    ``constants`` follow the types of parameters and gradients and the half type's name.
     """
     types = table.type("params"), table.type("grads"), half_name(table)
     maxnreg = MAX_REGISTERS if table.aligned else None
@@ -121,10 +116,7 @@ def packed_lists(
 def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[ListSample]:
     """Return the third step of an optimizer on half parameters, and on FP32 ones.
 
-    Args:
-        rule: of all tensors.
-        moments: of each parameter.
-        bytes: that a step moves for each half parameter.
+    Each parameter has so many moments; a step moves so many bytes for each half parameter.
     """
 
     def args(tensors: list[Tensor], half: torch.dtype, halves: bool) -> tuple[Any, ...]:
@@ -161,13 +153,8 @@ def packed_builds(
 ) -> Iterator[Shipped]:
     """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients.
 
-    Args:
-        name: of the operation.
-        triton: the operation.
-        rule: of all builds.
-        moments: of each parameter.
-        registers: the most that aligned and unaligned builds take.
-        loses: whether lost updates can be counted.
+    ``registers`` are the most of aligned and of unaligned builds. ``loses``: lost updates can be
+    counted.
     """
     kinds = [(HALF, HALF), (BF16, BF16), (HALF, WIDE), (WIDE, HALF), (WIDE, WIDE)]
     for (param, grad), aligned, lost in itertools.product(kinds, (True, False), (False, True)):

@@ -58,6 +58,7 @@ class Table(NamedTuple):
         sizes: tuple[float, ...] = (),
         maxnreg: int | None = None,
         tile: int | None = None,
+        num_warps: int = NUM_WARPS,
     ) -> Launch:
         """Return the launch of ``kernel`` on every chunk.
 
@@ -70,17 +71,18 @@ class Table(NamedTuple):
             sizes: the sizes after the size of a chunk.
             maxnreg: the most registers that a thread may take.
             tile: elements of a program's tile; None: ``vec`` for each thread.
+            num_warps: warps of 32 threads.
         """
         vec = vec if self.aligned else 1
         pointers = [self.pointers[name] for name in names]
         tensors = (*pointers, self.numel, self.first, self.number, self.rows, *operands)
-        tile = tile or WARP_SIZE * NUM_WARPS * vec
+        tile = tile or WARP_SIZE * num_warps * vec
         return Launch(
             kernel,
             (self.chunks, 1, 1),
             (self.chunk, *sizes),
             (*constants, vec, tile),
-            NUM_WARPS,
+            num_warps,
             maxnreg,
             tensors,
         )

@@ -28,7 +28,7 @@ from tritonamp.kernels._lines import (
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 from tritonamp.kernels.softmax import exp_shifted
 
@@ -113,13 +113,13 @@ def cross_entropy_triton(
     stats = x.new_empty((2, *target.shape), dtype=torch.float32)
     if not x.numel():
         return losses.zero_(), stats.zero_()
-    minus = _minus_logits_of_targets(x, target, dim, ignore_index).float()
+    minus = minus_logits_of_targets(x, target, dim, ignore_index).float()
     launch = _launch(x.shape, x.dtype, dim, ignore_index, float(smoothing))
     launch(x, target, minus, losses, stats)
     return losses, stats
 
 
-def _minus_logits_of_targets(x: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
+def minus_logits_of_targets(x: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
     """Return -x[target], 0 for targets that are ignored.
 
     torch's own kernel notices a target that is no class: by an error on a CPU, on CUDA by an
@@ -142,7 +142,7 @@ def cross_entropy_torch(
     m = wide.amax(dim, keepdim=True)
     d = wide - m
     log_s = d.exp().sum(dim).log()
-    loss = log_s + _minus_logits_of_targets(d, target, dim, ignore_index)
+    loss = log_s + minus_logits_of_targets(d, target, dim, ignore_index)
     if smoothing > 0:
         loss = (1.0 - smoothing) * loss + smoothing * (log_s - d.mean(dim))
     ignored = target == ignore_index
@@ -218,8 +218,8 @@ def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor, float]]:
         x = torch.empty(shape, dtype=dtype, device="meta")
         target = torch.empty((shape[0], *shape[2:]), dtype=torch.int64, device="meta")
         case = "inner" if len(shape) > 2 else f"n={shape[1]}"
-        name = f"cross_entropy {dtype} {case}{' smoothed' if smoothing else ''}"
-        yield name.replace("torch.", ""), x, target, smoothing
+        name = build_name("cross_entropy", dtype, case, smoothing > 0 and "smoothed")
+        yield name, x, target, smoothing
 
 
 def shipped() -> Iterator[Shipped]:

@@ -84,11 +84,11 @@ def _prepared(
 def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
     per_vector = 4 if t.dtypes["grads"] is torch.float32 else 8
     vec = per_vector if t.aligned else 1
-    pointers = t.pointers["grads"], t.numel, t.first, t.number, t.rows
-    arrays = *pointers, amax.view(torch.int32), squares
-    constants = t.type("grads"), vec, WARP_SIZE * _WARPS * _VECTORS * vec
-    sizes, grid = (t.chunk, t.before), (t.chunks, 1, 1)
-    return Launch(grad_stats_kernel, grid, sizes, constants, _WARPS, tensors=arrays)
+    operands, types = (amax.view(torch.int32), squares), (t.type("grads"),)
+    tile, sizes = WARP_SIZE * _WARPS * _VECTORS * vec, (t.before,)
+    return t.launch_of(
+        grad_stats_kernel, ("grads",), operands, types, vec, sizes, tile=tile, num_warps=_WARPS
+    )
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -181,15 +181,9 @@ def lion(
     found_inf: Tensor | None,
     backend: str = "auto",
 ) -> None:
-    """Update parameters, moments and half copies in place, with arithmetic in FP32.
+    """Update parameters, moments and half copies in place; arguments as of ``adamw``.
 
-    Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, moments in FP32 or bfloat16 ("exp_avgs"; FP64 for FP64
-            parameters, which are stepped on in FP64), copies, and their hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    The state is "exp_avgs", in FP32 or bfloat16 (FP64 for FP64 parameters). Steps are not counted.
     """
     lists.run(LION, lion_on_cpu, backend, grad_scale, found_inf)
 

@@ -157,15 +157,9 @@ def lion_8bit_torch(
 def lion_8bit(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, remainders and moments in place, with arithmetic in FP32.
+    """Update parameters, remainders and moments in place; arguments as of ``adamw_8bit``.
 
-    Args:
-        lists: of n parameters, half or FP32; gradients of any floating dtype; "remainders", int16
-            of shape (padded(numel),), the parameter again where it is FP32; "moments", uint8 of
-            shape (moments_size(numel, 1),); step counts, and hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    "moments" have the shape (moments_size(numel, 1),).
     """
     lists.run(LION_8BIT, None, backend, grad_scale, found_inf)
 

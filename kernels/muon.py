@@ -196,16 +196,10 @@ def muon(
     found_inf: Tensor | None,
     backend: str = "auto",
 ) -> None:
-    """Update matrices, momentum buffers and half copies in place; momentum and update in FP32.
+    """Update matrices, momentum buffers and half copies in place; arguments as of ``adamw``.
 
-    Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), of two dimensions,
-            gradients of any floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for
-            FP64 parameters, which are stepped on in FP64), copies, and their hyperparameters, with
-            places for the updates.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    Parameters have two dimensions. The state is "momentum_buffers", in FP32 (FP64 for FP64
+    parameters). Steps are not counted.
     """
     lists.run(MUON, _muon_on_cpu, backend, grad_scale, found_inf)
 

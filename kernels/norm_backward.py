@@ -26,6 +26,7 @@ from tritonamp.kernels._lines import (
     Tiling,
     cached_by_shape,
     column_offsets,
+    contiguous_or,
     dense,
     line_offsets,
     tiling,
@@ -159,14 +160,9 @@ def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts
 def _backward(
     numel: int, n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
 ) -> Parts:
-    """Return what writes dx of contiguous tensors.
+    """Return what writes dx of contiguous tensors, of ``itemsize`` bytes an element at most.
 
-    Args:
-        numel: elements of x.
-        n: elements of a line.
-        itemsize: bytes of an element of the widest tensor.
-        dtypes: of all tensors.
-        flags: whether there is an added gradient, means, a weight; the gradients that are wanted.
+    ``flags``: whether there is an added gradient, means, a weight; the gradients that are wanted.
     """
     vec = math.gcd(n, WIDEST // itemsize)
     t = tiling((numel // n, n), 1, 1, PER_THREAD, LONGEST, vec)
@@ -187,7 +183,7 @@ def norm_backward_triton(
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
-    w, a = (x if given is None else given.contiguous() for given in (weight, added))
+    w, a = contiguous_or(x, weight), contiguous_or(x, added)
     dtypes = grad.dtype, x.dtype, w.dtype, a.dtype
     widest = max(grad.itemsize, x.itemsize, a.itemsize)
     flags = added is not None, len(stats) == 2, weight is not None, dweight, dbias

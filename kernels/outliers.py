@@ -17,7 +17,7 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.decide import OUTLYING, Evidence, Slot
+from tritonamp.kernels.decide import OUTLYING, Evidence, Slot, total_norm
 from tritonamp.kernels.device import tl, triton
 
 SIZE = 64  # values kept, the one of this step included
@@ -107,10 +107,7 @@ def outliers_kernel(
     for at in range(0, n, BLOCK):
         unscaled = tl.load(amax_ptr + at + i, mask=at + i < n, other=0.0) * inv_scale
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
-    squares = tl.zeros([BLOCK], tl.float64)
-    for at in range(0, parts, BLOCK):
-        squares += tl.load(square_ptr + at + i, mask=at + i < parts, other=0.0).to(tl.float64)
-    norm = tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+    norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     # what is skipped for another reason says nothing, and is not kept
     counts = (flag == 0.0) & (earlier == 0.0) & (tl.max(bad, 0) == 0)
     # the slot of this step is the one that is left out of the window
@@ -269,4 +266,4 @@ def shipped() -> Iterator[Shipped]:
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)
     args = evidence, flag, flag, Limit(flag.new_zeros(WINDOW), 6.0), numbers, flag
-    yield Shipped("outliers", outliers_triton, args, 224, None, 0)
+    yield Shipped("outliers", outliers_triton, args, max_registers=224)

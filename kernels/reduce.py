@@ -25,7 +25,7 @@ from tritonamp.kernels._lines import (
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
@@ -186,5 +186,5 @@ def shipped() -> Iterator[Shipped]:
     for case, shape in shapes.items():
         for dtype, result in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
             x = torch.empty(shape, dtype=dtype, device="meta")
-            name = f"sum {dtype} {case}".replace("torch.", "")
-            yield Shipped(name, sum_triton, (x, (1,), False, result), 64, None, 0)
+            name = build_name("sum", dtype, case)
+            yield Shipped(name, sum_triton, (x, (1,), False, result))

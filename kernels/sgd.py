@@ -172,16 +172,10 @@ def sgd(
     found_inf: Tensor | None,
     backend: str = "auto",
 ) -> None:
-    """Update parameters, momentum buffers and half copies in place, with arithmetic in FP32.
+    """Update parameters, momentum buffers and half copies in place; arguments as of ``adamw``.
 
-    Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, momentum buffers in FP32 or bfloat16 ("momentum_buffers"; FP64 for FP64
-            parameters, stepped on in FP64; zeros before the first step, whose dampening is 0 in
-            torch), copies, and their hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    The state is "momentum_buffers", in FP32 or bfloat16 (FP64 for FP64 parameters), zeros before
+    the first step, whose dampening is 0 in torch. Steps are not counted.
     """
     lists.run(SGD, sgd_on_cpu, backend, grad_scale, found_inf)
 

@@ -23,11 +23,12 @@ from tritonamp.kernels._lines import (
     line_lead,
     line_offsets,
     power_of_two,
+    segment_bounds,
     tiling,
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
@@ -155,9 +156,7 @@ def softmax_part_kernel(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     split = tl.program_id(1)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + split.to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     m, s = _max_and_sum(
         x_ptr, lines, valid, begin, end, rows, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK, SHIFT
     )
@@ -185,9 +184,7 @@ def softmax_rest_kernel(
     # behind the mask: the sum would absorb a bare product as a multiply-add, so that each lane
     # rounds its own differently, and lanes an ulp apart would write to one word of shared memory
     s = tl.sum(tl.where(mask, part_s * exp_shifted(part_m - base, 0.0), 0.0), 1, keep_dims=True)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     _write(
         x_ptr, y_ptr, lines, valid, m, s, begin, end, rows,
         LOG, SHIFT, ROW_MAJOR, ALIGN, VEC, BLOCK,
@@ -310,8 +307,8 @@ def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.d
     shapes["split inner"] = 1, 2200, 8
     for case, shape in shapes.items():
         for dtype, result in ((half, half), (bf16, bf16), (half, wide)):
-            name = f"{'log_softmax' if result is wide else 'softmax'} {dtype} {case}"
-            yield name.replace("torch.", ""), shape, dtype, result
+            name = build_name("log_softmax" if result is wide else "softmax", dtype, case)
+            yield name, shape, dtype, result
 
 
 def shipped() -> Iterator[Shipped]:

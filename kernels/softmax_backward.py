@@ -20,6 +20,7 @@ from tritonamp.kernels._lines import (
     line_lead,
     line_offsets,
     power_of_two,
+    segment_bounds,
     tiling,
     whole_vectors,
 )
@@ -147,9 +148,7 @@ def softmax_backward_part_kernel(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     split = tl.program_id(1)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + split.to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     total = _total(
         g_ptr, y_ptr, lines, valid, begin, end, rows, LOG, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK
     )
@@ -170,9 +169,7 @@ def softmax_backward_rest_kernel(
     j = tl.arange(0, SPLITS)[None, :]
     parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
     total = tl.sum(parts, 1, keep_dims=True)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     _write_gradient(
         g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows,
         LOG, ROW_MAJOR, ALIGN, VEC, BLOCK,

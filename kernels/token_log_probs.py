@@ -29,7 +29,8 @@ from tritonamp.kernels._lines import (
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels.cross_entropy import minus_logits_of_targets
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
@@ -111,16 +112,9 @@ def token_log_probs_triton(
     stats = x.new_empty((2 + entropy, *target.shape), dtype=torch.float32)
     if not x.numel():
         return log_probs.zero_(), stats.zero_()
-    minus = _minus_logits_of_targets(x, target).float()
+    minus = minus_logits_of_targets(x, target, -1, NO_CLASS).float()
     _launch(x.shape, x.dtype, float(temperature), entropy)(x, minus, log_probs, stats)
     return log_probs, stats
-
-
-def _minus_logits_of_targets(x: Tensor, target: Tensor) -> Tensor:
-    """Return -x[target]; torch's kernel notices a target that is no class."""
-    lines = x.reshape(-1, x.shape[-1])
-    picked, _ = torch.ops.aten.nll_loss_forward(lines, target.reshape(-1), None, 0, NO_CLASS)
-    return picked.view(target.shape)
 
 
 def token_log_probs_torch(
@@ -136,7 +130,7 @@ def token_log_probs_torch(
     numbers = [m.squeeze(-1), s.log()]
     if entropy:
         numbers.append(s.log() - (e * d).masked_fill(e == 0, 0.0).sum(-1) / s)
-    return -_minus_logits_of_targets(d, target) - s.log(), torch.stack(numbers)
+    return -minus_logits_of_targets(d, target, -1, NO_CLASS) - s.log(), torch.stack(numbers)
 
 
 def token_log_probs(
@@ -201,8 +195,8 @@ def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
     ):
         x = torch.empty((4096, n), dtype=dtype, device="meta")
         target = torch.empty(4096, dtype=torch.int64, device="meta")
-        name = f"token_log_probs {dtype} n={n}{' entropy' if entropy else ''}"
-        yield name.replace("torch.", ""), x, target, entropy
+        name = build_name("token_log_probs", dtype, f"n={n}", entropy and "entropy")
+        yield name, x, target, entropy
 
 
 def shipped() -> Iterator[Shipped]:
