@@ -42,6 +42,7 @@ def adam_rates_kernel(
     decoupled, sign = tl.load(rule + 5, mask=mask), tl.load(rule + 6, mask=mask)
     step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
     tl.store(step_ptr, step, mask=mask)
+    # in FP64: of beta2 = 0.999 FP32 would lose ten bits of the first corrections
     bias_correction1 = 1.0 - _power(beta1, step.to(tl.int32))
     bias_correction2 = 1.0 - _power(beta2, step.to(tl.int32))
     if LOST:

@@ -101,23 +101,26 @@ def tiling(
 
     of_loop = per_thread if row_major else min(per_thread, 16)  # addresses take registers too
     loop = LOOP_WARPS * WARP_SIZE * of_loop  # elements of a tile that moves along the lines
+    # a tile: whole lines where registers hold them, several where they are short
     if row_major:
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
     else:
-        lines = power_of_two(rows, 64)
+        lines = power_of_two(rows, 64)  # side by side: they fill a sector of memory, and more
         block = power_of_two(n, loop // lines)
-    if block < n:
+    if block < n:  # the program moves along the lines
         block, per_thread = loop // lines, of_loop
+    # loops over rows read whole vectors, and edges apart; other tiles take vectors that fit
     if not row_major:
         vec = min(vec, align, COLUMN_VECTOR)
     elif block >= n:
         vec = min(vec, align)
-    if row_major and lines == 1 and n % block == 0:
+    if row_major and lines == 1 and n % block == 0:  # every tile is full
         align = block
     num_warps = min(max(lines * block // (WARP_SIZE * per_thread), 1), MAX_WARPS)
     blocks = -(-rows // lines)
 
+    # few long lines would leave a GPU idle: programs share them, four times as many as fill it
     splits, steps = 1, max(-(-n // block), 1)
     if steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))

@@ -23,15 +23,7 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import (
-    BF16,
-    HALF,
-    LEVELS,
-    WIDE,
-    Shipped,
-    build_name,
-    shipped_update,
-)
+from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name, shipped_update
 from tritonamp.kernels._small_state import (
     in_memory_of,
     random_bits,
@@ -87,6 +79,7 @@ def _update(
     p = stored.to(tl.float32)
     p, m, v, v_max, moves = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
 
+    # of bfloat16, rounded to the nearest, a second moment would never decay: see _small_state
     if BF16:
         random, other = random_bits(offs, step_count, number)
         m, v, v_max = rounded(m, random, 16), rounded(v, other, 16), rounded(v_max, other, 16)
@@ -94,6 +87,7 @@ def _update(
     tl.store(exp_avg_sqs + offs, v.to(exp_avg_sqs.dtype.element_ty), mask=mask)
     if AMSGRAD:
         tl.store(max_exp_avg_sqs + offs, v_max.to(exp_avg_sqs.dtype.element_ty), mask=mask)
+    # lost: the update is not zero, and the half value stays
     moves &= mask
     lost = moves
     if LOST:
@@ -211,6 +205,7 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         before = max_exp_avg_sq.to(dtype)
         p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
+        # of bfloat16, rounded to the nearest, a second moment would never decay: see _small_state
         if lists.state == "bf16" and dtype is torch.float32:
             both = random_bits_twin(param, step, number)
             random, other = (in_memory_of(param, bits) for bits in both)
@@ -223,6 +218,7 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
             results.put(max_exp_avg_sq, v_max)
         if copy is not param:
             results.put_copy(copy, p, lists.overflow(param.device)[number])
+        # lost: the update is not zero, and the half value stays
         if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
             moves = (update != 0) | (param.to(dtype) != decayed)
             lost = moves & (p.to(copy.dtype) == copy)

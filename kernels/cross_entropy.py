@@ -45,9 +45,11 @@ def _add_tile(x_ptr, mask, m, s, far, seen, SMOOTH: tl.constexpr):
     """
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    # of a line that is all -inf so far x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, 0.0), 1, keep_dims=True)
     if SMOOTH:
+        # what was summed up from the old maximum moves to the new one, for each column seen
         before = tl.where(m == -float("inf"), 0.0, m)
         tile = tl.sum(tl.where(mask, base - x, 0.0), 1, keep_dims=True)
         far += tile + seen.to(tl.float32) * (base - before)

@@ -34,6 +34,7 @@ def grad_stats_kernel(
     squares = tl.zeros([BLOCK // VEC], tl.float32)
     for at in range(begin, whole, BLOCK):
         g = tl.load(grads + at + j, mask=at + j < whole, other=0.0)
+        # each thread reduces its own vector first, which takes no exchange between threads
         g = tl.reshape(g, (BLOCK // VEC, VEC))
         largest = tl.maximum(largest, tl.max(magnitude(g, TYPE), 1))
         squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
@@ -44,6 +45,7 @@ def grad_stats_kernel(
         amax = tl.maximum(amax, tl.max(magnitude(g, TYPE), 0))
         # behind the mask: the sum would absorb a bare product, and lanes disagree by an ulp
         square += tl.sum(tl.where(rest < end, g.to(tl.float32) * g.to(tl.float32), 0.0), 0)
+    # chunks of a tensor meet in an integer maximum; sums of squares stay apart, in a fixed order
     tl.atomic_max(amax_ptr + tl.load(number_ptr + row), float_bits(amax, TYPE), sem="relaxed")
     tl.store(square_ptr + before + tl.program_id(0), square)
 

@@ -92,6 +92,7 @@ def group_norm_long_kernel(
             mean, squares = merge_moments(tile_mean, tile_squares, some, mean, squares, count)
             count += some
     rstd = reciprocal_std(squares, n, eps)
+    # out of L2, each channel from its end
     for channel in range(0, depth, CHANNELS):
         for back in range(0, spatial, PLACES):
             place = (spatial - 1) // PLACES * PLACES - back

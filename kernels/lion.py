@@ -18,14 +18,7 @@ from tritonamp.kernels._cpu_steps import lion_on_cpu
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._shipped import (
-    BF16,
-    LEVELS,
-    WIDE,
-    Shipped,
-    build_name,
-    shipped_update,
-)
+from tritonamp.kernels._shipped import BF16, LEVELS, WIDE, Shipped, build_name, shipped_update
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
@@ -176,10 +169,7 @@ def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
 
 
 def lion(
-    lists: UpdateLists,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    backend: str = "auto",
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
     """Update parameters, moments and half copies in place; arguments as of ``adamw``.
 

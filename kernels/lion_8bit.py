@@ -51,6 +51,7 @@ def _update(
     """Update one tile of whole blocks."""
     row = tl.arange(0, ROWS)
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
+    # a block is stored whole, so that its codes share an exponent, also behind the last element
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
     exponents = (moments + stride).to(tl.pointer_type(tl.uint8))
     _, p = load_master(params, remainders, offs, mask, whole, HALF)
@@ -88,6 +89,7 @@ def lion_8bit_kernel(
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
+    # chunks are multiples of a tile, and so of a block: no two programs share an exponent
     begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)

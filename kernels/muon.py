@@ -62,7 +62,7 @@ def muon_prepare_kernel(
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
     updates = element_pointer(updates_ptr, row, tl.float32, VEC)
-    # once: the compiler cannot know that the stores leave them alone
+    # loaded once: the compiler cannot know that the stores leave them alone
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + tl.load(number_ptr + row))
     momentum = tl.load(rule_ptr + 2)
     weight = (1.0 - momentum).to(tl.float32)
@@ -117,7 +117,7 @@ def muon_apply_kernel(
     copies = params
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # once: the compiler cannot know that the stores leave them alone
+    # loaded once: the compiler cannot know that the stores leave them alone
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
     lr = tl.load(rule_ptr)
     decay = (1.0 - lr * tl.load(rule_ptr + 1)).to(tl.float32)
@@ -191,10 +191,7 @@ def _muon_on_cpu(lists: Any, grad_scale: Tensor | None, found_inf: Tensor | None
 
 
 def muon(
-    lists: MuonLists,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    backend: str = "auto",
+    lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
     """Update matrices, momentum buffers and half copies in place; arguments as of ``adamw``.
 

@@ -86,6 +86,7 @@ def norm_long_kernel(
         x = load_sum(x_ptr, r_ptr, lines + columns, mask, ADD, "evict_last").to(tl.float32)
         mean, squares = add_moments(x, mask, min(BLOCK, n - at), mean, squares, at, CENTER)
     rstd = reciprocal_std(squares, n, eps)
+    # from the end, which is in L2 still
     for back in range(0, n, BLOCK):
         at = (n - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)

@@ -32,12 +32,7 @@ from tritonamp.kernels._lines import (
     tiling,
 )
 from tritonamp.kernels._norm_weights import shape_of_parts, store_part, sums_of_long
-from tritonamp.kernels._norms import (
-    gradient_sums,
-    input_gradient,
-    load_gradients,
-    load_stats,
-)
+from tritonamp.kernels._norms import gradient_sums, input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -106,6 +101,7 @@ def norm_backward_long_kernel(
         more_along, more_level = gradient_sums(g, h, mask, CENTER)
         along += more_along
         level += more_level
+    # from the end, which is in L2 still
     for back in range(0, n, BLOCK):
         at = (n - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
@@ -162,6 +158,7 @@ def _backward(
 ) -> Parts:
     """Return what writes dx of contiguous tensors, of ``itemsize`` bytes an element at most.
 
+    ``dtypes`` are those of all tensors: a launch is for one set of them.
     ``flags``: whether there is an added gradient, means, a weight; the gradients that are wanted.
     """
     vec = math.gcd(n, WIDEST // itemsize)

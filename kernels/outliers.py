@@ -74,8 +74,7 @@ def _median(
 @triton.jit
 def _limit(
     row_ptr, x, j, slot, power,
-    TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr,
-    PART: tl.constexpr,
+    LEAST: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Return the median, and the largest value that is no outlier: inf where one is not known."""
     middle = _median(row_ptr, x, j, slot, 0.0, "value", MIDDLE, SIZE, PART)
@@ -103,6 +102,7 @@ def outliers_kernel(
     flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
     inv_scale = tl.div_rn(1.0, tl.load(used_ptr))
     i = tl.arange(0, BLOCK)
+    # inf and NaN fail the comparison; the integer is what a reduction of flags takes
     bad = tl.zeros([BLOCK], tl.int32)
     for at in range(0, n, BLOCK):
         unscaled = tl.load(amax_ptr + at + i, mask=at + i < n, other=0.0) * inv_scale
@@ -116,11 +116,9 @@ def outliers_kernel(
     j = tl.arange(0, SIZE)
     losses, norms = tl.load(window_ptr + j), tl.load(window_ptr + SIZE + j)
     skipped = tl.sum(tl.where(j != slot, tl.load(window_ptr + 2 * SIZE + j), 0.0), 0)
-    loss_middle, loss_limit = _limit(
-        window_ptr, losses, j, slot, power, TO_SIGMA, LEAST, MIDDLE, SIZE, PART
-    )
+    loss_middle, loss_limit = _limit(window_ptr, losses, j, slot, power, LEAST, MIDDLE, SIZE, PART)
     norm_middle, norm_limit = _limit(
-        window_ptr + SIZE, norms, j, slot, power, TO_SIGMA, LEAST, MIDDLE, SIZE, PART
+        window_ptr + SIZE, norms, j, slot, power, LEAST, MIDDLE, SIZE, PART
     )
     above = (loss > loss_limit) | (norm > norm_limit)
     found = counts & above & (seen >= SIZE - 1) & (skipped < MOST)
@@ -254,9 +252,7 @@ def _sample(variant: str, loss: float) -> ListSample:
 
 
 OUTLIERS = Implementations(
-    outliers_triton,
-    outliers_torch,
-    [_sample("usual", 3.0), _sample("outlier", 1e6)],
+    outliers_triton, outliers_torch, [_sample("usual", 3.0), _sample("outlier", 1e6)]
 )
 
 

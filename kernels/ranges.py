@@ -57,6 +57,7 @@ def ranges_kernel(
     amax = max(tl.max(largest, 0), tl.max(number, 0))
     some = tl.sum(nonzero, 0) + tl.sum((number != 0).to(tl.int32), 0)
     many = tl.sum(normal, 0) + tl.sum(is_normal(number, TYPE).to(tl.int32), 0)
+    # integers: the same in any order of programs
     tl.atomic_max(row_ptr, float_bits(amax, TYPE).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + 1, end - begin, sem="relaxed")
     tl.atomic_add(row_ptr + 2, end - begin - some, sem="relaxed")

@@ -119,6 +119,7 @@ def _sum(
     if order is not None:
         shape = tuple(shape[d] for d in order)
     launches = []
+    # one launch for each level of the tree: the partial sums are lines of the next
     while True:
         t = tiling(shape, first, last, PER_THREAD, LONGEST, WIDEST // given.itemsize)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])

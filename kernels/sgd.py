@@ -15,15 +15,7 @@ from tritonamp.kernels._cpu_steps import sgd_on_cpu
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._shipped import (
-    BF16,
-    HALF,
-    LEVELS,
-    WIDE,
-    Shipped,
-    build_name,
-    shipped_update,
-)
+from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name, shipped_update
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
@@ -97,7 +89,7 @@ def sgd_kernel(
         momentum_buffers = element_pointer(momentum_buffers_ptr, row, MOMENT, VEC)
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # once: the compiler cannot know that the stores leave them alone
+    # loaded once: the compiler cannot know that the stores leave them alone
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
     rule = (
         tl.load(rule_ptr).to(tl.float32), tl.load(rule_ptr + 1).to(tl.float32),
@@ -167,10 +159,7 @@ def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor |
 
 
 def sgd(
-    lists: UpdateLists,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    backend: str = "auto",
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
     """Update parameters, momentum buffers and half copies in place; arguments as of ``adamw``.
 

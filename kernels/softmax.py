@@ -32,9 +32,8 @@ from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
-MAX_REGISTERS = (
-    64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
-)
+# of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
+MAX_REGISTERS = 64
 LONGEST = 32768  # line that registers hold
 
 
@@ -52,6 +51,7 @@ def _add_tile(x_ptr, mask, m, s, SHIFT: tl.constexpr):
     """Return the maximum m, and the sum s of exp(x - m), with a tile of columns more."""
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    # of a line that is all -inf so far x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, SHIFT), 1, keep_dims=True)
     return largest, s
@@ -117,9 +117,11 @@ def softmax_kernel(
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
+    # columns that do not exist are -inf: they never are the maximum, and their exp is 0
     d = tl.load(x_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
     d -= tl.max(d, 1, keep_dims=True)
     e = exp_shifted(d, SHIFT)
+    # one reciprocal a line: exp(d) / s takes half as many instructions again
     s = tl.sum(e, 1, keep_dims=True)
     y = d - tl.log2(s) * 0.6931471805599453 if LOG else e * (1 / s)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -10,7 +10,6 @@ row is read once, in several tiles where it is long. m, log(s) and the entropy a
 gradient.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -30,7 +29,7 @@ from tritonamp.kernels._lines import (
 )
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped, build_name
-from tritonamp.kernels.cross_entropy import minus_logits_of_targets
+from tritonamp.kernels.cross_entropy import minus_logits_of_targets, sample_targets
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
@@ -44,9 +43,11 @@ def _add_tile(x_ptr, mask, m, s, far, scale, ENTROPY: tl.constexpr):
     """Return the maximum m, the sum s of e = exp2((x - m) * scale), and that of e * (m - x)."""
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    # of a row that is all -inf so far x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     e, shrink = tl.exp2((x - base) * scale), tl.exp2((m - base) * scale)
     if ENTROPY:
+        # each e * (m - x) so far shrinks with e, and its distance grows with the maximum
         before = tl.where(m == -float("inf"), 0.0, m)
         tile = tl.where(e == 0.0, 0.0, e * (base - x))  # of -inf the product would be NaN
         far = shrink * (far + s * (base - before)) + tl.sum(tile, 1, keep_dims=True)
@@ -160,9 +161,7 @@ def token_log_probs(
 def sample_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return ``x`` with its lines along ``dim`` as rows, and a class for each."""
     rows = x.movedim(dim, -1)
-    number = torch.arange(math.prod(rows.shape[:-1]), device=x.device).view(rows.shape[:-1])
-    n = max(rows.shape[-1], 1)
-    return rows, (7 * number + n - 1) % n
+    return rows, sample_targets(rows, -1, ignored=False)
 
 
 def sample_stats(x: Tensor, target: Tensor, entropy: bool) -> Tensor:
