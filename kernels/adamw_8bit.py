@@ -55,7 +55,7 @@ def _update(
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
     # a block is stored whole, so that its codes share an exponent, also behind the last element
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
-    exponents = (moments + 2 * stride).to(tl.pointer_type(tl.uint8))
+    exponents = moments + 2 * stride
     stored, master = load_master(params, remainders, offs, mask, whole, HALF)
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32)
     m = load_moment(moments, exponents, offs, blocks, whole, 15)
@@ -65,9 +65,7 @@ def _update(
 
     random, other = random_bits(offs, step_count, number)
     store_moment(moments, exponents, offs, blocks, whole, m, random, 15)
-    store_moment(
-        moments + stride, exponents + stride // 128, offs, blocks, whole, v, other, 31,
-    )  # fmt: skip
+    store_moment(moments + stride, exponents + stride // 128, offs, blocks, whole, v, other, 31)
     now = store_master(p, params, remainders, overflow_ptr, offs, mask, whole, HALF, ROWS)
     lost = moves & (now == stored)
     return tl.sum(lost.to(tl.int32), 1), tl.sum(moves.to(tl.int32), 1)

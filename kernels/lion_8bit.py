@@ -53,7 +53,7 @@ def _update(
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
     # a block is stored whole, so that its codes share an exponent, also behind the last element
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
-    exponents = (moments + stride).to(tl.pointer_type(tl.uint8))
+    exponents = moments + stride
     _, p = load_master(params, remainders, offs, mask, whole, HALF)
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
