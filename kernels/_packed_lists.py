@@ -148,13 +148,11 @@ def packed_builds(
     triton: Callable[..., None],
     rule: Hyperparameters,
     moments: int,
-    registers: tuple[int, int],
     loses: bool = False,
 ) -> Iterator[Shipped]:
     """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients.
 
-    ``registers`` are the most of aligned and of unaligned builds. ``loses``: lost updates can be
-    counted.
+    ``loses``: lost updates can be counted.
     """
     kinds = [(HALF, HALF), (BF16, BF16), (HALF, WIDE), (WIDE, HALF), (WIDE, WIDE)]
     for (param, grad), aligned, lost in itertools.product(kinds, (True, False), (False, True)):
@@ -169,5 +167,5 @@ def packed_builds(
         full = build_name(name, param, grad, not aligned and "unaligned", lost and "lost")
         # the exponents of a tile change layouts: a byte for each block
         shared = (32 if lost else 8) if aligned else None
-        most = registers[not aligned]
+        most = MAX_REGISTERS if aligned else 208
         yield Shipped(full, triton, (lists, None, None), most, max_shared=shared)

@@ -183,4 +183,4 @@ ADAMW_8BIT = Implementations(adamw_8bit_triton, adamw_8bit_torch, packed_samples
 
 def shipped() -> Iterator[Shipped]:
     """Yield what ``packed_builds`` does, some of which count lost updates."""
-    yield from packed_builds("adamw_8bit", adamw_8bit_triton, _RULE, 2, (128, 208), loses=True)
+    yield from packed_builds("adamw_8bit", adamw_8bit_triton, _RULE, 2, loses=True)

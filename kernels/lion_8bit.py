@@ -172,4 +172,4 @@ LION_8BIT = Implementations(lion_8bit_triton, lion_8bit_torch, packed_samples(_R
 
 def shipped() -> Iterator[Shipped]:
     """Yield what ``packed_builds`` does."""
-    yield from packed_builds("lion_8bit", lion_8bit_triton, _RULE, 1, (128, 208))
+    yield from packed_builds("lion_8bit", lion_8bit_triton, _RULE, 1)
