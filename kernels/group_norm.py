@@ -119,7 +119,7 @@ def _forward(
     bias: torch.dtype | None,
     eps: float,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what computes it of x of a shape and the dtype ``given``; ``last``: see ``walk``."""
+    """Return a function of x of one shape and the dtype ``given``; ``last``: see ``walk``."""
     statistics = dense((2, shape[0] * groups))
     if 0 in shape:
         launch = None
@@ -147,7 +147,7 @@ def _forward(
 def group_norm_prepared(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what ``group_norm_triton`` does with tensors that lie in memory like these."""
+    """Return a function that does ``group_norm_triton`` on tensors laid out like these."""
     last = memory_format(x) is not torch.contiguous_format
     return _forward(x.shape, groups, last, x.dtype, dtype_of(weight), dtype_of(bias), eps)
 
@@ -164,11 +164,9 @@ def group_norm_torch(
     # torch's own multiplies x, not its distance from the mean, and rounds the mean's multiple
     stats = statistics(x, groups, eps)
     mean, rstd = stats.view(2, x.shape[0], groups, 1)
-    y = (
-        ((x.reshape(x.shape[0], groups, -1).float() - mean) * rstd).view(x.shape)
-        if x.numel()
-        else x
-    )
+    y = x
+    if x.numel():
+        y = ((x.reshape(x.shape[0], groups, -1).float() - mean) * rstd).view(x.shape)
     of_channels = (1, -1) + (1,) * (x.dim() - 2)
     if weight is not None:
         y = y * weight.float().view(of_channels)

@@ -118,7 +118,7 @@ def _forward(
     eps: float,
     center: bool,
 ) -> Norm:
-    """Return what computes it of x of the dtype ``given``; ``added``: there is a residual."""
+    """Return a function of x of the dtype ``given``; ``added``: it takes a residual, too."""
     lines = numel // n if n else 0
     statistics = dense((1 + center, lines))
     other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsed at a price
@@ -160,7 +160,7 @@ def norm_prepared(
     dtype: torch.dtype,
     added: bool = False,
 ) -> Norm:
-    """Return what ``norm_triton`` does with tensors of these shapes and dtypes.
+    """Return a function that does ``norm_triton`` on tensors of these shapes and dtypes.
 
     With ``added`` it takes a residual, too, and returns the sum in front.
     """

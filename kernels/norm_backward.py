@@ -120,7 +120,7 @@ Parts = Callable[..., Tensor]
 
 
 def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
-    """Return what launches the kernel of lines in registers."""
+    """Return a function that launches the kernel of lines in registers."""
     tiles = t.grid[0]
     steps = -(-tiles // PARTS)
     programs = -(-tiles // steps)
@@ -138,7 +138,7 @@ def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Part
 
 
 def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
-    """Return what launches the kernels of long lines."""
+    """Return a function that launches the kernels of long lines."""
     constants = *flags, *t.layout
     grid = t.grid[0], 1, 1
     launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps)
@@ -156,7 +156,7 @@ def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts
 def _backward(
     numel: int, n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
 ) -> Parts:
-    """Return what writes dx of contiguous tensors, of ``itemsize`` bytes an element at most.
+    """Return a function that writes dx of contiguous tensors, ``itemsize`` bytes an element.
 
     ``dtypes`` are those of all tensors: a launch is for one set of them.
     ``flags``: whether there is an added gradient, means, a weight; the gradients that are wanted.

@@ -112,7 +112,7 @@ def _sum(
     keepdim: bool,
     dtype: torch.dtype,
 ) -> Callable[[Tensor], Tensor]:
-    """Return what computes it of tensors of a shape and of the dtype ``given``."""
+    """Return a function of tensors of one shape and of the dtype ``given``."""
     result, order, first, last = _reduction(shape, dim, keepdim)
     if 0 in shape:
         return lambda x: torch.zeros(result, dtype=dtype, device=x.device)
@@ -145,7 +145,7 @@ def _sum(
 def sum_prepared(
     x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """Return what ``sum_triton`` does with tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``sum_triton`` on tensors of the shape and dtype of ``x``."""
     return _sum(x.shape, x.dtype, tuple(dim), keepdim, dtype)
 
 

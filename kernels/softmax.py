@@ -197,7 +197,7 @@ def softmax_rest_kernel(
 def _forward(
     shape: tuple[int, ...], given: torch.dtype, dim: int, dtype: torch.dtype, log: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return what computes it of tensors of a shape and of the dtype ``given``."""
+    """Return a function of tensors of one shape and of the dtype ``given``."""
     vec = WIDEST // max(given.itemsize, dtype.itemsize)
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, vec)
     # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away
@@ -222,7 +222,7 @@ def _forward(
 
 
 def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[[Tensor], Tensor]:
-    """Return the same of lines that programs share."""
+    """Return that function for lines that several programs share."""
     sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
     part = Launch(softmax_part_kernel, t.grid, sizes, (shift, *t.layout), t.num_warps)
     constants = log, shift, splits, *t.layout
@@ -240,7 +240,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[
 
 
 def softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what ``softmax_triton`` does with tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``softmax_triton`` on tensors of the shape and dtype of ``x``."""
     return _forward(x.shape, x.dtype, dim, dtype, False)
 
 
@@ -265,7 +265,7 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> T
 
 
 def log_softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what ``log_softmax_triton`` does with tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``log_softmax_triton`` on tensors like ``x``."""
     return _forward(x.shape, x.dtype, dim, dtype, True)
 
 

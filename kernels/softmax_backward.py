@@ -35,7 +35,7 @@ LONGEST = 16384  # line that registers hold, half as long as in the forward: the
 
 @triton.jit
 def _term(g, y, LOG: tl.constexpr):
-    """Return what a line's gradients are summed up of."""
+    """Return the terms of a line's sum."""
     return g if LOG else g * y
 
 
@@ -197,7 +197,7 @@ def _backward(
     dtype: torch.dtype,
     log: bool,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what computes it of contiguous gradients and outputs of a shape and these dtypes."""
+    """Return a function of contiguous gradients and outputs of one shape and these dtypes."""
     t = _backward_tiling(shape, dim, WIDEST // max(d.itemsize for d in (incoming, given, dtype)))
     if t.lines * t.n == 0:
         return lambda grad, y: torch.empty_like(y, dtype=dtype)
@@ -215,7 +215,7 @@ def _backward(
 
 
 def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the same of lines that programs share."""
+    """Return that function for lines that several programs share."""
     sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
     part = Launch(softmax_backward_part_kernel, t.grid, sizes, (log, *t.layout), t.num_warps)
     constants = log, splits, *t.layout
