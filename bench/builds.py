@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import pkgutil
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -157,12 +156,11 @@ def module_launches(module: Any, arch: Arch, only: str) -> Iterator[tuple[Build,
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue
-        with recorded_launches() as launch:
+        with recorded_launches() as launches:
             case.function(*case.args)
         times: Counter[str] = Counter()
-        for kernel, grid, tensors, sizes, constants, warps, *maxnreg in (
-            call.args for call in launch.call_args_list
-        ):
+        for launch, tensors in launches:
+            kernel, sizes, constants = launch.kernel, launch.sizes, launch.constants
             if (isinstance(arch, int) and arch < FIRST_BF16) and (
                 tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)
             ):
@@ -184,30 +182,26 @@ def module_launches(module: Any, arch: Arch, only: str) -> Iterator[tuple[Build,
                 dict(zip(kernel.arg_names, kinds, strict=True)),
                 {name: given[name] for name in kernel.arg_names[len(tensors) + len(sizes) :]},
                 given.get("n", 0),
-                warps,
-                maxnreg[0] if maxnreg else None,
+                launch.num_warps,
+                launch.maxnreg,
                 case.max_registers,
                 case.max_instructions,
                 case.exp2,
                 case.max_shared,
             )
-            yield build, Call(grid, tensors, sizes)
+            yield build, Call(launch.grid, tensors, sizes)
 
 
 @contextlib.contextmanager
-def recorded_launches() -> Iterator[mock.Mock]:
-    """Have every module of the kernels call the mock that this yields, not ``launch``."""
-    launch = mock.Mock()
+def recorded_launches() -> Iterator[list[tuple[Launch, tuple[Tensor, ...]]]]:
+    """Yield a list of the launches inside of the block, none of which runs, and their tensors."""
+    launches: list[tuple[Launch, tuple[Tensor, ...]]] = []
 
-    def again(call: Launch, *given: Tensor) -> None:
-        launch(*call.arguments(*given))
+    def record(launch: Launch, *given: Tensor) -> None:
+        launches.append((launch, launch.all_tensors(given)))
 
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Launch, "__call__", again))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("tritonamp.kernels.") and hasattr(module, "launch"):
-                patches.enter_context(mock.patch.object(module, "launch", launch))
-        yield launch
+    with mock.patch.object(Launch, "__call__", record):
+        yield launches
 
 
 def compiled(build: Build) -> Any:

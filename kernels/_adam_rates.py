@@ -36,15 +36,13 @@ def adam_rates_kernel(
     step_ptr = tl.load(steps_ptr + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     number = tl.load(number_ptr + row, mask=mask, other=0)
     rule = rules_ptr + 7 * tl.load(groups_ptr + number, mask=mask, other=0)
-    lr, beta1, beta2 = (
-        tl.load(rule, mask=mask),
-        tl.load(rule + 1, mask=mask),
-        tl.load(rule + 2, mask=mask),
-    )
+    lr = tl.load(rule, mask=mask)
+    beta1, beta2 = tl.load(rule + 1, mask=mask), tl.load(rule + 2, mask=mask)
     eps, weight_decay = tl.load(rule + 3, mask=mask), tl.load(rule + 4, mask=mask)
     decoupled, sign = tl.load(rule + 5, mask=mask), tl.load(rule + 6, mask=mask)
     step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
     tl.store(step_ptr, step, mask=mask)
+    # in FP64: of beta2 = 0.999 FP32 would lose ten bits of the first corrections
     bias_correction1 = 1.0 - _power(beta1, step.to(tl.int32))
     bias_correction2 = 1.0 - _power(beta2, step.to(tl.int32))
     if LOST:

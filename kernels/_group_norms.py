@@ -12,14 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._lines import (
-    MANY,
-    MAX_WARPS,
-    SHORT,
-    WIDEST,
-    cached_by_shape,
-    power_of_two,
-)
+from tritonamp.kernels._lines import MANY, MAX_WARPS, SHORT, WIDEST, power_of_two
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 LOOP = 4096  # elements of a tile that moves along a line
@@ -53,7 +46,6 @@ class Groups(NamedTuple):
         return self.layout[2] < 4
 
 
-@cached_by_shape
 def walk(
     shape: tuple[int, ...], groups: int, last: bool, itemsize: int, per_thread: int, longest: int
 ) -> Groups:
@@ -70,6 +62,7 @@ def walk(
     images, depth, spatial = shape[0], shape[1] // groups, math.prod(shape[2:])
     last = last or spatial == 1
     across, along = (spatial, depth) if last else (depth, spatial)
+    # columns are neighbours in memory, strides what lies apart
     columns = power_of_two(along)
     whole = columns * power_of_two(across) <= longest
     if not whole:
@@ -79,6 +72,7 @@ def walk(
         fill = max(math.gcd(depth, WARPS), fill)
         columns = min(columns, LOOP // fill)
     strides = power_of_two(across, min(fill, FARTHEST // distance))
+    # several short lines make up a tile, or as many as fill a sector of memory
     block, rows = columns * strides, 1
     if whole and block <= 512:
         rows = power_of_two(groups, SHORT // block)

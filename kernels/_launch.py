@@ -56,54 +56,19 @@ def _is_wrapper(x: Tensor) -> bool:
     return torch._C._dispatch_keys(x).has(DispatchKey.Python)
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[float, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-    maxnreg: int | None = None,
-) -> Any:
-    """Run ``kernel(*tensors, *sizes, *constants)`` on the tensors' device, on the current stream.
-
-    ``sizes`` are to be marked ``do_not_specialize``, ``constants`` are ``tl.constexpr``: a compiled
-    kernel is looked up by types, the pointers' alignment and the constants, in less time than
-    Triton's own launch takes. ``num_warps`` counts warps of 32 threads, ``maxnreg`` is
-    the most registers that a thread may take: see ``compile_options``.
-
-    Returns:
-        the compiled kernel; None where there is none: a tracer looks on, or Triton interprets.
-
-    Raises:
-        KernelError: it could not be compiled or loaded.
-        UnsupportedDeviceError: the tensors are where kernels do not run.
-    """
-    if is_traced(tensors[0]):
-        options = compile_options(num_warps, maxnreg, amd_architecture(tensors[0].device))
-        torch.library.wrap_triton(kernel)[grid](*tensors, *sizes, *constants, **options)
-        return None
-    if INTERPRETED:
-        _interpret(kernel, grid, tensors, (*sizes, *constants))
-        return None
-    device = tensors[0].get_device()
-    if device < 0:
-        require_triton(tensors[0].device)
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
-    compiled = _find(kernel, grid, tensors, sizes, constants, num_warps, maxnreg)
-    compiled[grid](*tensors, *sizes, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
-    return compiled
-
-
 class Launch:
-    """A repeated launch: each call gives the tensors that change, if any.
+    """A launch of a kernel, which may be repeated: each call gives the tensors that change, if any.
 
-    A call reads little more than their addresses: compiled kernels are remembered by alignment.
+    Compiled kernels are looked up by dtypes, alignment, sizes beyond 2**31 and constants, in less
+    time than Triton's own launch takes. A repeated call reads little more than addresses.
 
     Args:
-        kernel: the kernel; it and the next arguments are those of ``launch``.
+        kernel: takes tensors, sizes and constants.
+        grid: the number of programs along each axis.
+        sizes: numbers that are marked ``do_not_specialize``.
+        constants: the ``tl.constexpr``.
+        num_warps: warps of 32 threads, see ``compile_options``.
+        maxnreg: the most registers that a thread may take.
         tensors: the tensors of all calls, of which the first is fixed; an ``Operand`` stands for a
             tensor that each call gives. None: a call gives all.
     """
@@ -135,15 +100,23 @@ class Launch:
         self._runs: dict[Any, tuple[Any, Any]] = {}
 
     def __call__(self, *given: Tensor) -> None:
-        """Run the kernel, see ``launch``.
+        """Run the kernel on the tensors' device, on the current stream.
 
         Args:
             given: the tensors that change, of the same dtypes in every call; ``Operand`` says which
                 is which.
+
+        Raises:
+            KernelError: it could not be compiled or loaded.
+            UnsupportedDeviceError: the tensors are where kernels do not run.
         """
-        tensors = given if self._tensors is None else self._filled(given)
-        if INTERPRETED or is_traced(tensors[0]):
-            launch(*self._call(tensors))
+        tensors = self.all_tensors(given)
+        if is_traced(tensors[0]):
+            kernel = torch.library.wrap_triton(self.kernel)[self.grid]
+            kernel(*tensors, *self.sizes, *self.constants, **self._options(tensors[0].device))
+            return
+        if INTERPRETED:
+            _interpret(self.kernel, self.grid, tensors, (*self.sizes, *self.constants))
             return
         pointers = 0
         for tensor in given:
@@ -153,9 +126,15 @@ class Launch:
         if pointers & 15:
             kind = device, *[tensor.data_ptr() & 15 == 0 for tensor in given]
         kernels, run = self._runs.get(kind, _NOT_COMPILED)
-        if kernels is not _compiled or device != torch.cuda.current_device():
-            self._runs[kind] = _compiled, launch(*self._call(tensors))[self.grid]
-            return
+        if kernels is not _compiled and device < 0:
+            require_triton(tensors[0].device)
+        # Triton compiles for, and starts on, the current device, not the tensors'
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(*given)
+        if kernels is not _compiled:
+            run = self._find(tensors)[self.grid]
+            self._runs[kind] = _compiled, run
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*tensors, *self.sizes, *self.constants, stream=stream)
 
@@ -165,12 +144,12 @@ class Launch:
         Raises:
             KernelError: it could not be compiled or loaded.
         """
-        tensors = given if self._tensors is None else self._filled(given)
+        tensors = self.all_tensors(given)
         if INTERPRETED:
             _check_compiler(self.kernel)
         elif tensors[0].is_cuda and not is_traced(tensors[0]):
             with torch.cuda.device(tensors[0].device):
-                _find(*self._call(tensors))
+                self._find(tensors)
 
     @property
     def device(self) -> torch.device:
@@ -179,48 +158,37 @@ class Launch:
         device: torch.device = self._tensors[0].device
         return device
 
-    def _filled(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return all tensors."""
-        tensors = [*self._tensors]  # type: ignore[misc]
+    def all_tensors(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the kernel's tensors in a call with these."""
+        if self._tensors is None:
+            return given
+        tensors = [*self._tensors]
         for i, operand in self._operands:
             tensors[i] = given[operand]
         return tuple(tensors)
 
-    def arguments(self, *given: Tensor) -> tuple[Any, ...]:
-        """Return the arguments of ``launch`` for a call with these tensors."""
-        return self._call(given if self._tensors is None else self._filled(given))
+    def _options(self, device: torch.device) -> dict[str, Any]:
+        return compile_options(self.num_warps, self.maxnreg, amd_architecture(device))
 
-    def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        rest = self.sizes, self.constants, self.num_warps, self.maxnreg
-        return self.kernel, self.grid, tensors, *rest
-
-
-def _find(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[float, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-    maxnreg: int | None = None,
-) -> Any:
-    """Return the compiled kernel, looked up by every input of its compilation."""
-    key: list[Any] = [id(kernel), tensors[0].get_device(), num_warps, maxnreg, constants]
-    pointers = 0
-    for tensor in tensors:
-        key.append(tensor.dtype)
-        pointers |= tensor.data_ptr()
-    if pointers & 15 or max(sizes, default=0) >= 1 << 31:
-        key += [
-            *[tensor.data_ptr() & 15 == 0 for tensor in tensors],
-            *[size >= 1 << 31 for size in sizes],
-        ]
-    compiled = _compiled.get(tuple(key))
-    if compiled is None:
-        options = compile_options(num_warps, maxnreg, amd_architecture(tensors[0].device))
-        args = *tensors, *sizes, *constants
-        compiled = _compiled[tuple(key)] = _compile(kernel, grid, args, options)
-    return compiled
+    def _find(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the compiled kernel, looked up by every input of its compilation."""
+        device = tensors[0].get_device()
+        key: list[Any] = [id(self.kernel), device, self.num_warps, self.maxnreg, self.constants]
+        pointers = 0
+        for tensor in tensors:
+            key.append(tensor.dtype)
+            pointers |= tensor.data_ptr()
+        if pointers & 15 or max(self.sizes, default=0) >= 1 << 31:
+            key += [tensor.data_ptr() & 15 == 0 for tensor in tensors]
+            key += [size >= 1 << 31 for size in self.sizes]
+        compiled = _compiled.get(tuple(key))
+        if compiled is None:
+            args, options = (
+                (*tensors, *self.sizes, *self.constants),
+                self._options(tensors[0].device),
+            )
+            compiled = _compiled[tuple(key)] = _compile(self.kernel, self.grid, args, options)
+        return compiled
 
 
 def compile_options(

@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +74,6 @@ def cached_by_shape(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-@cached_by_shape
 def tiling(
     shape: Sequence[int], first: int, last: int, per_thread: int, longest: int, vec: int
 ) -> Tiling:
@@ -99,23 +101,26 @@ def tiling(
 
     of_loop = per_thread if row_major else min(per_thread, 16)  # addresses take registers too
     loop = LOOP_WARPS * WARP_SIZE * of_loop  # elements of a tile that moves along the lines
+    # a tile: whole lines where registers hold them, several where they are short
     if row_major:
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
     else:
-        lines = power_of_two(rows, 64)
+        lines = power_of_two(rows, 64)  # side by side: they fill a sector of memory, and more
         block = power_of_two(n, loop // lines)
-    if block < n:
+    if block < n:  # the program moves along the lines
         block, per_thread = loop // lines, of_loop
+    # loops over rows read whole vectors, and edges apart; other tiles take vectors that fit
     if not row_major:
         vec = min(vec, align, COLUMN_VECTOR)
     elif block >= n:
         vec = min(vec, align)
-    if row_major and lines == 1 and n % block == 0:
+    if row_major and lines == 1 and n % block == 0:  # every tile is full
         align = block
     num_warps = min(max(lines * block // (WARP_SIZE * per_thread), 1), MAX_WARPS)
     blocks = -(-rows // lines)
 
+    # few long lines would leave a GPU idle: programs share them, four times as many as fill it
     splits, steps = 1, max(-(-n // block), 1)
     if steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
@@ -141,6 +146,19 @@ def dense(shape: Sequence[int]) -> Dense:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
     return tuple(shape), tuple(reversed(strides[: len(shape)]))
+
+
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    """Return the dtype; None: there is no tensor."""
+    return None if tensor is None else tensor.dtype
+
+
+def contiguous_or(other: Tensor, tensor: Tensor | None) -> Tensor:
+    """Return the tensor in contiguous memory, or another where there is none.
+
+    A kernel's pointer has to point somewhere, also where nothing is loaded.
+    """
+    return other if tensor is None else tensor.contiguous()
 
 
 def in_range(dim: int, rank: int) -> int:
@@ -220,6 +238,14 @@ def column_offsets(
         return offs, tl.full([1, BLOCK], True, tl.int1)
     else:
         return offs, j < end - start
+
+
+@triton.jit
+def segment_bounds(n, steps, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where this program's segment of a shared line begins and ends; int64."""
+    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
+    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
+    return begin, min(begin + steps * BLOCK, lead + n)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import BF16, HALF, WIDE, Shipped, build_name
 from tritonamp.kernels._small_state import (
     cut,
     encode,
@@ -43,14 +43,9 @@ def half_name(table: Table) -> str | None:
 def packed_launch(
     table: Table, kernel: Any, operands: Sequence[Any], constants: tuple[Any, ...]
 ) -> Launch:
-    """Return the launch of a kernel on packed state, see ``Table.launch_of``.
+    """Return the launch of a kernel on the lists ``LISTS``, see ``Table.launch_of``.
 
-    Args:
-        table: of ``LISTS``.
-        kernel: takes them, and the types of parameters and gradients and the half type's name as
-            its first constants.
-        operands: after the table's columns.
-        constants: after those three.
+    ``constants`` follow the types of parameters and gradients and the half type's name.
     """
     types = table.type("params"), table.type("grads"), half_name(table)
     maxnreg = MAX_REGISTERS if table.aligned else None
@@ -121,10 +116,7 @@ def packed_lists(
 def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[ListSample]:
     """Return the third step of an optimizer on half parameters, and on FP32 ones.
 
-    Args:
-        rule: of all tensors.
-        moments: of each parameter.
-        bytes: that a step moves for each half parameter.
+    Each parameter has so many moments; a step moves so many bytes for each half parameter.
     """
 
     def args(tensors: list[Tensor], half: torch.dtype, halves: bool) -> tuple[Any, ...]:
@@ -156,35 +148,24 @@ def packed_builds(
     triton: Callable[..., None],
     rule: Hyperparameters,
     moments: int,
-    registers: tuple[int, int],
     loses: bool = False,
 ) -> Iterator[Shipped]:
     """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients.
 
-    Args:
-        name: of the operation.
-        triton: the operation.
-        rule: of all builds.
-        moments: of each parameter.
-        registers: the most that aligned and unaligned builds take.
-        loses: whether lost updates can be counted.
+    ``loses``: lost updates can be counted.
     """
-    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [(half, half), (bf16, bf16), (half, wide), (wide, half), (wide, wide)]
+    kinds = [(HALF, HALF), (BF16, BF16), (HALF, WIDE), (WIDE, HALF), (WIDE, WIDE)]
     for (param, grad), aligned, lost in itertools.product(kinds, (True, False), (False, True)):
-        if lost and (not loses or param is wide or grad is wide or not aligned):
+        if lost and (not loses or param is WIDE or grad is WIDE or not aligned):
             continue
         n, start = 4096, 0 if aligned else 1
         params = [torch.empty(n + 8, dtype=param)[start:][:n]]
         grads = [torch.empty(n + 8, dtype=grad)[start:][:n]]
-        remainders = params if param is wide else [torch.empty(n, dtype=torch.int16)]
-        steps = [torch.empty((), dtype=wide)]
+        remainders = params if param is WIDE else [torch.empty(n, dtype=torch.int16)]
+        steps = [torch.empty((), dtype=WIDE)]
         lists = packed_lists(params, grads, remainders, moments, rule, steps, lost)
-        words = (" unaligned", not aligned), (" lost", lost)
-        full = f"{name} {param} {grad}" + "".join(word for word, holds in words if holds)
+        full = build_name(name, param, grad, not aligned and "unaligned", lost and "lost")
         # the exponents of a tile change layouts: a byte for each block
         shared = (32 if lost else 8) if aligned else None
-        yield Shipped(
-            full.replace("torch.", ""), triton, (lists, None, None), registers[not aligned], None,
-            0, shared,
-        )  # fmt: skip
+        most = MAX_REGISTERS if aligned else 208
+        yield Shipped(full, triton, (lists, None, None), most, max_shared=shared)

@@ -125,9 +125,7 @@ class ListSample(NamedTuple):
         """Return a call of half of ``LARGE`` elements: there are up to six lists of them."""
         shape = 8, LARGE >> 12, 1 << 8
         call = self._call(
-            f"8 of {list(shape[1:])}",
-            lambda: [*torch.rand(shape, device=device).unbind()],
-            dtype,
+            f"8 of {list(shape[1:])}", lambda: [*torch.rand(shape, device=device).unbind()], dtype
         )
         return call._replace(moves=math.prod(shape) * self.bytes)
 

@@ -29,6 +29,7 @@ _NOT_FINITE = 255  # the exponent of a block with inf or NaN
 _GOLDEN = 0x9E3779B1  # of 2^32
 _NUMBER, _ELEMENT = 0x85EBCA77, 0x27D4EB2F  # odd, with bits spread out
 _MIX1, _MIX2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser of MurmurHash3 (Appleby)
+_LEAST_HALF = 113  # the exponent of 2^-14, float16's least normal number
 _ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(exponent - 10)
 
 
@@ -200,6 +201,7 @@ def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]
     exponent = ((bits >> 23) & 0xFF).view(-1, BLOCK).amax(1).clamp_min(_LEAST_EXPONENT)
     e = exponent.repeat_interleave(BLOCK)
     code = ((bits & 0x7FFFFFFF) >> _DROPPED) - ((e - kind) << 3)
+    # below the last power of two: multiples of a unit
     per_unit = ((256 + kind - e) << 23).view(torch.float32)
     units = torch.where(e == _NOT_FINITE, 0.0, (x.abs() * per_unit).clamp_max(8.0))
     up = (random >> (32 - _DROPPED)).float() * 2.0**-_DROPPED
@@ -246,7 +248,8 @@ def split(x, BF16: tl.constexpr):
     """Return half values, in FP32, and int32 remainders of FP32 masters."""
     bits = x.to(tl.int32, bitcast=True)
     if BF16:
-        half = ((bits + 0x8000) >> 16) << 16  # ties away from 0: then 16 bits are enough
+        # ties away from 0: then 16 bits are enough
+        half = ((bits + 0x8000) >> 16) << 16
         half = tl.where(x != x, 0x7FC00000, half)
         remainder = tl.where((half & 0x7FFFFFFF) >= 0x7F800000, 0, bits - half)
         return half.to(tl.float32, bitcast=True), remainder
@@ -297,11 +300,12 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
     wide, r = half.float(), remainder.to(torch.int32)
     bits = wide.view(torch.int32)
     if half.dtype is torch.bfloat16:
+        # an outsider may have written 0, inf or NaN, from which there is no way down
         magnitude = bits & 0x7FFFFFFF
         alone = ((magnitude == 0) & (r < 0)) | (magnitude >= 0x7F800000)
         return (bits + torch.where(alone, 0, r)).view(torch.float32)
-    exponent = ((bits >> 23) & 0xFF).clamp_min(113)
-    return wide + r.float() * ((exponent - 25) << 23).view(torch.float32)
+    exponent = ((bits >> 23) & 0xFF).clamp_min(_LEAST_HALF)
+    return wide + r.float() * ((exponent - _ULP_SHIFT) << 23).view(torch.float32)
 
 
 def cut(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -313,13 +317,14 @@ def cut(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     bits = x.view(torch.int32)
     if half_dtype is torch.bfloat16:
+        # ties away from 0: then 16 bits are enough
         half = torch.where(x.isnan(), 0x7FC00000, ((bits + 0x8000) >> 16) << 16)
         r = torch.where((half & 0x7FFFFFFF) >= 0x7F800000, 0, bits - half)
         return half.view(torch.float32).bfloat16(), r.to(torch.int16)
     rounded_half = x.half()
     wide = rounded_half.float()
-    exponent = ((wide.view(torch.int32) >> 23) & 0xFF).clamp_min(113)
-    per_unit = ((279 - exponent) << 23).view(torch.float32)
+    exponent = ((wide.view(torch.int32) >> 23) & 0xFF).clamp_min(_LEAST_HALF)
+    per_unit = ((254 + _ULP_SHIFT - exponent) << 23).view(torch.float32)
     finite = wide.isfinite()
     units = torch.where(finite, (x - torch.where(finite, wide, 0.0)) * per_unit, 0.0)
     return rounded_half, (units + 0.5).floor().to(torch.int16)

@@ -58,6 +58,7 @@ class Table(NamedTuple):
         sizes: tuple[float, ...] = (),
         maxnreg: int | None = None,
         tile: int | None = None,
+        num_warps: int = NUM_WARPS,
     ) -> Launch:
         """Return the launch of ``kernel`` on every chunk.
 
@@ -70,17 +71,18 @@ class Table(NamedTuple):
             sizes: the sizes after the size of a chunk.
             maxnreg: the most registers that a thread may take.
             tile: elements of a program's tile; None: ``vec`` for each thread.
+            num_warps: warps of 32 threads.
         """
         vec = vec if self.aligned else 1
         pointers = [self.pointers[name] for name in names]
         tensors = (*pointers, self.numel, self.first, self.number, self.rows, *operands)
-        tile = tile or WARP_SIZE * NUM_WARPS * vec
+        tile = tile or WARP_SIZE * num_warps * vec
         return Launch(
             kernel,
             (self.chunks, 1, 1),
             (self.chunk, *sizes),
             (*constants, vec, tile),
-            NUM_WARPS,
+            num_warps,
             maxnreg,
             tensors,
         )
@@ -107,8 +109,23 @@ def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def note_overflow(flag_ptr, x, rounded, mask, VEC: tl.constexpr):
-    """Set the flag where a finite ``x`` was rounded to infinity; a thread holds VEC elements."""
+def tail_offsets(whole, VEC: tl.constexpr):
+    """Return the offsets behind a chunk's whole vectors.
+
+    All warps compute a tail, the first one stores it: formally a race. What a late warp makes of
+    values that were stored already goes nowhere.
+    """
+    return whole + tl.arange(0, VEC)
+
+
+@triton.jit
+def store_copy(copies, flag_ptr, offs, mask, x, VEC: tl.constexpr):
+    """Store FP32 ``x``, rounded; set the flag where a finite one became infinite.
+
+    A thread holds VEC elements, and stores the flag once for all of them.
+    """
+    rounded = x.to(copies.dtype.element_ty)
+    tl.store(copies + offs, rounded, mask=mask)
     beyond = (tl.abs(rounded.to(tl.float32)) == float("inf")) & (tl.abs(x) < float("inf")) & mask
     of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (x.shape[0] // VEC, VEC)), 1)
     tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)

@@ -21,10 +21,9 @@ from tritonamp.kernels._adam_rates import (
 from tritonamp.kernels._cpu_steps import adamw_on_cpu
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
-from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name, shipped_update
 from tritonamp.kernels._small_state import (
     in_memory_of,
     random_bits,
@@ -32,7 +31,7 @@ from tritonamp.kernels._small_state import (
     rounded,
     rounded_twin,
 )
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
@@ -80,6 +79,7 @@ def _update(
     p = stored.to(tl.float32)
     p, m, v, v_max, moves = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
 
+    # of bfloat16, rounded to the nearest, a second moment would never decay: see _small_state
     if BF16:
         random, other = random_bits(offs, step_count, number)
         m, v, v_max = rounded(m, random, 16), rounded(v, other, 16), rounded(v_max, other, 16)
@@ -87,6 +87,7 @@ def _update(
     tl.store(exp_avg_sqs + offs, v.to(exp_avg_sqs.dtype.element_ty), mask=mask)
     if AMSGRAD:
         tl.store(max_exp_avg_sqs + offs, v_max.to(exp_avg_sqs.dtype.element_ty), mask=mask)
+    # lost: the update is not zero, and the half value stays
     moves &= mask
     lost = moves
     if LOST:
@@ -94,9 +95,7 @@ def _update(
         lost &= p.to(half.dtype) == half
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
-        copy = p.to(copies.dtype.element_ty)
-        tl.store(copies + offs, copy, mask=mask)
-        note_overflow(overflow_ptr, p, copy, mask, VEC)
+        store_copy(copies, overflow_ptr, offs, mask, p, VEC)
     return lost, moves
 
 
@@ -149,9 +148,7 @@ def adamw_kernel(
     if LOST:
         count_lost(lost_ptr + 2 * number, all_lost, all_moves)
     if whole < end:
-        # All warps compute the tail, the first one stores it: formally a race. What a late warp
-        # makes of values that were stored already goes nowhere.
-        offs = whole + tl.arange(0, VEC)
+        offs = tail_offsets(whole, VEC)
         lost, moves = _update(
             offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
             overflow, rates, step_count, number, AMSGRAD, COPY is not None, LOST, BF16, VEC,
@@ -208,6 +205,7 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         before = max_exp_avg_sq.to(dtype)
         p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
+        # of bfloat16, rounded to the nearest, a second moment would never decay: see _small_state
         if lists.state == "bf16" and dtype is torch.float32:
             both = random_bits_twin(param, step, number)
             random, other = (in_memory_of(param, bits) for bits in both)
@@ -220,6 +218,7 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
             results.put(max_exp_avg_sq, v_max)
         if copy is not param:
             results.put_copy(copy, p, lists.overflow(param.device)[number])
+        # lost: the update is not zero, and the half value stays
         if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
             moves = (update != 0) | (param.to(dtype) != decayed)
             lost = moves & (p.to(copy.dtype) == copy)
@@ -263,53 +262,28 @@ ADAMW = Implementations(adamw_triton, adamw_torch, [*_samples()])
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
-    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [
-        (wide, half, half),
-        (wide, bf16, bf16),
-        (wide, wide, half),
-        (wide, wide, None),
-        (half, half, None),
-    ]
+    """Yield the dtypes of the levels, with amsgrad, lost updates and bfloat16 moments."""
     flags = (False, True)
-    for (param, grad, copy), amsgrad, aligned, lost, small in itertools.product(
-        kinds, flags, flags, flags, flags
+    for level, amsgrad, aligned, lost, small in itertools.product(
+        LEVELS, flags, flags, flags, flags
     ):
-        if lost and (grad is not half or amsgrad or not aligned):
+        _, grad, copy = level
+        if lost and (grad is not HALF or amsgrad or not aligned):
             continue
         if small and (copy is None or amsgrad or lost):
             continue
-        moment = bf16 if small else wide
-        tensors = shipped_lists(
-            aligned,
-            ("copies", *OPTIONAL),
-            ("steps",),
-            params=param,
-            grads=grad,
-            exp_avgs=moment,
-            exp_avg_sqs=moment,
-            max_exp_avg_sqs=wide if amsgrad else "params",
-            copies=copy or "params",
-            steps=wide,
-        )
+        moment = BF16 if small else WIDE
+        states = {
+            "exp_avgs": moment,
+            "exp_avg_sqs": moment,
+            "max_exp_avg_sqs": WIDE if amsgrad else "params",
+        }
         rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)
-        lists = UpdateLists(tensors, [rule], [0], lost, "bf16" if small else "fp32")
-        words = (
-            (" amsgrad", amsgrad),
-            (" unaligned", not aligned),
-            (" lost", lost),
-            (" bf16", small),
-        )
-        name = f"adamw {param} {grad} {copy}" + "".join(word for word, holds in words if holds)
-        registers = 80 if lost or small else 72 if copy and grad is wide else 64
+        state = "bf16" if small else "fp32"
+        lists = shipped_update(aligned, level, states, rule, lost, state, OPTIONAL)
+        words = amsgrad and "amsgrad", not aligned and "unaligned", lost and "lost"
+        name = build_name("adamw", *level, *words, small and "bf16")
+        registers = 80 if lost or small else 72 if copy and grad is WIDE else 64
         shared = None if lost else 0
-        yield Shipped(
-            name.replace("torch.", ""),
-            adamw_triton,
-            (lists, None, None),
-            registers,
-            None,
-            0,
-            shared,
-        )
+        args = lists, None, None
+        yield Shipped(name, adamw_triton, args, registers, max_shared=shared)

@@ -53,8 +53,9 @@ def _update(
     """Update one tile of whole blocks; return lost and moving elements as ``adamw`` does."""
     row = tl.arange(0, ROWS)
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
+    # a block is stored whole, so that its codes share an exponent, also behind the last element
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
-    exponents = (moments + 2 * stride).to(tl.pointer_type(tl.uint8))
+    exponents = moments + 2 * stride
     stored, master = load_master(params, remainders, offs, mask, whole, HALF)
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32)
     m = load_moment(moments, exponents, offs, blocks, whole, 15)
@@ -64,9 +65,7 @@ def _update(
 
     random, other = random_bits(offs, step_count, number)
     store_moment(moments, exponents, offs, blocks, whole, m, random, 15)
-    store_moment(
-        moments + stride, exponents + stride // 128, offs, blocks, whole, v, other, 31,
-    )  # fmt: skip
+    store_moment(moments + stride, exponents + stride // 128, offs, blocks, whole, v, other, 31)
     now = store_master(p, params, remainders, overflow_ptr, offs, mask, whole, HALF, ROWS)
     lost = moves & (now == stored)
     return tl.sum(lost.to(tl.int32), 1), tl.sum(moves.to(tl.int32), 1)
@@ -84,6 +83,7 @@ def adamw_8bit_kernel(
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
+    # chunks are multiples of a tile, and so of a block: no two programs share an exponent
     begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
@@ -183,4 +183,4 @@ ADAMW_8BIT = Implementations(adamw_8bit_triton, adamw_8bit_torch, packed_samples
 
 def shipped() -> Iterator[Shipped]:
     """Yield what ``packed_builds`` does, some of which count lost updates."""
-    yield from packed_builds("adamw_8bit", adamw_8bit_triton, _RULE, 2, (128, 208), loses=True)
+    yield from packed_builds("adamw_8bit", adamw_8bit_triton, _RULE, 2, loses=True)

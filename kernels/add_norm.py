@@ -55,15 +55,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add ``residual``, round the sum, and normalise what is left of it as ``norm`` does.
 
-    Args:
-        x: as of ``norm``.
-        residual: of the shape and dtype of ``x``.
-        weight: as of ``norm``.
-        bias: as of ``norm``.
-        n: elements of a line.
-        eps: added to the variance.
-        center: as of ``norm``.
-        backend: "auto", "triton" or "eager".
+    ``residual`` has the shape and dtype of ``x``. The other arguments are those of ``norm``.
 
     Returns:
         the sum, and what ``norm`` returns of it in its own dtype.

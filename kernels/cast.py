@@ -11,19 +11,11 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels.device import tl, triton
 
 _VEC = 4  # elements that a thread holds: FP32 in 16 bytes, which leaves no gaps between threads
-
-
-@triton.jit
-def _round(offs, mask, sources, copies, overflow_ptr, VEC: tl.constexpr):
-    x = tl.load(sources + offs, mask=mask, other=0.0)
-    copy = x.to(copies.dtype.element_ty)
-    tl.store(copies + offs, copy, mask=mask)
-    note_overflow(overflow_ptr, x, copy, mask, VEC)
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -34,17 +26,19 @@ def cast_kernel(
     """One chunk."""
     row = tl.load(rows_ptr + tl.program_id(0))
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
-    params, copies = (
-        element_pointer(params_ptr, row, PARAM, VEC),
-        element_pointer(copies_ptr, row, COPY, VEC),
-    )
+    params = element_pointer(params_ptr, row, PARAM, VEC)
+    copies = element_pointer(copies_ptr, row, COPY, VEC)
     overflow_ptr += tl.load(number_ptr + row)
     j = tl.arange(0, BLOCK)
     for at in range(begin, whole, BLOCK):
-        _round(at + j, at + j < whole, params, copies, overflow_ptr, VEC)
+        offs, mask = at + j, at + j < whole
+        x = tl.load(params + offs, mask=mask, other=0.0)
+        store_copy(copies, overflow_ptr, offs, mask, x, VEC)
     if whole < end:
-        offs = whole + tl.arange(0, VEC)
-        _round(offs, offs < end, params, copies, overflow_ptr, VEC)
+        offs = tail_offsets(whole, VEC)
+        mask = offs < end
+        x = tl.load(params + offs, mask=mask, other=0.0)
+        store_copy(copies, overflow_ptr, offs, mask, x, VEC)
 
 
 def cast_triton(lists: TensorLists) -> None:
@@ -103,8 +97,8 @@ def shipped() -> Iterator[Shipped]:
     for half in (torch.float16, torch.bfloat16):
         for aligned in (True, False):
             lists = shipped_lists(aligned, params=torch.float32, copies=half)
-            name = f"cast {half}{'' if aligned else ' unaligned'}".replace("torch.", "")
-            yield Shipped(name, cast_triton, (lists,), 64, None, 0, 0)
+            name = build_name("cast", half, not aligned and "unaligned")
+            yield Shipped(name, cast_triton, (lists,), max_shared=0)
 
 
 def fp32_value(half: Tensor, precise: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from tritonamp.kernels._lines import (
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 from tritonamp.kernels.softmax import exp_shifted
 
@@ -45,9 +45,11 @@ def _add_tile(x_ptr, mask, m, s, far, seen, SMOOTH: tl.constexpr):
     """
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    # of a line that is all -inf so far x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, 0.0), 1, keep_dims=True)
     if SMOOTH:
+        # what was summed up from the old maximum moves to the new one, for each column seen
         before = tl.where(m == -float("inf"), 0.0, m)
         tile = tl.sum(tl.where(mask, base - x, 0.0), 1, keep_dims=True)
         far += tile + seen.to(tl.float32) * (base - before)
@@ -113,13 +115,13 @@ def cross_entropy_triton(
     stats = x.new_empty((2, *target.shape), dtype=torch.float32)
     if not x.numel():
         return losses.zero_(), stats.zero_()
-    minus = _minus_logits_of_targets(x, target, dim, ignore_index).float()
+    minus = minus_logits_of_targets(x, target, dim, ignore_index).float()
     launch = _launch(x.shape, x.dtype, dim, ignore_index, float(smoothing))
     launch(x, target, minus, losses, stats)
     return losses, stats
 
 
-def _minus_logits_of_targets(x: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
+def minus_logits_of_targets(x: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
     """Return -x[target], 0 for targets that are ignored.
 
     torch's own kernel notices a target that is no class: by an error on a CPU, on CUDA by an
@@ -142,7 +144,7 @@ def cross_entropy_torch(
     m = wide.amax(dim, keepdim=True)
     d = wide - m
     log_s = d.exp().sum(dim).log()
-    loss = log_s + _minus_logits_of_targets(d, target, dim, ignore_index)
+    loss = log_s + minus_logits_of_targets(d, target, dim, ignore_index)
     if smoothing > 0:
         loss = (1.0 - smoothing) * loss + smoothing * (log_s - d.mean(dim))
     ignored = target == ignore_index
@@ -218,8 +220,8 @@ def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor, float]]:
         x = torch.empty(shape, dtype=dtype, device="meta")
         target = torch.empty((shape[0], *shape[2:]), dtype=torch.int64, device="meta")
         case = "inner" if len(shape) > 2 else f"n={shape[1]}"
-        name = f"cross_entropy {dtype} {case}{' smoothed' if smoothing else ''}"
-        yield name.replace("torch.", ""), x, target, smoothing
+        name = build_name("cross_entropy", dtype, case, smoothing > 0 and "smoothed")
+        yield name, x, target, smoothing
 
 
 def shipped() -> Iterator[Shipped]:

@@ -69,6 +69,7 @@ def cross_entropy_backward_kernel(
     first, last = whole_vectors(begin, begin + n, ALIGN, VEC)
     at = first + tile * BLOCK
     columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
+    # a target in another tile is no column of this one
     hit = tl.arange(0, BLOCK)[None, :] == (target + begin - at).to(tl.int32)
     _write_tile(
         x_ptr, dx_ptr, lines + columns, counts, valid & exist, hit,

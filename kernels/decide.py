@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -155,6 +155,16 @@ def _next_scale(
     tl.store(ceiling_ptr, tl.where(due, max_scale, ceiling))
 
 
+@triton.jit
+def total_norm(square_ptr, parts, inv_scale, BLOCK: tl.constexpr):
+    """Return the norm of all unscaled gradients; FP64 holds the sum of any FP32 squares."""
+    j = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float64)
+    for at in range(0, parts, BLOCK):
+        squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
+    return tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+
+
 @triton.jit(do_not_specialize=("n", "parts", "names", "growth_interval", "hysteresis"))
 def decide_kernel(
     amax_ptr, square_ptr, fault_ptr, earlier_ptr, used_ptr, verdict_ptr,
@@ -179,10 +189,7 @@ def decide_kernel(
         unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
         largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
-    squares = tl.zeros([BLOCK], tl.float64)
-    for at in range(0, parts, BLOCK):
-        squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
-    norm = tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+    norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     factor = inv_scale
     if CLIP:
         coefficient = tl.div_rn(max_norm, norm + 1e-6)
@@ -245,7 +252,7 @@ def decide_triton(
         OUTLYING,
         VETOED,
     )
-    launch(decide_kernel, (1, 1, 1), tensors, sizes, constants, 4)
+    Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)(*tensors)
 
 
 def decide_torch(
@@ -359,16 +366,8 @@ def decide(
 
 def _numbers(rule: ScaleRule) -> tuple[float, ...]:
     """Return them for a kernel, which tells integers and floating-point numbers apart."""
-    growth, backoff, interval, hysteresis, low, high, room = rule
-    return (
-        float(growth),
-        float(backoff),
-        int(interval),
-        int(hysteresis),
-        float(low),
-        float(high),
-        float(room),
-    )
+    growth, backoff, interval, hysteresis, *limits = map(float, rule)
+    return growth, backoff, int(interval), int(hysteresis), *limits
 
 
 def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
@@ -414,14 +413,6 @@ def shipped() -> Iterator[Shipped]:
     )
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     stats = evidence, flag
-    yield Shipped(
-        "decide", decide_triton, (*stats, 1.0, state, rule, record, flag.new_zeros(3)), 64, None, 0
-    )
-    yield Shipped(
-        "decide only",
-        decide_triton,
-        (*stats, None, None, rule, None, flag.new_zeros(3)),
-        64,
-        None,
-        0,
-    )
+    everything = *stats, 1.0, state, rule, record, flag.new_zeros(3)
+    yield Shipped("decide", decide_triton, everything)
+    yield Shipped("decide only", decide_triton, (*stats, None, None, rule, None, flag.new_zeros(3)))

@@ -14,8 +14,8 @@ from torch import Tensor
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import chunk_bounds, element_pointer
+from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, tail_offsets
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import tl, triton
 
@@ -50,9 +50,7 @@ def ema_kernel(
     for at in range(begin, whole, BLOCK):
         _lerp(at + j, at + j < whole, averages, params, weight)
     if whole < end:
-        # All warps compute the tail, the first one stores it: formally a race. What a late warp
-        # makes of values that were stored already goes nowhere.
-        offs = whole + tl.arange(0, VEC)
+        offs = tail_offsets(whole, VEC)
         _lerp(offs, offs < end, averages, params, weight)
 
 
@@ -62,12 +60,8 @@ def ema_triton(lists: TensorLists, decay: float, found_inf: Tensor | None) -> No
             flag = found_inf
             if flag is None:
                 flag = lists.kept("zero", (), torch.float32, t.device)
-            operands, types, sizes = (
-                (transfer(flag, t.device),),
-                (t.type("params"),),
-                (1.0 - decay,),
-            )
-            t.launch_of(ema_kernel, ("averages", "params"), operands, types, _VEC, sizes)()
+            operands, types = (transfer(flag, t.device),), (t.type("params"),)
+            t.launch_of(ema_kernel, ("averages", "params"), operands, types, _VEC, (1.0 - decay,))()
 
 
 def ema_torch(lists: TensorLists, decay: float, found_inf: Tensor | None) -> None:
@@ -119,5 +113,5 @@ def shipped() -> Iterator[Shipped]:
     dtypes = torch.float32, torch.float16, torch.bfloat16
     for dtype, aligned in itertools.product(dtypes, (True, False)):
         lists = shipped_lists(aligned, averages=torch.float32, params=dtype)
-        name = f"ema {dtype}{'' if aligned else ' unaligned'}".replace("torch.", "")
-        yield Shipped(name, ema_triton, (lists, 0.999, None), 64, None, 0, 0)
+        name = build_name("ema", dtype, not aligned and "unaligned")
+        yield Shipped(name, ema_triton, (lists, 0.999, None), max_shared=0)

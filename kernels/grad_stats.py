@@ -11,7 +11,7 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
@@ -34,6 +34,7 @@ def grad_stats_kernel(
     squares = tl.zeros([BLOCK // VEC], tl.float32)
     for at in range(begin, whole, BLOCK):
         g = tl.load(grads + at + j, mask=at + j < whole, other=0.0)
+        # each thread reduces its own vector first, which takes no exchange between threads
         g = tl.reshape(g, (BLOCK // VEC, VEC))
         largest = tl.maximum(largest, tl.max(magnitude(g, TYPE), 1))
         squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
@@ -44,6 +45,7 @@ def grad_stats_kernel(
         amax = tl.maximum(amax, tl.max(magnitude(g, TYPE), 0))
         # behind the mask: the sum would absorb a bare product, and lanes disagree by an ulp
         square += tl.sum(tl.where(rest < end, g.to(tl.float32) * g.to(tl.float32), 0.0), 0)
+    # chunks of a tensor meet in an integer maximum; sums of squares stay apart, in a fixed order
     tl.atomic_max(amax_ptr + tl.load(number_ptr + row), float_bits(amax, TYPE), sem="relaxed")
     tl.store(square_ptr + before + tl.program_id(0), square)
 
@@ -84,11 +86,11 @@ def _prepared(
 def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
     per_vector = 4 if t.dtypes["grads"] is torch.float32 else 8
     vec = per_vector if t.aligned else 1
-    pointers = t.pointers["grads"], t.numel, t.first, t.number, t.rows
-    arrays = *pointers, amax.view(torch.int32), squares
-    constants = t.type("grads"), vec, WARP_SIZE * _WARPS * _VECTORS * vec
-    sizes, grid = (t.chunk, t.before), (t.chunks, 1, 1)
-    return Launch(grad_stats_kernel, grid, sizes, constants, _WARPS, tensors=arrays)
+    operands, types = (amax.view(torch.int32), squares), (t.type("grads"),)
+    tile, sizes = WARP_SIZE * _WARPS * _VECTORS * vec, (t.before,)
+    return t.launch_of(
+        grad_stats_kernel, ("grads",), operands, types, vec, sizes, tile=tile, num_warps=_WARPS
+    )
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -158,5 +160,5 @@ def shipped() -> Iterator[Shipped]:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for aligned in (True, False):
             lists = shipped_lists(aligned, grads=dtype)
-            name = f"grad_stats {dtype}{'' if aligned else ' unaligned'}".replace("torch.", "")
-            yield Shipped(name, grad_stats_triton, (lists, torch.device("cpu")), 64, None, 0)
+            name = build_name("grad_stats", dtype, not aligned and "unaligned")
+            yield Shipped(name, grad_stats_triton, (lists, torch.device("cpu")))

@@ -23,10 +23,10 @@ from tritonamp.kernels._group_norms import (
 )
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._lines import cached_by_shape, dense
+from tritonamp.kernels._lines import cached_by_shape, contiguous_or, dense, dtype_of
 from tritonamp.kernels._norms import merge_moments, reciprocal_std, store_stats
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import BF16, HALF, Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 16  # elements that a thread holds
@@ -92,6 +92,7 @@ def group_norm_long_kernel(
             mean, squares = merge_moments(tile_mean, tile_squares, some, mean, squares, count)
             count += some
     rstd = reciprocal_std(squares, n, eps)
+    # out of L2, each channel from its end
     for channel in range(0, depth, CHANNELS):
         for back in range(0, spatial, PLACES):
             place = (spatial - 1) // PLACES * PLACES - back
@@ -118,40 +119,26 @@ def _forward(
     bias: torch.dtype | None,
     eps: float,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what computes it of tensors of a shape, and of weights or none.
-
-    Args:
-        shape: of x.
-        groups: of channels.
-        last: whether channels are neighbours in memory.
-        given: dtype of x.
-        weight: its dtype; None: there is none.
-        bias: its dtype; None: there is none.
-        eps: added to the variance.
-    """
+    """Return a function of x of one shape and the dtype ``given``; ``last``: see ``walk``."""
     statistics = dense((2, shape[0] * groups))
     if 0 in shape:
-        return lambda x, *_: (
-            torch.empty_like(x),
-            x.new_empty_strided(*statistics, dtype=torch.float32),
+        launch = None
+    else:
+        t = walk(shape, groups, last, given.itemsize, PER_THREAD, LONGEST)
+        launch = Launch(
+            group_norm_kernel if t.whole else group_norm_long_kernel,
+            (t.images * t.blocks, 1, 1),
+            (t.blocks, *t.sizes, float(eps)),
+            (weight is not None, bias is not None, *t.layout),
+            t.num_warps,
         )
-    t = walk(shape, groups, last, given.itemsize, PER_THREAD, LONGEST)
-    launch = Launch(
-        group_norm_kernel if t.whole else group_norm_long_kernel,
-        (t.images * t.blocks, 1, 1),
-        (t.blocks, *t.sizes, float(eps)),
-        (weight is not None, bias is not None, *t.layout),
-        t.num_warps,
-    )
 
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         x = x.contiguous(memory_format=memory_format(x))
         y = torch.empty_like(x)
         stats = x.new_empty_strided(*statistics, dtype=torch.float32)
-        # a pointer has to point somewhere, also where nothing is loaded
-        w = x if weight is None else weight.contiguous()
-        b = x if bias is None else bias.contiguous()
-        launch(x, w, b, y, *stats.unbind())
+        if launch is not None:
+            launch(x, contiguous_or(x, weight), contiguous_or(x, bias), y, *stats.unbind())
         return y, stats
 
     return run
@@ -160,11 +147,9 @@ def _forward(
 def group_norm_prepared(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what ``group_norm_triton`` does with tensors that lie in memory like these."""
-    of_weight = None if weight is None else weight.dtype
-    of_bias = None if bias is None else bias.dtype
+    """Return a function that does ``group_norm_triton`` on tensors laid out like these."""
     last = memory_format(x) is not torch.contiguous_format
-    return _forward(x.shape, groups, last, x.dtype, of_weight, of_bias, eps)
+    return _forward(x.shape, groups, last, x.dtype, dtype_of(weight), dtype_of(bias), eps)
 
 
 def group_norm_triton(
@@ -179,11 +164,9 @@ def group_norm_torch(
     # torch's own multiplies x, not its distance from the mean, and rounds the mean's multiple
     stats = statistics(x, groups, eps)
     mean, rstd = stats.view(2, x.shape[0], groups, 1)
-    y = (
-        ((x.reshape(x.shape[0], groups, -1).float() - mean) * rstd).view(x.shape)
-        if x.numel()
-        else x
-    )
+    y = x
+    if x.numel():
+        y = ((x.reshape(x.shape[0], groups, -1).float() - mean) * rstd).view(x.shape)
     of_channels = (1, -1) + (1,) * (x.dim() - 2)
     if weight is not None:
         y = y * weight.float().view(of_channels)
@@ -257,15 +240,10 @@ GROUP_NORM = TraceableOp(
 
 def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
     """Yield name, shape, dtype, and whether channels are neighbours."""
-    half, bf16 = torch.float16, torch.bfloat16
-    for shape, dtype in [
-        ((8, 512, 4, 4), half),
-        ((8, 320, 64, 64), bf16),
-        ((8, 512, 32, 32), half),
-    ]:
+    for *sizes, dtype in ((512, 4, 4, HALF), (320, 64, 64, BF16), (512, 32, 32, HALF)):
         for last in (False, True):
-            name = f"group_norm {dtype} {list(shape[1:])}{' channels last' if last else ''}"
-            yield name.replace("torch.", ""), shape, dtype, last
+            name = build_name("group_norm", dtype, sizes, last and "channels last")
+            yield name, (8, *sizes), dtype, last
 
 
 def shipped() -> Iterator[Shipped]:

@@ -30,7 +30,7 @@ from tritonamp.kernels._group_norms import (
 )
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._lines import Dense, cached_by_shape, dense
+from tritonamp.kernels._lines import Dense, cached_by_shape, contiguous_or, dense
 from tritonamp.kernels._norm_weights import shape_of_parts
 from tritonamp.kernels._norms import input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
@@ -164,12 +164,8 @@ def _launch(
 ) -> tuple[Launch, Dense]:
     """Return the launch for a shape, and shape and strides of the partial sums.
 
-    Args:
-        shape: of x.
-        groups: of channels.
-        last: whether channels are neighbours in memory.
-        dtypes: of the gradient, x and the weight.
-        flags: whether there is a weight; the gradients that are wanted.
+    ``dtypes`` are those of the gradient, x and the weight. ``flags``: whether there is a weight,
+    and the gradients that are wanted. ``last``: see ``walk``.
     """
     widest = max(dtype.itemsize for dtype in dtypes[:2])
     t = walk(shape, groups, last, widest, PER_THREAD, LONGEST)
@@ -200,7 +196,7 @@ def group_norm_backward_triton(
     dx, channels, wanted = torch.empty_like(x), x.shape[1], dweight + dbias
     if x.numel() == 0:
         return dx, x.new_zeros(wanted, channels, dtype=torch.float32)
-    w = x if weight is None else weight.contiguous()
+    w = contiguous_or(x, weight)
     dtypes, last = (grad.dtype, x.dtype, w.dtype), form is not torch.contiguous_format
     flags = weight is not None, dweight, dbias
     launch, room = _launch(x.shape, groups, last, dtypes, flags)

@@ -17,10 +17,9 @@ from torch import Tensor
 from tritonamp.kernels._cpu_steps import lion_on_cpu
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._shipped import BF16, LEVELS, WIDE, Shipped, build_name, shipped_update
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
@@ -99,9 +98,7 @@ def _update(
     tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
-        copy = p.to(copies.dtype.element_ty)
-        tl.store(copies + offs, copy, mask=mask)
-        note_overflow(overflow_ptr, p, copy, mask, VEC)
+        store_copy(copies, overflow_ptr, offs, mask, p, VEC)
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -132,9 +129,7 @@ def lion_kernel(
             COPY is not None, VEC,
         )  # fmt: skip
     if whole < end:
-        # All warps compute the tail, the first one stores it: formally a race. What a late warp
-        # makes of values that were stored already goes nowhere.
-        offs = whole + tl.arange(0, VEC)
+        offs = tail_offsets(whole, VEC)
         _update(
             offs, offs < end, params, grads, exp_avgs, copies, overflow, factor, rule,
             COPY is not None, VEC,
@@ -174,20 +169,11 @@ def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
 
 
 def lion(
-    lists: UpdateLists,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    backend: str = "auto",
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, moments and half copies in place, with arithmetic in FP32.
+    """Update parameters, moments and half copies in place; arguments as of ``adamw``.
 
-    Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, moments in FP32 or bfloat16 ("exp_avgs"; FP64 for FP64
-            parameters, which are stepped on in FP64), copies, and their hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    The state is "exp_avgs", in FP32 or bfloat16 (FP64 for FP64 parameters). Steps are not counted.
     """
     lists.run(LION, lion_on_cpu, backend, grad_scale, found_inf)
 
@@ -200,22 +186,11 @@ LION = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
-    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [
-        (wide, half, half),
-        (wide, bf16, bf16),
-        (wide, wide, half),
-        (wide, wide, None),
-        (half, half, None),
-    ]
-    rows = [(*kind, wide) for kind in kinds] + [(wide, half, half, bf16)]
-    for (param, grad, copy, moment), aligned in itertools.product(rows, (True, False)):
-        tensors = shipped_lists(
-            aligned, params=param, grads=grad, exp_avgs=moment, copies=copy or "params"
-        )
+    """Yield the dtypes of the levels."""
+    rows = [(level, WIDE) for level in LEVELS] + [(LEVELS[0], BF16)]
+    for (level, moment), aligned in itertools.product(rows, (True, False)):
         rule = LionRule(0.1, 0.9, 0.99, 0.0, False)
-        lists = UpdateLists(tensors, [rule], [0])
-        name = f"lion {param} {grad} {copy}{'' if aligned else ' unaligned'}"
-        name += " bf16" if moment is bf16 else ""
-        yield Shipped(name.replace("torch.", ""), lion_triton, (lists, None, None), 64, None, 0, 0)
+        lists = shipped_update(aligned, level, {"exp_avgs": moment}, rule)
+        words = not aligned and "unaligned", moment is BF16 and "bf16"
+        name = build_name("lion", *level, *words)
+        yield Shipped(name, lion_triton, (lists, None, None), max_shared=0)

@@ -51,8 +51,9 @@ def _update(
     """Update one tile of whole blocks."""
     row = tl.arange(0, ROWS)
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
+    # a block is stored whole, so that its codes share an exponent, also behind the last element
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
-    exponents = (moments + stride).to(tl.pointer_type(tl.uint8))
+    exponents = moments + stride
     _, p = load_master(params, remainders, offs, mask, whole, HALF)
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
@@ -88,6 +89,7 @@ def lion_8bit_kernel(
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
+    # chunks are multiples of a tile, and so of a block: no two programs share an exponent
     begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
@@ -157,15 +159,9 @@ def lion_8bit_torch(
 def lion_8bit(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, remainders and moments in place, with arithmetic in FP32.
+    """Update parameters, remainders and moments in place; arguments as of ``adamw_8bit``.
 
-    Args:
-        lists: of n parameters, half or FP32; gradients of any floating dtype; "remainders", int16
-            of shape (padded(numel),), the parameter again where it is FP32; "moments", uint8 of
-            shape (moments_size(numel, 1),); step counts, and hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    "moments" have the shape (moments_size(numel, 1),).
     """
     lists.run(LION_8BIT, None, backend, grad_scale, found_inf)
 
@@ -176,4 +172,4 @@ LION_8BIT = Implementations(lion_8bit_triton, lion_8bit_torch, packed_samples(_R
 
 def shipped() -> Iterator[Shipped]:
     """Yield what ``packed_builds`` does."""
-    yield from packed_builds("lion_8bit", lion_8bit_triton, _RULE, 1, (128, 208))
+    yield from packed_builds("lion_8bit", lion_8bit_triton, _RULE, 1)

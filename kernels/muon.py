@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule, orthogonalize_
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._shipped import LEVELS, WIDE, Shipped, build_name, shipped_update
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.device import tl, triton
@@ -62,7 +62,7 @@ def muon_prepare_kernel(
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
     updates = element_pointer(updates_ptr, row, tl.float32, VEC)
-    # once: the compiler cannot know that the stores leave them alone
+    # loaded once: the compiler cannot know that the stores leave them alone
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + tl.load(number_ptr + row))
     momentum = tl.load(rule_ptr + 2)
     weight = (1.0 - momentum).to(tl.float32)
@@ -76,9 +76,7 @@ def muon_prepare_kernel(
             factor, momentum, weight, nesterov,
         )  # fmt: skip
     if whole < end:
-        # All warps compute the tail, the first one stores it: formally a race. What a late warp
-        # makes of values that were stored already goes nowhere.
-        offs = whole + tl.arange(0, VEC)
+        offs = tail_offsets(whole, VEC)
         _prepare(
             offs, offs < end, grads, momentum_buffers, updates, factor, momentum, weight, nesterov
         )
@@ -98,9 +96,7 @@ def _apply(
 
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
-        copy = p.to(copies.dtype.element_ty)
-        tl.store(copies + offs, copy, mask=mask)
-        note_overflow(overflow_ptr, p, copy, mask, VEC)
+        store_copy(copies, overflow_ptr, offs, mask, p, VEC)
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -121,7 +117,7 @@ def muon_apply_kernel(
     copies = params
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # once: the compiler cannot know that the stores leave them alone
+    # loaded once: the compiler cannot know that the stores leave them alone
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
     lr = tl.load(rule_ptr)
     decay = (1.0 - lr * tl.load(rule_ptr + 1)).to(tl.float32)
@@ -134,9 +130,7 @@ def muon_apply_kernel(
             COPY is not None, VEC,
         )  # fmt: skip
     if whole < end:
-        # All warps compute the tail, the first one stores it: formally a race. What a late warp
-        # makes of values that were stored already goes nowhere.
-        offs = whole + tl.arange(0, VEC)
+        offs = tail_offsets(whole, VEC)
         _apply(
             offs, offs < end, params, updates, copies, overflow, lr, decay, COPY is not None, VEC
         )
@@ -197,21 +191,12 @@ def _muon_on_cpu(lists: Any, grad_scale: Tensor | None, found_inf: Tensor | None
 
 
 def muon(
-    lists: MuonLists,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    backend: str = "auto",
+    lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update matrices, momentum buffers and half copies in place; momentum and update in FP32.
+    """Update matrices, momentum buffers and half copies in place; arguments as of ``adamw``.
 
-    Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), of two dimensions,
-            gradients of any floating dtype, momentum buffers in FP32 ("momentum_buffers"; FP64 for
-            FP64 parameters, which are stepped on in FP64), copies, and their hyperparameters, with
-            places for the updates.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    Parameters have two dimensions. The state is "momentum_buffers", in FP32 (FP64 for FP64
+    parameters). Steps are not counted.
     """
     lists.run(MUON, _muon_on_cpu, backend, grad_scale, found_inf)
 
@@ -244,29 +229,14 @@ MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
-    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [
-        (wide, half, half),
-        (wide, bf16, bf16),
-        (wide, wide, half),
-        (wide, wide, None),
-        (half, half, None),
-    ]
-    for (param, grad, copy), aligned in itertools.product(kinds, (True, False)):
-        tensors = shipped_lists(
-            aligned,
-            params=param,
-            grads=grad,
-            momentum_buffers=wide,
-            copies=copy or "params",
-        )
-        names = "params", "grads", "momentum_buffers", "copies"
-        square = {name: tensors[name][0].view(64, 64) for name in names}
-        if copy is None:
+    """Yield the dtypes of the levels."""
+    for level, aligned in itertools.product(LEVELS, (True, False)):
+        rows = shipped_update(aligned, level, {"momentum_buffers": WIDE}, _RULE).tensors
+        square: dict[str, Any] = {}  # lists of tensors
+        for name in ("params", "grads", "momentum_buffers", "copies"):
+            square[name] = [rows[name][0].view(64, 64)]
+        if level[2] is None:
             square["copies"] = square["params"]
-        rows: dict[str, Any] = {name: [tensor] for name, tensor in square.items()}  # of tensors
-        matrices = TensorLists(**rows)
-        lists = MuonLists(UpdateLists(matrices, [_RULE], [0]))
-        name = f"muon {param} {grad} {copy}{'' if aligned else ' unaligned'}"
-        yield Shipped(name.replace("torch.", ""), muon_triton, (lists, None, None), 64, None, 0, 0)
+        lists = MuonLists(UpdateLists(TensorLists(**square), [_RULE], [0]))
+        name = build_name("muon", *level, not aligned and "unaligned")
+        yield Shipped(name, muon_triton, (lists, None, None), max_shared=0)

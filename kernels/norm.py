@@ -6,6 +6,7 @@ make up a tile; a longer line fills a program's registers; a long one is read tw
 out of L2 and from its end.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,9 @@ from tritonamp.kernels._lines import (
     WIDEST,
     cached_by_shape,
     column_offsets,
+    contiguous_or,
     dense,
+    dtype_of,
     line_offsets,
     tiling,
 )
@@ -32,7 +35,7 @@ from tritonamp.kernels._norms import (
     store_stats,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import BF16, HALF, Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 16  # elements that a thread holds, and as many of weight and bias
@@ -83,6 +86,7 @@ def norm_long_kernel(
         x = load_sum(x_ptr, r_ptr, lines + columns, mask, ADD, "evict_last").to(tl.float32)
         mean, squares = add_moments(x, mask, min(BLOCK, n - at), mean, squares, at, CENTER)
     rstd = reciprocal_std(squares, n, eps)
+    # from the end, which is in L2 still
     for back in range(0, n, BLOCK):
         at = (n - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
@@ -114,19 +118,7 @@ def _forward(
     eps: float,
     center: bool,
 ) -> Norm:
-    """Return what computes it of tensors of these sizes and dtypes.
-
-    Args:
-        numel: elements of x.
-        n: elements of a line.
-        given: dtype of x.
-        dtype: of the result.
-        weight: its dtype; None: there is none.
-        bias: its dtype; None: there is none.
-        added: whether there is a residual.
-        eps: added to the variance.
-        center: as of ``norm``.
-    """
+    """Return a function of x of the dtype ``given``; ``added``: it takes a residual, too."""
     lines = numel // n if n else 0
     statistics = dense((1 + center, lines))
     other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsed at a price
@@ -150,12 +142,9 @@ def _forward(
         total = torch.empty_like(x) if added else y
         stats = x.new_empty_strided(*statistics, dtype=torch.float32)
         if lines:
-            # a pointer has to point somewhere, also where nothing is loaded
-            r = x if residual is None else residual.contiguous()
-            w = x if weight is None else weight.contiguous()
-            b = x if bias is None else bias.contiguous()
+            given = (contiguous_or(x, t) for t in (residual, weight, bias))
             of_lines = stats.unbind()
-            launch(x, r, w, b, total, y, of_lines[0], of_lines[-1])
+            launch(x, *given, total, y, of_lines[0], of_lines[-1])
         return (total, y, stats) if added else (y, stats)
 
     return run
@@ -171,21 +160,12 @@ def norm_prepared(
     dtype: torch.dtype,
     added: bool = False,
 ) -> Norm:
-    """Return what ``norm_triton`` does with tensors of these shapes and dtypes.
+    """Return a function that does ``norm_triton`` on tensors of these shapes and dtypes.
 
-    Args:
-        x: as of ``norm``, as are the others.
-        weight: as of ``norm``.
-        bias: as of ``norm``.
-        n: elements of a line.
-        eps: added to the variance.
-        center: subtract the mean.
-        dtype: of the result.
-        added: it takes a residual, too, and returns the sum in front.
+    With ``added`` it takes a residual, too, and returns the sum in front.
     """
-    of_weight = None if weight is None else weight.dtype
-    of_bias = None if bias is None else bias.dtype
-    return _forward(x.numel(), n, x.dtype, dtype, of_weight, of_bias, added, eps, center)
+    weights = dtype_of(weight), dtype_of(bias)
+    return _forward(x.numel(), n, x.dtype, dtype, *weights, added, eps, center)
 
 
 def norm_triton(
@@ -285,18 +265,11 @@ NORM = TraceableOp(
 
 def shipped_cases() -> Iterator[tuple[str, int, torch.dtype, bool]]:
     """Yield name, length of a line, dtype, and whether it is layer_norm, else rms_norm."""
-    half, bf16 = torch.float16, torch.bfloat16
-    for n, dtype, center in [
-        (32, half, True),
-        (256, half, False),
-        (1000, half, True),
-        (1024, bf16, False),
-        (8192, half, True),
-        (16384, half, False),
-        (65536, half, True),
-    ]:
-        name = f"{'layer_norm' if center else 'rms_norm'} {dtype} n={n}"
-        yield name.replace("torch.", ""), n, dtype, center
+    lengths = 32, 256, 1000, 1024, 8192, 16384, 65536
+    for n, center in zip(lengths, itertools.cycle((True, False)), strict=False):
+        dtype = BF16 if n == 1024 else HALF
+        name = build_name("layer_norm" if center else "rms_norm", dtype, f"n={n}")
+        yield name, n, dtype, center
 
 
 def shipped() -> Iterator[Shipped]:

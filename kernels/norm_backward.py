@@ -26,17 +26,13 @@ from tritonamp.kernels._lines import (
     Tiling,
     cached_by_shape,
     column_offsets,
+    contiguous_or,
     dense,
     line_offsets,
     tiling,
 )
 from tritonamp.kernels._norm_weights import shape_of_parts, store_part, sums_of_long
-from tritonamp.kernels._norms import (
-    gradient_sums,
-    input_gradient,
-    load_gradients,
-    load_stats,
-)
+from tritonamp.kernels._norms import gradient_sums, input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -105,6 +101,7 @@ def norm_backward_long_kernel(
         more_along, more_level = gradient_sums(g, h, mask, CENTER)
         along += more_along
         level += more_level
+    # from the end, which is in L2 still
     for back in range(0, n, BLOCK):
         at = (n - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
@@ -123,7 +120,7 @@ Parts = Callable[..., Tensor]
 
 
 def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
-    """Return what launches the kernel of lines in registers."""
+    """Return a function that launches the kernel of lines in registers."""
     tiles = t.grid[0]
     steps = -(-tiles // PARTS)
     programs = -(-tiles // steps)
@@ -141,7 +138,7 @@ def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Part
 
 
 def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
-    """Return what launches the kernels of long lines."""
+    """Return a function that launches the kernels of long lines."""
     constants = *flags, *t.layout
     grid = t.grid[0], 1, 1
     launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps)
@@ -159,14 +156,10 @@ def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts
 def _backward(
     numel: int, n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
 ) -> Parts:
-    """Return what writes dx of contiguous tensors.
+    """Return a function that writes dx of contiguous tensors, ``itemsize`` bytes an element.
 
-    Args:
-        numel: elements of x.
-        n: elements of a line.
-        itemsize: bytes of an element of the widest tensor.
-        dtypes: of all tensors.
-        flags: whether there is an added gradient, means, a weight; the gradients that are wanted.
+    ``dtypes`` are those of all tensors: a launch is for one set of them.
+    ``flags``: whether there is an added gradient, means, a weight; the gradients that are wanted.
     """
     vec = math.gcd(n, WIDEST // itemsize)
     t = tiling((numel // n, n), 1, 1, PER_THREAD, LONGEST, vec)
@@ -187,7 +180,7 @@ def norm_backward_triton(
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
-    w, a = (x if given is None else given.contiguous() for given in (weight, added))
+    w, a = contiguous_or(x, weight), contiguous_or(x, added)
     dtypes = grad.dtype, x.dtype, w.dtype, a.dtype
     widest = max(grad.itemsize, x.itemsize, a.itemsize)
     flags = added is not None, len(stats) == 2, weight is not None, dweight, dbias

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.decide import OUTLYING, Evidence, Slot
+from tritonamp.kernels.decide import OUTLYING, Evidence, Slot, total_norm
 from tritonamp.kernels.device import tl, triton
 
 SIZE = 64  # values kept, the one of this step included
@@ -74,8 +74,7 @@ def _median(
 @triton.jit
 def _limit(
     row_ptr, x, j, slot, power,
-    TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr,
-    PART: tl.constexpr,
+    LEAST: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Return the median, and the largest value that is no outlier: inf where one is not known."""
     middle = _median(row_ptr, x, j, slot, 0.0, "value", MIDDLE, SIZE, PART)
@@ -103,14 +102,12 @@ def outliers_kernel(
     flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
     inv_scale = tl.div_rn(1.0, tl.load(used_ptr))
     i = tl.arange(0, BLOCK)
+    # inf and NaN fail the comparison; the integer is what a reduction of flags takes
     bad = tl.zeros([BLOCK], tl.int32)
     for at in range(0, n, BLOCK):
         unscaled = tl.load(amax_ptr + at + i, mask=at + i < n, other=0.0) * inv_scale
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
-    squares = tl.zeros([BLOCK], tl.float64)
-    for at in range(0, parts, BLOCK):
-        squares += tl.load(square_ptr + at + i, mask=at + i < parts, other=0.0).to(tl.float64)
-    norm = tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+    norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     # what is skipped for another reason says nothing, and is not kept
     counts = (flag == 0.0) & (earlier == 0.0) & (tl.max(bad, 0) == 0)
     # the slot of this step is the one that is left out of the window
@@ -119,11 +116,9 @@ def outliers_kernel(
     j = tl.arange(0, SIZE)
     losses, norms = tl.load(window_ptr + j), tl.load(window_ptr + SIZE + j)
     skipped = tl.sum(tl.where(j != slot, tl.load(window_ptr + 2 * SIZE + j), 0.0), 0)
-    loss_middle, loss_limit = _limit(
-        window_ptr, losses, j, slot, power, TO_SIGMA, LEAST, MIDDLE, SIZE, PART
-    )
+    loss_middle, loss_limit = _limit(window_ptr, losses, j, slot, power, LEAST, MIDDLE, SIZE, PART)
     norm_middle, norm_limit = _limit(
-        window_ptr + SIZE, norms, j, slot, power, TO_SIGMA, LEAST, MIDDLE, SIZE, PART
+        window_ptr + SIZE, norms, j, slot, power, LEAST, MIDDLE, SIZE, PART
     )
     above = (loss > loss_limit) | (norm > norm_limit)
     found = counts & above & (seen >= SIZE - 1) & (skipped < MOST)
@@ -156,7 +151,7 @@ def outliers_triton(
     tensors = (*evidence, used_scale, loss, limit.window, numbers, flag)
     sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
     constants = (int(Slot.LOSS), OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
-    launch(outliers_kernel, (1, 1, 1), tensors, sizes, constants, 1)
+    Launch(outliers_kernel, (1, 1, 1), sizes, constants, 1)(*tensors)
 
 
 def outliers_torch(
@@ -257,9 +252,7 @@ def _sample(variant: str, loss: float) -> ListSample:
 
 
 OUTLIERS = Implementations(
-    outliers_triton,
-    outliers_torch,
-    [_sample("usual", 3.0), _sample("outlier", 1e6)],
+    outliers_triton, outliers_torch, [_sample("usual", 3.0), _sample("outlier", 1e6)]
 )
 
 
@@ -269,4 +262,4 @@ def shipped() -> Iterator[Shipped]:
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)
     args = evidence, flag, flag, Limit(flag.new_zeros(WINDOW), 6.0), numbers, flag
-    yield Shipped("outliers", outliers_triton, args, 224, None, 0)
+    yield Shipped("outliers", outliers_triton, args, max_registers=224)

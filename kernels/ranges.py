@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, is_normal, magnitude
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
@@ -57,6 +57,7 @@ def ranges_kernel(
     amax = max(tl.max(largest, 0), tl.max(number, 0))
     some = tl.sum(nonzero, 0) + tl.sum((number != 0).to(tl.int32), 0)
     many = tl.sum(normal, 0) + tl.sum(is_normal(number, TYPE).to(tl.int32), 0)
+    # integers: the same in any order of programs
     tl.atomic_max(row_ptr, float_bits(amax, TYPE).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + 1, end - begin, sem="relaxed")
     tl.atomic_add(row_ptr + 2, end - begin - some, sem="relaxed")
@@ -69,7 +70,7 @@ def ranges_triton(x: Tensor, row: Tensor, on: Tensor) -> None:
     block = WARP_SIZE * _WARPS * _VECTORS * vec
     grid = -(-x.numel() // (block * _BLOCKS)), 1, 1
     constants = FORMATS.index(x.dtype), vec, block, _BLOCKS
-    launch(ranges_kernel, grid, (x, row, on), (x.numel(),), constants, _WARPS)
+    Launch(ranges_kernel, grid, (x.numel(),), constants, _WARPS)(x, row, on)
 
 
 def ranges_torch(x: Tensor, row: Tensor, on: Tensor) -> None:

@@ -25,7 +25,7 @@ from tritonamp.kernels._lines import (
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
@@ -112,13 +112,14 @@ def _sum(
     keepdim: bool,
     dtype: torch.dtype,
 ) -> Callable[[Tensor], Tensor]:
-    """Return what computes it of tensors of a shape and of the dtype ``given``."""
+    """Return a function of tensors of one shape and of the dtype ``given``."""
     result, order, first, last = _reduction(shape, dim, keepdim)
     if 0 in shape:
         return lambda x: torch.zeros(result, dtype=dtype, device=x.device)
     if order is not None:
         shape = tuple(shape[d] for d in order)
     launches = []
+    # one launch for each level of the tree: the partial sums are lines of the next
     while True:
         t = tiling(shape, first, last, PER_THREAD, LONGEST, WIDEST // given.itemsize)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
@@ -144,7 +145,7 @@ def _sum(
 def sum_prepared(
     x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """Return what ``sum_triton`` does with tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``sum_triton`` on tensors of the shape and dtype of ``x``."""
     return _sum(x.shape, x.dtype, tuple(dim), keepdim, dtype)
 
 
@@ -186,5 +187,5 @@ def shipped() -> Iterator[Shipped]:
     for case, shape in shapes.items():
         for dtype, result in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
             x = torch.empty(shape, dtype=dtype, device="meta")
-            name = f"sum {dtype} {case}".replace("torch.", "")
-            yield Shipped(name, sum_triton, (x, (1,), False, result), 64, None, 0)
+            name = build_name("sum", dtype, case)
+            yield Shipped(name, sum_triton, (x, (1,), False, result))

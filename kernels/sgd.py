@@ -14,10 +14,9 @@ from torch import Tensor
 from tritonamp.kernels._cpu_steps import sgd_on_cpu
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._multi_tensor import shipped_lists
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, note_overflow
+from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name, shipped_update
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
 from tritonamp.kernels.device import tl, triton
 
@@ -66,9 +65,7 @@ def _update(
 
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
-        copy = p.to(copies.dtype.element_ty)
-        tl.store(copies + offs, copy, mask=mask)
-        note_overflow(overflow_ptr, p, copy, mask, VEC)
+        store_copy(copies, overflow_ptr, offs, mask, p, VEC)
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -92,7 +89,7 @@ def sgd_kernel(
         momentum_buffers = element_pointer(momentum_buffers_ptr, row, MOMENT, VEC)
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # once: the compiler cannot know that the stores leave them alone
+    # loaded once: the compiler cannot know that the stores leave them alone
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
     rule = (
         tl.load(rule_ptr).to(tl.float32), tl.load(rule_ptr + 1).to(tl.float32),
@@ -108,9 +105,7 @@ def sgd_kernel(
             MOMENT is not None, COPY is not None, VEC,
         )  # fmt: skip
     if whole < end:
-        # All warps compute the tail, the first one stores it: formally a race. What a late warp
-        # makes of values that were stored already goes nowhere.
-        offs = whole + tl.arange(0, VEC)
+        offs = tail_offsets(whole, VEC)
         _update(
             offs, offs < end, params, grads, momentum_buffers, copies, overflow, factor, rule,
             MOMENT is not None, COPY is not None, VEC,
@@ -164,21 +159,12 @@ def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor |
 
 
 def sgd(
-    lists: UpdateLists,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    backend: str = "auto",
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, momentum buffers and half copies in place, with arithmetic in FP32.
+    """Update parameters, momentum buffers and half copies in place; arguments as of ``adamw``.
 
-    Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, momentum buffers in FP32 or bfloat16 ("momentum_buffers"; FP64 for FP64
-            parameters, stepped on in FP64; zeros before the first step, whose dampening is 0 in
-            torch), copies, and their hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
-        backend: "auto", "triton" or "eager".
+    The state is "momentum_buffers", in FP32 or bfloat16 (FP64 for FP64 parameters), zeros before
+    the first step, whose dampening is 0 in torch. Steps are not counted.
     """
     lists.run(SGD, sgd_on_cpu, backend, grad_scale, found_inf)
 
@@ -196,31 +182,15 @@ SGD = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels: masters with copies, FP32 parameters, half ones alone."""
-    half, bf16, wide = torch.float16, torch.bfloat16, torch.float32
-    kinds = [
-        (wide, half, half),
-        (wide, bf16, bf16),
-        (wide, wide, half),
-        (wide, wide, None),
-        (half, half, None),
-    ]
-    moments = wide, None, bf16
-    for (param, grad, copy), moment, aligned in itertools.product(kinds, moments, (True, False)):
-        if moment is bf16 and (grad is not half or copy is None):
+    """Yield the dtypes of the levels, with and without momentum."""
+    for level, moment, aligned in itertools.product(LEVELS, (WIDE, None, BF16), (True, False)):
+        _, grad, copy = level
+        if moment is BF16 and (grad is not HALF or copy is None):
             continue
         momentum = moment is not None
-        tensors = shipped_lists(
-            aligned,
-            ("copies", *OPTIONAL),
-            params=param,
-            grads=grad,
-            momentum_buffers=moment or "params",
-            copies=copy or "params",
-        )
         rule = SGDRule(0.1, 0.9 * momentum, 0.0, 0.0, False, False)
-        lists = UpdateLists(tensors, [rule], [0])
-        name = f"sgd {param} {grad} {copy}{' momentum' if momentum else ''}"
-        name = f"{name}{'' if aligned else ' unaligned'}".replace("torch.", "")
-        name += " bf16" if moment is bf16 else ""
-        yield Shipped(name, sgd_triton, (lists, None, None), 64, None, 0, 0)
+        states = {"momentum_buffers": moment or "params"}
+        lists = shipped_update(aligned, level, states, rule, optional=OPTIONAL)
+        words = momentum and "momentum", not aligned and "unaligned", moment is BF16 and "bf16"
+        name = build_name("sgd", *level, *words)
+        yield Shipped(name, sgd_triton, (lists, None, None), max_shared=0)

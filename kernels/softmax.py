@@ -23,17 +23,17 @@ from tritonamp.kernels._lines import (
     line_lead,
     line_offsets,
     power_of_two,
+    segment_bounds,
     tiling,
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
-MAX_REGISTERS = (
-    64  # of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
-)
+# of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
+MAX_REGISTERS = 64
 LONGEST = 32768  # line that registers hold
 
 
@@ -51,6 +51,7 @@ def _add_tile(x_ptr, mask, m, s, SHIFT: tl.constexpr):
     """Return the maximum m, and the sum s of exp(x - m), with a tile of columns more."""
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    # of a line that is all -inf so far x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, SHIFT), 1, keep_dims=True)
     return largest, s
@@ -116,9 +117,11 @@ def softmax_kernel(
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
+    # columns that do not exist are -inf: they never are the maximum, and their exp is 0
     d = tl.load(x_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
     d -= tl.max(d, 1, keep_dims=True)
     e = exp_shifted(d, SHIFT)
+    # one reciprocal a line: exp(d) / s takes half as many instructions again
     s = tl.sum(e, 1, keep_dims=True)
     y = d - tl.log2(s) * 0.6931471805599453 if LOG else e * (1 / s)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -155,9 +158,7 @@ def softmax_part_kernel(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     split = tl.program_id(1)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + split.to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     m, s = _max_and_sum(
         x_ptr, lines, valid, begin, end, rows, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK, SHIFT
     )
@@ -185,9 +186,7 @@ def softmax_rest_kernel(
     # behind the mask: the sum would absorb a bare product as a multiply-add, so that each lane
     # rounds its own differently, and lanes an ulp apart would write to one word of shared memory
     s = tl.sum(tl.where(mask, part_s * exp_shifted(part_m - base, 0.0), 0.0), 1, keep_dims=True)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     _write(
         x_ptr, y_ptr, lines, valid, m, s, begin, end, rows,
         LOG, SHIFT, ROW_MAJOR, ALIGN, VEC, BLOCK,
@@ -198,7 +197,7 @@ def softmax_rest_kernel(
 def _forward(
     shape: tuple[int, ...], given: torch.dtype, dim: int, dtype: torch.dtype, log: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return what computes it of tensors of a shape and of the dtype ``given``."""
+    """Return a function of tensors of one shape and of the dtype ``given``."""
     vec = WIDEST // max(given.itemsize, dtype.itemsize)
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, vec)
     # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away
@@ -223,7 +222,7 @@ def _forward(
 
 
 def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[[Tensor], Tensor]:
-    """Return the same of lines that programs share."""
+    """Return that function for lines that several programs share."""
     sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
     part = Launch(softmax_part_kernel, t.grid, sizes, (shift, *t.layout), t.num_warps)
     constants = log, shift, splits, *t.layout
@@ -241,7 +240,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[
 
 
 def softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what ``softmax_triton`` does with tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``softmax_triton`` on tensors of the shape and dtype of ``x``."""
     return _forward(x.shape, x.dtype, dim, dtype, False)
 
 
@@ -266,7 +265,7 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> T
 
 
 def log_softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return what ``log_softmax_triton`` does with tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``log_softmax_triton`` on tensors like ``x``."""
     return _forward(x.shape, x.dtype, dim, dtype, True)
 
 
@@ -310,8 +309,8 @@ def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.d
     shapes["split inner"] = 1, 2200, 8
     for case, shape in shapes.items():
         for dtype, result in ((half, half), (bf16, bf16), (half, wide)):
-            name = f"{'log_softmax' if result is wide else 'softmax'} {dtype} {case}"
-            yield name.replace("torch.", ""), shape, dtype, result
+            name = build_name("log_softmax" if result is wide else "softmax", dtype, case)
+            yield name, shape, dtype, result
 
 
 def shipped() -> Iterator[Shipped]:

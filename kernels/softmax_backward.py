@@ -20,6 +20,7 @@ from tritonamp.kernels._lines import (
     line_lead,
     line_offsets,
     power_of_two,
+    segment_bounds,
     tiling,
     whole_vectors,
 )
@@ -34,7 +35,7 @@ LONGEST = 16384  # line that registers hold, half as long as in the forward: the
 
 @triton.jit
 def _term(g, y, LOG: tl.constexpr):
-    """Return what a line's gradients are summed up of."""
+    """Return the terms of a line's sum."""
     return g if LOG else g * y
 
 
@@ -147,9 +148,7 @@ def softmax_backward_part_kernel(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     split = tl.program_id(1)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + split.to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     total = _total(
         g_ptr, y_ptr, lines, valid, begin, end, rows, LOG, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK
     )
@@ -170,9 +169,7 @@ def softmax_backward_rest_kernel(
     j = tl.arange(0, SPLITS)[None, :]
     parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
     total = tl.sum(parts, 1, keep_dims=True)
-    lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
-    begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
-    end = min(begin + steps * BLOCK, lead + n)
+    begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     _write_gradient(
         g_ptr, y_ptr, dx_ptr, lines, valid, total, begin, end, rows,
         LOG, ROW_MAJOR, ALIGN, VEC, BLOCK,
@@ -200,7 +197,7 @@ def _backward(
     dtype: torch.dtype,
     log: bool,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what computes it of contiguous gradients and outputs of a shape and these dtypes."""
+    """Return a function of contiguous gradients and outputs of one shape and these dtypes."""
     t = _backward_tiling(shape, dim, WIDEST // max(d.itemsize for d in (incoming, given, dtype)))
     if t.lines * t.n == 0:
         return lambda grad, y: torch.empty_like(y, dtype=dtype)
@@ -218,7 +215,7 @@ def _backward(
 
 
 def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the same of lines that programs share."""
+    """Return that function for lines that several programs share."""
     sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
     part = Launch(softmax_backward_part_kernel, t.grid, sizes, (log, *t.layout), t.num_warps)
     constants = log, splits, *t.layout

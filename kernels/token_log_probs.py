@@ -10,7 +10,6 @@ row is read once, in several tiles where it is long. m, log(s) and the entropy a
 gradient.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -29,7 +28,8 @@ from tritonamp.kernels._lines import (
     whole_vectors,
 )
 from tritonamp.kernels._sample import Sample
-from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels.cross_entropy import minus_logits_of_targets, sample_targets
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
@@ -43,9 +43,11 @@ def _add_tile(x_ptr, mask, m, s, far, scale, ENTROPY: tl.constexpr):
     """Return the maximum m, the sum s of e = exp2((x - m) * scale), and that of e * (m - x)."""
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
+    # of a row that is all -inf so far x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     e, shrink = tl.exp2((x - base) * scale), tl.exp2((m - base) * scale)
     if ENTROPY:
+        # each e * (m - x) so far shrinks with e, and its distance grows with the maximum
         before = tl.where(m == -float("inf"), 0.0, m)
         tile = tl.where(e == 0.0, 0.0, e * (base - x))  # of -inf the product would be NaN
         far = shrink * (far + s * (base - before)) + tl.sum(tile, 1, keep_dims=True)
@@ -111,16 +113,9 @@ def token_log_probs_triton(
     stats = x.new_empty((2 + entropy, *target.shape), dtype=torch.float32)
     if not x.numel():
         return log_probs.zero_(), stats.zero_()
-    minus = _minus_logits_of_targets(x, target).float()
+    minus = minus_logits_of_targets(x, target, -1, NO_CLASS).float()
     _launch(x.shape, x.dtype, float(temperature), entropy)(x, minus, log_probs, stats)
     return log_probs, stats
-
-
-def _minus_logits_of_targets(x: Tensor, target: Tensor) -> Tensor:
-    """Return -x[target]; torch's kernel notices a target that is no class."""
-    lines = x.reshape(-1, x.shape[-1])
-    picked, _ = torch.ops.aten.nll_loss_forward(lines, target.reshape(-1), None, 0, NO_CLASS)
-    return picked.view(target.shape)
 
 
 def token_log_probs_torch(
@@ -136,7 +131,7 @@ def token_log_probs_torch(
     numbers = [m.squeeze(-1), s.log()]
     if entropy:
         numbers.append(s.log() - (e * d).masked_fill(e == 0, 0.0).sum(-1) / s)
-    return -_minus_logits_of_targets(d, target) - s.log(), torch.stack(numbers)
+    return -minus_logits_of_targets(d, target, -1, NO_CLASS) - s.log(), torch.stack(numbers)
 
 
 def token_log_probs(
@@ -166,9 +161,7 @@ def token_log_probs(
 def sample_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return ``x`` with its lines along ``dim`` as rows, and a class for each."""
     rows = x.movedim(dim, -1)
-    number = torch.arange(math.prod(rows.shape[:-1]), device=x.device).view(rows.shape[:-1])
-    n = max(rows.shape[-1], 1)
-    return rows, (7 * number + n - 1) % n
+    return rows, sample_targets(rows, -1, ignored=False)
 
 
 def sample_stats(x: Tensor, target: Tensor, entropy: bool) -> Tensor:
@@ -201,8 +194,8 @@ def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
     ):
         x = torch.empty((4096, n), dtype=dtype, device="meta")
         target = torch.empty(4096, dtype=torch.int64, device="meta")
-        name = f"token_log_probs {dtype} n={n}{' entropy' if entropy else ''}"
-        yield name.replace("torch.", ""), x, target, entropy
+        name = build_name("token_log_probs", dtype, f"n={n}", entropy and "entropy")
+        yield name, x, target, entropy
 
 
 def shipped() -> Iterator[Shipped]:

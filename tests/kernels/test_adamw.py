@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._adam_rates import RATES, _power
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw import OPTIONAL, AdamRule, adamw
@@ -415,7 +415,7 @@ def test_powers(triton_device: torch.device, base: float) -> None:
     )
     bases = torch.full((16,), base, dtype=FP64, device=triton_device)
     out = torch.empty_like(bases)
-    launch(power_kernel, (1, 1, 1), (bases, exponents.int().to(triton_device), out), (), (16,), 1)
+    Launch(power_kernel, (1, 1, 1), (), (16,), 1)(bases, exponents.int().to(triton_device), out)
     for n, result in zip(exponents.tolist(), out.tolist(), strict=True):
         assert result == pytest.approx(base**n, rel=max(n, 1) * 2.0**-53, abs=1e-300)
 

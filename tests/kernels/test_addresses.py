@@ -13,7 +13,7 @@ import torch
 
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import reduce, softmax, softmax_backward
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import column_offsets, line_offsets
 from tritonamp.kernels.device import INTERPRETED, tl, triton
 
@@ -132,14 +132,7 @@ def test_offsets_beyond_32_bits(triton_device: torch.device, place: Place) -> No
     valid = torch.empty(ROWS, dtype=torch.int8, device=triton_device)
     exist = torch.empty(BLOCK, dtype=torch.int8, device=triton_device)
     sizes = place.pid, start, place.rows, place.n, place.blocks
-    launch(
-        offsets_kernel,
-        (1, 1, 1),
-        (offs, numbers, valid, exist),
-        sizes,
-        place.layout,
-        1,
-    )
+    Launch(offsets_kernel, (1, 1, 1), sizes, place.layout, 1)(offs, numbers, valid, exist)
     rows, columns = len(place.lines()), min(place.n - start, BLOCK)
     assert (valid.tolist(), exist.tolist()) == (
         [i < rows for i in range(ROWS)],

@@ -111,7 +111,7 @@ def test_kernels_are_compiled_with_these_options(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_launch, "amd_architecture", lambda device: "gfx942")
     monkeypatch.setattr(_launch, "_compiled", {})
     kernel = mock.MagicMock()
-    _launch._find(kernel, (1, 1, 1), (torch.zeros(4),), (), (), 8, 64)
+    _launch.Launch(kernel, (1, 1, 1), (), (), 8, 64)._find((torch.zeros(4),))
     assert kernel.warmup.call_args.kwargs == {
         "grid": (1, 1, 1),
         "num_warps": 4,

@@ -1,4 +1,4 @@
-"""``launch`` against Triton's own compiler, with a driver that records what it is given instead of
+"""``Launch`` against Triton's own compiler, with a driver that records what it is given instead of
 a GPU.
 """
 
@@ -89,7 +89,9 @@ softmax.softmax_triton(torch.zeros(4, 1000, dtype=half), 1, half)
 assert len(loaded) == 4, loaded
 
 # sizes beyond 2**31
-wide = _launch.launch
+def wide(kernel, grid, tensors, *rest):
+    _launch.Launch(kernel, grid, *rest)(*tensors)
+
 meta = torch.zeros(16, dtype=half)
 wide(reduce.sum_kernel, (1, 1, 1), (meta, meta), (1, 2**31, 1, 1, 1), (True, 8, 8, 1, 1024), 1)
 assert calls[-1].build.signature["n"] == "i64" and calls[-1].build.signature["rows"] == "i32"
@@ -255,7 +257,7 @@ def test_a_kernel_may_take_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "_compiled", {})
     monkeypatch.setattr(_launch, "_compile", lambda kernel, grid, args, options: args)
     tensor = torch.zeros(16)
-    found = _launch._find(object(), (1, 1, 1), (tensor,), (), (True,), 1)
+    found = _launch.Launch(object(), (1, 1, 1), (), (True,), 1)._find((tensor,))
     assert found == (tensor, True)
 
 

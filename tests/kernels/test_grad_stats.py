@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _device_tables, _tables
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.device import INTERPRETED, tl, triton
@@ -160,7 +160,7 @@ def test_magnitudes_as_integers(triton_device: torch.device, dtype: torch.dtype)
         torch.empty(len(x), dtype=torch.int32, device=triton_device) for _ in range(2)
     )
     kind = getattr(tl, _tables.DTYPES[dtype])
-    launch(magnitude_kernel, (1, 1, 1), (x, magnitude, bits), (), (kind, len(x)), 4)
+    Launch(magnitude_kernel, (1, 1, 1), (), (kind, len(x)), 4)(x, magnitude, bits)
     result = bits.view(torch.float32)
     torch.testing.assert_close(result, x.float().abs(), rtol=0, atol=0, equal_nan=True)
     assert not result.signbit().any()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _lines, reduce, softmax
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     Tiling,
     column_offsets,
@@ -221,13 +221,8 @@ def assert_visits_each_once(
     guard, size = 64, expected.numel()
     seen = torch.full((size + 2 * guard,), -1, device=device)
     visits = torch.zeros(size + 2 * guard, dtype=torch.int32, device=device)
-    launch(
-        visit_kernel,
-        t.grid,
-        (seen[guard:], visits[guard:]),
-        (*t.sizes, t.steps),
-        t.layout,
-        t.num_warps,
+    Launch(visit_kernel, t.grid, (*t.sizes, t.steps), t.layout, t.num_warps)(
+        seen[guard:], visits[guard:]
     )
     inside = slice(guard, guard + size)
     assert torch.equal(seen[inside].cpu(), expected.flatten())

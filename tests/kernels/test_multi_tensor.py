@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tritonamp.kernels import _device_tables, _multi_tensor, _tables
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._device_tables import MAX_CHUNK, MIN_CHUNK, PROGRAMS, _chunk
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels.cast import CAST
@@ -63,14 +63,9 @@ def add(lists: TensorLists) -> list[Table]:
         for t in plan.tables:
             vec = 4 if t.aligned else 1
             arrays = t.pointers["x"], t.pointers["y"], t.numel, t.first, t.rows
-            launch(
-                add_kernel,
-                (t.chunks, 1, 1),
-                arrays,
-                (t.chunk,),
-                (t.type("x"), t.type("y"), vec, 1024),
-                1,
-            )
+            Launch(
+                add_kernel, (t.chunks, 1, 1), (t.chunk,), (t.type("x"), t.type("y"), vec, 1024), 1
+            )(*arrays)
     return plan.tables
 
 
@@ -271,7 +266,7 @@ def test_bounds_beyond_32_bits(triton_device: torch.device, vec: int, first: int
     for rest in (1, 7, 8, MAX_CHUNK - 1, MAX_CHUNK):
         numbers = torch.tensor([[start + MAX_CHUNK + rest], [first]], device=triton_device)
         out = torch.zeros(2, 3, dtype=torch.int64, device=triton_device)
-        launch(bounds_kernel, (2, 1, 1), (out, numbers[0], numbers[1]), (MAX_CHUNK,), (vec,), 1)
+        Launch(bounds_kernel, (2, 1, 1), (MAX_CHUNK,), (vec,), 1)(out, numbers[0], numbers[1])
         middle, end = start + MAX_CHUNK, start + MAX_CHUNK + rest
         assert out.tolist() == [[start, middle, middle], [middle, end // vec * vec, end]]
 

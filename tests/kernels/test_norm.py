@@ -178,3 +178,14 @@ def test_long_lines_do_not_lose_their_variance_to_a_large_mean(
         assert_within(stats, expected, 2.0**-12 * expected)
     else:
         torch.testing.assert_close(y.abs(), torch.ones_like(y), rtol=2e-3, atol=0.0)
+
+
+@each_kind
+def test_weights_may_have_gaps(device: torch.device, backend: str, center: bool) -> None:
+    made = inputs((3, 40), DTYPES[0], device)
+    weights = (made.weight, made.bias) if center else (made.weight, None)
+    apart = [w if w is None else torch.stack([w, -w], 1)[:, 0] for w in weights]
+    results = [
+        norm(made.x, *given, made.n, EPS, center, HALF, backend) for given in (weights, apart)
+    ]
+    assert all(map(torch.equal, *results))

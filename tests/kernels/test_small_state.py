@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _small_state as small
-from tritonamp.kernels._launch import launch
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._small_state import BLOCK, SIGNED, UNSIGNED, cut, decode, encode, join
 from tritonamp.kernels.device import tl, triton
 
@@ -373,7 +373,7 @@ def random_kernel(step_ptr, number_ptr, first_ptr, second_ptr, BLOCK: tl.constex
 def test_random_bits_are_the_twins(triton_device: torch.device, step: float, number: int) -> None:
     found = [torch.zeros(2048, dtype=torch.int64, device=triton_device) for _ in range(2)]
     told = torch.tensor(step, device=triton_device), torch.tensor(number, device=triton_device)
-    launch(random_kernel, (2, 1, 1), (*told, *found), (), (1024,), 4)
+    Launch(random_kernel, (2, 1, 1), (), (1024,), 4)(*told, *found)
     both = small.random_bits_twin(torch.empty(2048), torch.tensor(step), number)
     assert [bits_of.tolist() for bits_of in found] == [bits_of.tolist() for bits_of in both]
 
@@ -392,7 +392,7 @@ def test_rounding_is_the_twins(triton_device: torch.device, dropped: int) -> Non
     x, random = x[:n].contiguous(), random_bits(n)
     out = torch.zeros(n, device=triton_device)
     tensors = x.to(triton_device), random.to(triton_device), out
-    launch(rounded_kernel, (n // 1024, 1, 1), tensors, (), (dropped, 1024), 4)
+    Launch(rounded_kernel, (n // 1024, 1, 1), (), (dropped, 1024), 4)(*tensors)
     assert same(out.cpu(), small.rounded_twin(x, random, dropped))
 
 
@@ -429,7 +429,7 @@ def test_moments_are_the_twins(triton_device: torch.device, kind: int, rows: int
         torch.zeros(len(x)),
     ]
     tensors = [t.to(triton_device) for t in (x, random, *made, torch.tensor(end))]
-    launch(moment_kernel, (24 // rows, 1, 1), tuple(tensors), (), (kind, rows), 1)
+    Launch(moment_kernel, (24 // rows, 1, 1), (), (kind, rows), 1)(*tensors)
     codes, exponents, out = (t.cpu() for t in tensors[2:5])
     right = encode(x, random, kind)
     # codes of a block that is marked mean nothing
@@ -467,7 +467,7 @@ def test_masters_are_the_twins(triton_device: torch.device, half: torch.dtype) -
         torch.zeros(n, dtype=dtype, device=triton_device) for dtype in (WIDE, torch.int16, WIDE)
     )
     constants = half is BF16, 1024
-    launch(split_kernel, grid, (x.to(triton_device), upper, rest, out), (), constants, 4)
+    Launch(split_kernel, grid, (), constants, 4)(x.to(triton_device), upper, rest, out)
     right = cut(x, half)
     assert same(upper.cpu(), right[0].float())
     assert torch.equal(rest.cpu(), right[1])
@@ -476,5 +476,5 @@ def test_masters_are_the_twins(triton_device: torch.device, half: torch.dtype) -
     upper = patterns(half)[:: 0x10000 // n][:n].contiguous()
     rest = torch.tensor(EDGES, dtype=torch.int16).repeat(n // len(EDGES) + 1)[:n]
     tensors = upper.float().to(triton_device), rest.to(triton_device), out
-    launch(joined_kernel, grid, tensors, (), constants, 4)
+    Launch(joined_kernel, grid, (), constants, 4)(*tensors)
     assert same(out.cpu(), join(upper, rest))

@@ -19,7 +19,6 @@ from tritonamp.kernels import (
     _implementations,
     _launch,
     adamw,
-    decide,
 )
 from tritonamp.kernels import device as hardware
 
@@ -39,19 +38,14 @@ each_half = pytest.mark.parametrize("half", HALVES, ids=str)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     """Names and constants of the kernels that were launched."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
-    again, once = _launch.Launch.__call__, decide.launch
+    again = _launch.Launch.__call__
 
     def noted(launch: _launch.Launch, *given: Tensor) -> None:
         if OF_STEPS.match(launch.kernel.__name__):
             calls.append((launch.kernel.__name__, launch.constants))
         again(launch, *given)
 
-    def noted_once(kernel: Any, *args: Any) -> Any:
-        calls.append((kernel.__name__, args[3]))
-        return once(kernel, *args)
-
     monkeypatch.setattr(_launch.Launch, "__call__", noted)
-    monkeypatch.setattr(decide, "launch", noted_once)
     return calls
 
 
@@ -417,18 +411,18 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._again: list[Callable[[], None]] = []
         self._records = False
-        for module in (_launch, decide):
+        original = _launch.Launch.__call__
 
-            def launch(*args: Any, original: Any = module.launch) -> None:
-                def run() -> None:
-                    with _disable_current_modes():
-                        original(*args)
+        def recorded(launch: _launch.Launch, *given: Tensor) -> None:
+            def run() -> None:
+                with _disable_current_modes():
+                    original(launch, *given)
 
-                run()
-                if self._records:
-                    self._again.append(run)
+            run()
+            if self._records:
+                self._again.append(run)
 
-            monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(_launch.Launch, "__call__", recorded)
 
     def __enter__(self) -> "Tape":
         self._records = True
