@@ -161,8 +161,8 @@ def compiled(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
     """A GPU in software, which sees what the host does to it."""
-    if not driver.is_loaded():
-        pytest.skip("the GPU in software needs cc, and a machine without a GPU")
+    if obstacle := driver.obstacle():
+        pytest.skip(obstacle)
     if request.node.get_closest_marker("compiled"):
         pytest.skip("torch.compile would look through the tensors of the GPU in software")
     kernels = interpreted
