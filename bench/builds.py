@@ -127,17 +127,23 @@ class Build(NamedTuple):
 
 
 def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[Build]:
-    small = set()  # kernels that handle a few numbers come with many calls
+    """Yield the builds of these kernel modules, of calls whose name the regular expression finds.
+
+    A kernel that handles a few numbers comes with many calls: the first of all has its build, with
+    whatever is asked for.
+    """
+    small = set()
     for module in pkgutil.iter_modules(tritonamp.kernels.__path__):
-        if not ops or module.name in ops:
-            for arch in archs:
-                for build in module_builds(
-                    importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, only
-                ):
-                    if build.moves_tensors or (build.kernel, arch) not in small:
-                        yield build
-                    if not build.moves_tensors:
-                        small.add((build.kernel, arch))
+        for arch in archs:
+            for build in module_builds(
+                importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, ""
+            ):
+                is_first = (build.kernel, arch) not in small
+                if not build.moves_tensors:
+                    small.add((build.kernel, arch))
+                asked = (not ops or module.name in ops) and re.search(only, build.call)
+                if asked and (build.moves_tensors or is_first):
+                    yield build
 
 
 class Call(NamedTuple):
