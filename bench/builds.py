@@ -133,16 +133,19 @@ def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[
     whatever is asked for.
     """
     small = set()
-    for module in pkgutil.iter_modules(tritonamp.kernels.__path__):
+    modules = sorted(module.name for module in pkgutil.iter_modules(tritonamp.kernels.__path__))
+    asked = [name for name in modules if not ops or name in ops]
+    for name in modules:
+        if name > max(asked, default=""):
+            return
+        module = importlib.import_module(f"tritonamp.kernels.{name}")
         for arch in archs:
-            for build in module_builds(
-                importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, ""
-            ):
+            for build, _ in module_launches(module, arch):
                 is_first = (build.kernel, arch) not in small
                 if not build.moves_tensors:
                     small.add((build.kernel, arch))
-                asked = (not ops or module.name in ops) and re.search(only, build.call)
-                if asked and (build.moves_tensors or is_first):
+                fits = name in asked and re.search(only, build.call)
+                if fits and (build.moves_tensors or is_first):
                     yield build
 
 
@@ -154,12 +157,7 @@ class Call(NamedTuple):
     sizes: tuple[float, ...]
 
 
-def module_builds(module: Any, arch: Arch, only: str) -> Iterator[Build]:
-    for build, _ in module_launches(module, arch, only):
-        yield build
-
-
-def module_launches(module: Any, arch: Arch, only: str) -> Iterator[tuple[Build, Call]]:
+def module_launches(module: Any, arch: Arch, only: str = "") -> Iterator[tuple[Build, Call]]:
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue
