@@ -126,17 +126,26 @@ class Build(NamedTuple):
 
 
 def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[Build]:
-    small = set()  # kernels that handle a few numbers come with many calls
-    for module in pkgutil.iter_modules(tritonamp.kernels.__path__):
-        if not ops or module.name in ops:
-            for arch in archs:
-                for build in module_builds(
-                    importlib.import_module(f"tritonamp.kernels.{module.name}"), arch, only
-                ):
-                    if build.moves_tensors or (build.kernel, arch) not in small:
-                        yield build
-                    if not build.moves_tensors:
-                        small.add((build.kernel, arch))
+    """Yield the builds of these kernel modules, of calls whose name the regular expression finds.
+
+    A kernel that handles a few numbers comes with many calls: the first of all has its build, with
+    whatever is asked for.
+    """
+    small = set()
+    modules = sorted(module.name for module in pkgutil.iter_modules(tritonamp.kernels.__path__))
+    asked = [name for name in modules if not ops or name in ops]
+    for name in modules:
+        if name > max(asked, default=""):
+            return
+        module = importlib.import_module(f"tritonamp.kernels.{name}")
+        for arch in archs:
+            for build, _ in module_launches(module, arch):
+                is_first = (build.kernel, arch) not in small
+                if not build.moves_tensors:
+                    small.add((build.kernel, arch))
+                fits = name in asked and re.search(only, build.call)
+                if fits and (build.moves_tensors or is_first):
+                    yield build
 
 
 class Call(NamedTuple):
@@ -147,12 +156,7 @@ class Call(NamedTuple):
     sizes: tuple[float, ...]
 
 
-def module_builds(module: Any, arch: Arch, only: str) -> Iterator[Build]:
-    for build, _ in module_launches(module, arch, only):
-        yield build
-
-
-def module_launches(module: Any, arch: Arch, only: str) -> Iterator[tuple[Build, Call]]:
+def module_launches(module: Any, arch: Arch, only: str = "") -> Iterator[tuple[Build, Call]]:
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from case import Case
-from norm_ops import BF16, EPS, HALF, compiled, differentiated
-from row_ops import ELEMENTS, under_flag_gems
+from norm_ops import BF16, EPS, HALF, forward_or_gradients
+from row_ops import ELEMENTS, compiled, under_flag_gems
 from timing import Work
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def work(
     x = torch.randn(shape, dtype=dtype, device=device).contiguous(memory_format=form)
     weights = torch.rand(2, shape[1], device=device).to(dtype if half_weights else torch.float32)
     given = Inputs(*(t.clone().requires_grad_() for t in (x, *weights)))
-    return differentiated(make(device), given, backward)
+    return forward_or_gradients(make(device), given, backward)
 
 
 def cases(toy: bool) -> list[Case]:

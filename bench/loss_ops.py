@@ -8,7 +8,7 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from case import Case
-from row_ops import under_flag_gems
+from row_ops import compiled, under_flag_gems
 from timing import Work
 from torch import Tensor
 
@@ -34,13 +34,6 @@ def autocast(x: Tensor, target: Tensor) -> Tensor:
     """As it stands in torch: log-probabilities are rounded to half."""
     with torch.autocast(x.device.type, x.dtype):
         return F.cross_entropy(x, target)
-
-
-def compiled(function: Loss, device: torch.device) -> Loss:
-    torch._dynamo.reset()  # a shape of its own for each case, not a dynamic one
-    # on a CPU inductor would wait for a C++ compiler
-    backend = "inductor" if device.type == "cuda" else "eager"
-    return torch.compile(function, dynamic=False, backend=backend)
 
 
 def liger(x: Tensor, target: Tensor) -> Tensor:

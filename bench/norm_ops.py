@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from case import Case
-from row_ops import ELEMENTS, TOY_LENGTH, under_flag_gems
+from row_ops import ELEMENTS, TOY_LENGTH, compiled, differentiated, under_flag_gems
 from timing import Work
 from torch import Tensor
 
@@ -117,13 +116,6 @@ def peers() -> dict[str, tuple[Callable[[torch.device], Norm], bool]]:
     }
 
 
-def compiled(norm: Any, device: torch.device) -> Any:
-    torch._dynamo.reset()  # a shape of its own for each case, not a dynamic one
-    # on a CPU inductor would wait for a C++ compiler
-    backend = "inductor" if device.type == "cuda" else "eager"
-    return torch.compile(norm, dynamic=False, backend=backend)
-
-
 def inputs(
     kind: str, shape: tuple[int, int], dtype: torch.dtype, half_weights: bool, device: Any
 ) -> Inputs:
@@ -151,25 +143,16 @@ def work(
     device: torch.device,
 ) -> Work:
     """Make a forward without autograd, or the gradients of input and weights."""
-    return differentiated(make(device), inputs(kind, shape, dtype, half_weights, device), backward)
+    return forward_or_gradients(
+        make(device), inputs(kind, shape, dtype, half_weights, device), backward
+    )
 
 
-def differentiated(norm: Callable[[Any], Any], given: Any, backward: bool) -> Work:
+def forward_or_gradients(norm: Callable[[Any], Any], given: Any, backward: bool) -> Work:
     """Make what a norm of these tensors takes: the forward, or its gradients from results."""
     if not backward:
         return Work([torch.no_grad()(functools.partial(norm, given))])
-    wanted = [t for t in given if t is not None]
-    with torch._functorch.config.patch(
-        donated_buffer=False
-    ):  # or a compiled backward runs only once
-        results = norm(given)
-        grads = [torch.randn_like(y) for y in results]
-
-        def call() -> Any:
-            return torch.autograd.grad(results, wanted, grads, retain_graph=True)
-
-        call()
-    return Work([call])
+    return differentiated(lambda: norm(given), [t for t in given if t is not None])
 
 
 def cases(toy: bool) -> list[Case]:

@@ -3,10 +3,11 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from case import Case
 from timing import Work, sets_beyond_l2
 from torch import Tensor
@@ -93,12 +94,11 @@ def autocast(op: Op, x: Tensor) -> Tensor:
     return y if op.wide else y.to(x.dtype)
 
 
-def compiled(op: Op, device: torch.device) -> Forward:
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     torch._dynamo.reset()  # a shape of its own for each case, not a dynamic one
-    backend = (
-        "inductor" if device.type == "cuda" else "eager"
-    )  # on a CPU inductor would wait for a C++ compiler
-    return torch.compile(functools.partial(eager, op), dynamic=False, backend=backend)
+    # on a CPU inductor would wait for a C++ compiler
+    backend = "inductor" if device.type == "cuda" else "eager"
+    return torch.compile(function, dynamic=False, backend=backend)
 
 
 def liger(x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def forwards(op: Op, attention: bool) -> dict[str, Make]:
         "tritonamp": lambda _: functools.partial(tritonamp, op),
         "eager": lambda _: functools.partial(eager, op),
         "autocast": lambda _: functools.partial(autocast, op),
-        "compile": lambda device: compiled(op, device),
+        "compile": functools.partial(compiled, functools.partial(eager, op)),
     }
     if op.name == "softmax":
         found["Liger-Kernel"] = lambda _: liger
@@ -151,14 +151,21 @@ def backward_work(
 ) -> Work:
     """Make a backward that materialises its gradient: what comes next would have to read it."""
     x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    forward = make(device)
+    return differentiated(lambda: [forward(x)], [x])
+
+
+def differentiated(forward: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Work:
+    """Make the gradients of inputs from random ones of what ``forward`` returns."""
     with torch._functorch.config.patch(
         donated_buffer=False
     ):  # or a compiled backward runs only once
-        y = make(device)(x)
-        grad = torch.randn_like(y)
+        results = forward()
+        grads = [torch.randn_like(y) for y in results]
 
         def call() -> Any:
-            return torch.autograd.grad(y, x, grad, retain_graph=True)[0].contiguous()
+            found = torch.autograd.grad(results, inputs, grads, retain_graph=True)
+            return [grad.contiguous() for grad in found]
 
         call()
     return Work([call])

@@ -1,7 +1,9 @@
 """What an optimizer step is made of, and whole steps, on the parameters of real models."""
 
 import functools
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from case import Case
@@ -18,6 +20,7 @@ LR = 1e-5
 MAX_NORM = 1.0
 
 Build = Callable[[], nn.Module]
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def gpt(vocabulary: int, context: int, width: int, layers: int) -> nn.Module:
@@ -97,31 +100,8 @@ def unscale_and_norm(build: Build, device: torch.device) -> Work:
     return Work([call])
 
 
-def adamw(kind: str, build: Build, device: torch.device) -> Work:
-    """``optimizer.step()`` alone."""
-    params = parameters(
-        build, device, {"fused AdamW": torch.float32, "optimi": torch.bfloat16}.get(kind, HALF)
-    )
-    optimizer: torch.optim.Optimizer
-    if kind == "tritonamp":
-        optimizer = tritonamp.optim.AdamW(params, lr=LR)
-    elif kind == "fused AdamW":
-        optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
-    elif kind == "apex":
-        from apex.optimizers import FusedAdam
-
-        optimizer = FusedAdam(
-            params, lr=LR, weight_decay=1e-2, capturable=True, master_weights=True
-        )
-    else:
-        from optimi import AdamW
-
-        optimizer = AdamW(params, lr=LR)
-    return Work([optimizer.step])
-
-
 def stepping(
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: Optimizer,
     dtype: torch.dtype,
     build: Build,
     device: torch.device,
@@ -130,45 +110,27 @@ def stepping(
     return Work([optimizer(parameters(build, device, dtype)).step])
 
 
-def our_adamw(state: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    return functools.partial(tritonamp.optim.AdamW, lr=LR, state=state)
+def imported(module: str, name: str, **options: Any) -> Optimizer:
+    """Return a peer's optimizer, whose package is imported where it is made."""
+    return lambda params: getattr(importlib.import_module(module), name)(params, lr=LR, **options)
 
 
+OUR_ADAMW = functools.partial(tritonamp.optim.AdamW, lr=LR)
 FUSED_ADAMW = functools.partial(torch.optim.AdamW, lr=LR, fused=True)
-
-
-def bitsandbytes_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    optimizer: torch.optim.Optimizer = AdamW8bit(params, lr=LR)
-    return optimizer
-
-
-def bitsandbytes_lion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import Lion8bit
-
-    optimizer: torch.optim.Optimizer = Lion8bit(params, lr=LR)
-    return optimizer
-
-
-def torchao_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    optimizer: torch.optim.Optimizer = AdamW8bit(params, lr=LR)
-    return optimizer
-
+OF_APEX = {"weight_decay": 1e-2, "capturable": True, "master_weights": True}
+ADAMWS: dict[str, tuple[Optimizer, torch.dtype]] = {
+    "tritonamp": (OUR_ADAMW, HALF),
+    "fused AdamW": (FUSED_ADAMW, torch.float32),
+    "apex": (imported("apex.optimizers", "FusedAdam", **OF_APEX), HALF),
+    "optimi": (imported("optimi", "AdamW"), torch.bfloat16),
+}
+"""By peer, its AdamW and the dtype of the parameters that it steps on."""
 
 OUR_SGD = functools.partial(tritonamp.optim.SGD, lr=LR, momentum=0.9)
 TORCHS_SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
 
 OUR_LION = functools.partial(tritonamp.optim.Lion, lr=LR)
 OUR_LION_8BIT = functools.partial(tritonamp.optim.Lion, lr=LR, state="8bit")
-
-
-def optimis_lion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    from optimi import Lion
-
-    return Lion(params, lr=LR)
 
 
 def muon(kind: type[torch.optim.Optimizer], build: Build, device: torch.device) -> Work:
@@ -328,17 +290,16 @@ def cases(toy: bool) -> list[Case]:
             ),
             "optimizer": (
                 28,
-                {
-                    kind: functools.partial(adamw, kind)
-                    for kind in ("tritonamp", "fused AdamW", "apex", "optimi")
-                },
+                {peer: functools.partial(stepping, *given) for peer, given in ADAMWS.items()},
                 {"tritonamp": 28, "fused AdamW": 28},
                 ("adamw",),
             ),
             "optimizer, state bf16": (
                 20,
                 {
-                    "tritonamp": functools.partial(stepping, our_adamw("bf16"), HALF),
+                    "tritonamp": functools.partial(
+                        stepping, functools.partial(OUR_ADAMW, state="bf16"), HALF
+                    ),
                     "fused AdamW": functools.partial(stepping, FUSED_ADAMW, torch.float32),
                 },
                 {"tritonamp": 20, "fused AdamW": 28},
@@ -347,10 +308,16 @@ def cases(toy: bool) -> list[Case]:
             "optimizer, state 8bit": (  # bitsandbytes and torchao: FP32 parameters, 8-bit moments
                 14,
                 {
-                    "tritonamp": functools.partial(stepping, our_adamw("8bit"), HALF),
+                    "tritonamp": functools.partial(
+                        stepping, functools.partial(OUR_ADAMW, state="8bit"), HALF
+                    ),
                     "fused AdamW": functools.partial(stepping, FUSED_ADAMW, torch.float32),
-                    "bitsandbytes": functools.partial(stepping, bitsandbytes_adamw, torch.float32),
-                    "torchao": functools.partial(stepping, torchao_adamw, torch.float32),
+                    "bitsandbytes": functools.partial(
+                        stepping, imported("bitsandbytes.optim", "AdamW8bit"), torch.float32
+                    ),
+                    "torchao": functools.partial(
+                        stepping, imported("torchao.optim", "AdamW8bit"), torch.float32
+                    ),
                 },
                 {"tritonamp": 14, "fused AdamW": 28, "bitsandbytes": 16},
                 ("adamw_8bit",),
@@ -373,7 +340,9 @@ def cases(toy: bool) -> list[Case]:
                 20,
                 {
                     "tritonamp": functools.partial(stepping, OUR_LION, HALF),
-                    "optimi": functools.partial(stepping, optimis_lion, torch.bfloat16),
+                    "optimi": functools.partial(
+                        stepping, imported("optimi", "Lion"), torch.bfloat16
+                    ),
                 },
                 {"tritonamp": 20},
                 ("lion",),
@@ -382,7 +351,9 @@ def cases(toy: bool) -> list[Case]:
                 12,
                 {
                     "tritonamp": functools.partial(stepping, OUR_LION_8BIT, HALF),
-                    "bitsandbytes": functools.partial(stepping, bitsandbytes_lion, torch.float32),
+                    "bitsandbytes": functools.partial(
+                        stepping, imported("bitsandbytes.optim", "Lion8bit"), torch.float32
+                    ),
                 },
                 {"tritonamp": 12, "bitsandbytes": 14},
                 ("lion_8bit",),

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
 import torch._dynamo  # here, and not in the first enable: see pytest_collection_finish
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
 from gpuless.interpreter import prepared_once
+from helpers import disabled_after
 from two_ranks import Pair
 
 import tritonamp
@@ -138,6 +140,12 @@ def handles() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def start(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Callable[..., Any]]:
+    """Makes what the test file calls ``Run``, on the device; it is disabled at the end."""
+    yield from disabled_after(partial(request.module.Run, device))
+
+
+@pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps keep their plans, with ``TRITONAMP_PLAIN_STEPS=1`` in the environment, too."""
     monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", False)
@@ -153,8 +161,8 @@ def compiled(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
     """A GPU in software, which sees what the host does to it."""
-    if not driver.is_loaded():
-        pytest.skip("the GPU in software needs cc, and a machine without a GPU")
+    if obstacle := driver.obstacle():
+        pytest.skip(obstacle)
     if request.node.get_closest_marker("compiled"):
         pytest.skip("torch.compile would look through the tensors of the GPU in software")
     kernels = interpreted

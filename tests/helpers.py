@@ -1,8 +1,11 @@
 """What several test files share."""
 
 import contextlib
+import copy
 import gc
 import importlib
+import io
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.checkpoint import durable
+from tritonamp.kernels.device import INTERPRETED
+
+of_kernels = [
+    # the interpreter computes with inf and NaN in NumPy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
+    ),
+]
+"""The marks of a test file that looks at launches."""
 
 
 class Net(nn.Module):
@@ -47,8 +61,76 @@ def disabled_after(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
             run.amp.disable()
 
 
+class Resumable:
+    """What has a ``model``, an ``optimizer`` and an ``amp``, of which a checkpoint holds states."""
+
+    def states(self) -> dict[str, Any]:
+        """Return copies of their states."""
+        return {
+            name: copy.deepcopy(getattr(self, name).state_dict())
+            for name in ("model", "optimizer", "amp")
+        }
+
+    def load(self, states: dict[str, Any]) -> Any:
+        for name, state in states.items():
+            getattr(self, name).load_state_dict(state)
+        return self
+
+
 class Killed(BaseException):
     """In the place of a SIGKILL, where a test stays in one process."""
+
+
+class Faults:
+    """Numbers every system call that a save makes, and raises at the chosen one.
+
+    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops
+    half-way.
+
+    Attributes:
+        log: the names of the calls.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        calls: tuple[str, ...],
+        at: int | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        self._at, self._error, self.log = at, error, list[str]()
+        faults = self
+
+        class File(io.FileIO):
+            def write(self, data: Any) -> int:
+                half = len(data) // 2
+                written = super().write(memoryview(data)[:half])
+                faults._call("write")
+                return written + super().write(memoryview(data)[half:])
+
+        def opened(path: str, mode: str) -> File:
+            return File(path, mode.replace("b", ""))
+
+        monkeypatch.setattr(io, "FileIO", File)
+        monkeypatch.setattr(durable, "open", opened, raising=False)
+        for name in calls:
+            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._call(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _call(self, name: str) -> None:
+        self.log.append(name)
+        if self._at is None:
+            return
+        if self._error is None and len(self.log) >= self._at:
+            raise Killed
+        if len(self.log) == self._at and self._error is not None:
+            raise self._error
 
 
 def snapshot(*holders: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
@@ -67,6 +149,20 @@ def snapshot(*holders: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Tell whether two lists of tensors hold equal values."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return a copy of a tree in which tensors are on the CPU."""
+    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), tree)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Tell whether two trees have the same paths, dtypes and values."""
+    left, right = (dict(torch.utils._pytree.tree_leaves_with_path(x)) for x in (a, b))
+    return left.keys() == right.keys() and all(
+        x.dtype is y.dtype and torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in ((left[path], right[path]) for path in left)
+    )
 
 
 def agree(exactly: bool, found: list[Tensor], expected: list[Tensor]) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
+from two_ranks import whole
 
 import tritonamp
 
@@ -103,12 +104,6 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], list[torch.optim.Optimizer]]] = {
 }
 
 
-def _listed(value: Any) -> list[float]:
-    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    numbers: list[float] = whole.double().flatten().tolist()
-    return numbers
-
-
 class Alone:
     """All blocks in this process, enabled.
 
@@ -171,7 +166,7 @@ class Alone:
         """Returns what a checkpoint of this rank's models holds."""
         states = [model.state_dict() for model in self.models]
         return {
-            re.sub(r"^(submod_\d|module)\.", "", name): _listed(value)
+            re.sub(r"^(submod_\d|module)\.", "", name): whole(value)
             for state in states
             for name, value in state.items()
         }

@@ -5,12 +5,9 @@ import sys
 import pytest
 import torch.distributed as dist
 import two_ranks
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, serve
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 
 @on_ranks

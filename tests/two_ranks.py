@@ -25,6 +25,12 @@ RANKS = 2
 TIMEOUT = 30  # seconds: a deadlock fails
 SCENARIOS: dict[str, Callable[..., Any]] = {}
 
+of_ranks = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+]
+"""The marks of a test file that uses them."""
+
 
 def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Makes ``function`` one that runs on all ranks; it takes a Pair, and returns what they
@@ -32,6 +38,22 @@ def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """
     SCENARIOS[function.__name__] = function
     return lambda pair, **arguments: pair.run(function.__name__, **arguments)
+
+
+def whole(tensor: Any) -> list[float]:
+    """Return all numbers of a tensor, of which this rank may hold a shard."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    values: list[float] = full.detach().double().flatten().tolist()
+    return values
+
+
+def refused(act: Callable[[], Any]) -> str:
+    """Return what an act raises, with its class, or "done"."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
 
 
 class Pair:

@@ -5,7 +5,6 @@ point there is.
 import argparse
 import errno
 import importlib
-import io
 import os
 import random
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Killed
+from helpers import Faults, Killed
 
 import tritonamp
 from tritonamp.checkpoint import durable, load, save
@@ -506,52 +505,14 @@ def test_unusable_paths(tmp_path):
 # Kills and errors at every write, fsync, link and rename
 
 
-class Faults:
-    """Numbers every system call that a save makes, and raises at the chosen one.
+def no_links(*_):
+    raise OSError(errno.EPERM, "Operation not permitted")
 
-    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops
-    half-way.
-    """
 
-    def __init__(self, monkeypatch, at=None, error=None, links=True):
-        self.at, self.error, self.count, self.log = at, error, 0, []
-        faults = self
-
-        class File(io.FileIO):
-            def write(self, data):
-                half = len(data) // 2
-                written = super().write(memoryview(data)[:half])
-                faults.call("write")
-                return written + super().write(memoryview(data)[half:])
-
-        monkeypatch.setattr(
-            durable, "open", lambda path, mode: File(path, mode.replace("b", "")), raising=False
-        )
-        for name in ("fsync", "link", "replace", "unlink"):
-            monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
-        if not links:
-            monkeypatch.setattr(os, "link", self.wrapped("link", self.no_links))
-
-    @staticmethod
-    def no_links(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    def wrapped(self, name, function):
-        def call(*args):
-            self.call(name)
-            return function(*args)
-
-        return call
-
-    def call(self, name):
-        self.count += 1
-        self.log.append(name)
-        if self.at is None:
-            return
-        if self.error is None and self.count >= self.at:
-            raise Killed
-        if self.count == self.at:
-            raise self.error
+def faults_of(monkeypatch, at=None, error=None, links=True):
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    return Faults(monkeypatch, ("fsync", "link", "replace", "unlink"), at, error)
 
 
 def prepare(path, before):
@@ -565,7 +526,7 @@ def calls(tmp_path, before, links):
     folder.mkdir()
     prepare(folder / "x", before)
     with pytest.MonkeyPatch.context() as patch:
-        faults = Faults(patch, links=links)
+        faults = faults_of(patch, links=links)
         write(folder / "x", before)
     return faults.log
 
@@ -595,7 +556,7 @@ def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path, before, links):
         path = folder / "x"
         prepare(path, before)
         with pytest.MonkeyPatch.context() as patch:
-            Faults(patch, at, links=links)
+            faults_of(patch, at, links=links)
             with pytest.raises(Killed):
                 write(path, before)
         in_place = log[: at - 1].count("replace") >= (1 if links or not before else 2)
@@ -622,7 +583,7 @@ def test_a_damaged_file_never_costs_the_good_one_before_it(tmp_path):
         prepare(path, 2)
         flip(path, 100)
         with pytest.MonkeyPatch.context() as patch:
-            faults = Faults(patch, at)
+            faults = faults_of(patch, at)
             with pytest.raises(Killed):
                 write(path, 2)
         if "replace" in faults.log[: at - 1]:
@@ -644,7 +605,7 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_no_litter(tmp_path,
         prepare(path, 2)
         error = OSError(errno.ENOSPC, "No space left on device")
         with pytest.MonkeyPatch.context() as patch:
-            Faults(patch, at, error, links)
+            faults_of(patch, at, error, links)
             if name == "link":  # which falls back to renaming
                 write(path, 2)
             else:
@@ -665,7 +626,7 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_no_litter(tmp_path,
 
 def test_an_interrupt_while_writing_stays_an_interrupt(path, monkeypatch):
     write(path, 1)
-    Faults(monkeypatch, at=5, error=KeyboardInterrupt())
+    faults_of(monkeypatch, at=5, error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         write(path, 2)
     assert names(path.parent) == ["model.ckpt"]

@@ -21,15 +21,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 from tritonamp import load_sharded, save_sharded
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 STEPS, BAD = 3, 1  # between saves; an overflow in each stretch
 ROUNDINGS = 4

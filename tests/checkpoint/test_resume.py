@@ -4,14 +4,13 @@ stopped.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after, take_step
+from helpers import take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -174,17 +173,12 @@ def bits(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value
 
 
-@pytest.fixture
-def runs(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
-
-
 def train(run: Run, start: int = 0, end: int = STEPS) -> list[list[float]]:
     return [run.step(i) for i in range(start, end)]
 
 
-def assert_resumes_after_any_step(runs: Callable[..., Run], *case: str) -> None:
-    straight = runs(*case)
+def assert_resumes_after_any_step(start: Callable[..., Run], *case: str) -> None:
+    straight = start(*case)
     losses, states, seen = [], [], []
     for i in range(STEPS):
         losses.append(straight.step(i))
@@ -198,7 +192,7 @@ def assert_resumes_after_any_step(runs: Callable[..., Run], *case: str) -> None:
     assert all(torch.isfinite(p).all() for p in straight.amp.master_params())
     for i in range(STEPS):
         end = min(i + 3, STEPS)
-        resumed = runs(*case, seed=100 + i)
+        resumed = start(*case, seed=100 + i)
         resumed.load(states[i])
         assert bits(train(resumed, i + 1, end)) == bits(losses[i + 1 : end]), (
             f"stopped after step {i}"
@@ -208,34 +202,34 @@ def assert_resumes_after_any_step(runs: Callable[..., Run], *case: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_resumed_after_any_step(runs: Callable[..., Run], level: str, optimizer: str) -> None:
-    assert_resumes_after_any_step(runs, level, optimizer)
+def test_resumed_after_any_step(start: Callable[..., Run], level: str, optimizer: str) -> None:
+    assert_resumes_after_any_step(start, level, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["our AdamW", "Adam amsgrad", "RMSprop", "Adagrad"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_other_optimizers_resumed(runs: Callable[..., Run], level: str, optimizer: str) -> None:
-    assert_resumes_after_any_step(runs, level, optimizer)
+def test_other_optimizers_resumed(start: Callable[..., Run], level: str, optimizer: str) -> None:
+    assert_resumes_after_any_step(start, level, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_headroom_resumed(runs: Callable[..., Run], level: str, optimizer: str) -> None:
-    assert_resumes_after_any_step(runs, level, optimizer, "headroom")
+def test_headroom_resumed(start: Callable[..., Run], level: str, optimizer: str) -> None:
+    assert_resumes_after_any_step(start, level, optimizer, "headroom")
 
 
 @pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD"), ("O2", "AdamW")])
 def test_through_a_file_to_the_end(
-    runs: Callable[..., Run], level: str, optimizer: str, tmp_path: Path
+    start: Callable[..., Run], level: str, optimizer: str, tmp_path: Path
 ) -> None:
-    straight = runs(level, optimizer)
+    straight = start(level, optimizer)
     losses = []
     for i in range(STEPS):
         losses.append(straight.step(i))
         straight.save(tmp_path / f"{i}.pt")
     expected = straight.everything()
     for i in range(STEPS):
-        resumed = runs(level, optimizer, seed=100 + i)
+        resumed = start(level, optimizer, seed=100 + i)
         resumed.load(tritonamp.load(tmp_path / f"{i}.pt"))
         assert bits(train(resumed, i + 1)) == bits(losses[i + 1 :]), f"stopped after step {i}"
         assert resumed.everything() == expected, f"stopped after step {i}"
@@ -244,10 +238,10 @@ def test_through_a_file_to_the_end(
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_into_objects_that_have_gone_on(
-    runs: Callable[..., Run], level: str, optimizer: str
+    start: Callable[..., Run], level: str, optimizer: str
 ) -> None:
     """Also the state from before the first step, which knows nothing of a second loss."""
-    run = runs(level, optimizer)
+    run = start(level, optimizer)
     begun, start = run.everything(), copy.deepcopy(run.state())
     losses = train(run, 0, 2)
     middle = copy.deepcopy(run.state())
@@ -268,43 +262,43 @@ def test_into_objects_that_have_gone_on(
 @pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW", "SGD"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_in_any_order_with_a_healed_module(
-    runs: Callable[..., Run], level: str, optimizer: str
+    start: Callable[..., Run], level: str, optimizer: str
 ) -> None:
-    straight = runs(level, optimizer)
+    straight = start(level, optimizer)
     straight.amp.heal("0.last")
     train(straight, 0, 4)
     state = copy.deepcopy(straight.state())
     losses = train(straight, 4, 6)
     expected = straight.everything()
     for order in itertools.permutations(("model", "optimizer", "amp")):
-        resumed = runs(level, optimizer, seed=9)
+        resumed = start(level, optimizer, seed=9)
         train(resumed, 0, 1)
         resumed.load(copy.deepcopy(state), [*order, "critic", "critic_optimizer", "scheduler"])
         assert resumed.amp.stats()["healed"] == ["0.last"]
         assert bits(train(resumed, 4, 6)) == bits(losses), order
         assert resumed.everything() == expected, order
-    resumed.load(copy.deepcopy(runs(level, optimizer).state()))
+    resumed.load(copy.deepcopy(start(level, optimizer).state()))
     assert resumed.amp.stats()["healed"] == []
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_loaded_before_enable(runs: Callable[..., Run], level: str, optimizer: str) -> None:
-    straight = runs(level, optimizer)
+def test_loaded_before_enable(start: Callable[..., Run], level: str, optimizer: str) -> None:
+    straight = start(level, optimizer)
     train(straight, 0, 4)
     state = copy.deepcopy(straight.state())
     losses = train(straight, 4, 6)
-    resumed = runs(level, optimizer, seed=9, before=state)
+    resumed = start(level, optimizer, seed=9, before=state)
     assert bits(train(resumed, 4, 6)) == bits(losses)
     assert resumed.everything() == straight.everything()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_in_the_middle_of_accumulation(runs: Callable[..., Run], level: str) -> None:
+def test_in_the_middle_of_accumulation(start: Callable[..., Run], level: str) -> None:
     """Gradients are not saved: such a state is that of the last step, and the micro-batches are to
     be run again.
     """
-    run = runs(level)
+    run = start(level)
     # its statistics and the mask of the dropout move with each forward, not with each step
     run.model.norm.eval()
     run.model.drop.p = 0.0
@@ -315,7 +309,7 @@ def test_in_the_middle_of_accumulation(runs: Callable[..., Run], level: str) -> 
     assert run.everything() == before
     run.optimizer.zero_grad()
     losses = train(run, 2, 4)
-    resumed = runs(level, seed=9)
+    resumed = start(level, seed=9)
     resumed.model.norm.eval()
     resumed.model.drop.p = 0.0
     resumed.load(state)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Killed
+from helpers import Faults, Killed
 from torch import nn
 
 import tritonamp
@@ -649,50 +649,7 @@ def test_tampering_is_refused_even_with_right_checksums(
 # Kills and errors at every write, fsync and rename
 
 
-class Faults:
-    """Numbers every system call that a save makes, and raises at the chosen one.
-
-    As a kill (the default) no later call succeeds either, so that no clean-up runs; a write stops
-    half-way.
-    """
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, at: int | None = None, error: OSError | None = None
-    ) -> None:
-        self.at, self.error, self.log = at, error, list[str]()
-        faults = self
-
-        class File(io.FileIO):
-            def write(self, data: Any) -> int:
-                half = len(data) // 2
-                written = super().write(memoryview(data)[:half])
-                faults.call("write")
-                return written + super().write(memoryview(data)[half:])
-
-        monkeypatch.setattr(io, "FileIO", File)
-
-        def opened(path: str, mode: str) -> File:
-            return File(path, mode.replace("b", ""))
-
-        monkeypatch.setattr(durable, "open", opened, raising=False)
-        for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
-            monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
-
-    def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.call(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    def call(self, name: str) -> None:
-        self.log.append(name)
-        if self.at is None:
-            return
-        if self.error is None and len(self.log) >= self.at:
-            raise Killed
-        if len(self.log) == self.at and self.error is not None:
-            raise self.error
+CALLS = "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"
 
 
 def prepare(folder: Path, before: int) -> None:
@@ -706,7 +663,7 @@ def calls(tmp_path: Path, before: int) -> list[str]:
     folder = tmp_path / "dry run" / "x"
     prepare(folder, before)
     with pytest.MonkeyPatch.context() as patch:
-        faults = Faults(patch)
+        faults = Faults(patch, CALLS)
         write(folder, before)
     return faults.log
 
@@ -743,7 +700,7 @@ def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path: Path, before: in
         folder = tmp_path / str(at) / "x"
         prepare(folder, before)
         with pytest.MonkeyPatch.context() as patch:
-            Faults(patch, at)
+            Faults(patch, CALLS, at)
             with pytest.raises(Killed):
                 write(folder, before)
         if in_place(log, at, before):
@@ -768,7 +725,7 @@ def test_a_damaged_folder_never_costs_the_good_one_before_it(tmp_path: Path) -> 
         prepare(folder, 2)
         flip(folder / "__0_0.distcp")
         with pytest.MonkeyPatch.context() as patch:
-            Faults(patch, at)
+            Faults(patch, CALLS, at)
             with pytest.raises(Killed):
                 write(folder, 2)
         if in_place(log, at, 2):
@@ -791,7 +748,7 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_the_old_or_the_new(
         prepare(folder, 2)
         error = OSError(errno.ENOSPC, "No space left on device")
         with pytest.MonkeyPatch.context() as patch:
-            Faults(patch, at, error)
+            Faults(patch, CALLS, at, error)
             with pytest.raises(OSError, match="No space left") as caught:
                 write(folder, 2)
             assert caught.value is error

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, refused, serve
 
 import tritonamp
 from tritonamp import load_sharded, save_sharded
 from tritonamp.checkpoint import distributed
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 MESHES = {"one": (RANKS,), "copies": (RANKS, 1), "shards": (1, RANKS)}
 
@@ -177,14 +173,6 @@ def test_ddp(pair: Pair, tmp_path: Path) -> None:
 
 
 # Errors on one rank
-
-
-def refused(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
 
 
 @on_ranks

@@ -5,14 +5,13 @@ alarm.
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after, take_step
+from helpers import take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -53,11 +52,6 @@ class Run:
             spoil(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-@pytest.fixture
-def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
 
 
 def fill(value: float) -> Callable[[Net], Any]:

@@ -5,15 +5,14 @@ else changes.
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import disabled_after, op_of_linear, take_step
+from helpers import op_of_linear, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -86,11 +85,6 @@ class Run:
         loss = self.loss(i, size)
         take_step(self.amp, self.optimizer, loss)
         return loss.item()
-
-
-@pytest.fixture
-def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
 
 
 NAMED = "matmul overflow, forward: attention, op "

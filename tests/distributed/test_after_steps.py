@@ -16,14 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 DECAY = 0.5
 SKIPPED = [0, 3]
 STEPS = 6

@@ -20,17 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 from tritonamp.distributed.parted import CHECK_EVERY
 from tritonamp.runtime import parts
 from tritonamp.step.offload import Offload
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 STEPS = 6
 

@@ -22,17 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, serve, whole
 
 import tritonamp
 from tritonamp.diagnosis.replay import find_fault, load_bundle
 from tritonamp.distributed import unsharded
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 STEPS = 6
 ENGINES = "DDP", "FSDP2"
@@ -126,9 +123,7 @@ def step(amp: tritonamp.Amp, optimizer: Any, model: nn.Module, x: Tensor) -> flo
 
 
 def masters(amp: tritonamp.Amp) -> list[list[float]]:
-    found: list[Any] = [p.detach() for p in amp.master_params()]
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
-    return [p.double().flatten().tolist() for p in whole]
+    return [whole(p) for p in amp.master_params()]
 
 
 def alike(answers: list[Any]) -> Any:

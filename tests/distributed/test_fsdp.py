@@ -23,14 +23,11 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve, whole
 
 import tritonamp
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 STEPS = 6
 
@@ -73,16 +70,6 @@ def sharded(
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(8, 6, generator=generator) for _ in range(STEPS)]
-
-
-def whole(tensor: Any) -> list[float]:
-    values: list[float] = (
-        (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
-        .double()
-        .flatten()
-        .tolist()
-    )
-    return values
 
 
 def train(

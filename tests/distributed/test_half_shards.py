@@ -17,14 +17,11 @@ import torch.distributed as dist
 from collectives import Collectives
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve, whole
 
 import tritonamp
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 STEPS = 4
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -66,12 +63,6 @@ def batches(steps: int = STEPS) -> list[Tensor]:
 
 def part(x: Tensor) -> Tensor:
     return x.chunk(RANKS)[dist.get_rank()]
-
-
-def whole(tensor: Any) -> list[float]:
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    values: list[float] = full.detach().double().flatten().tolist()
-    return values
 
 
 def enabled(model: nn.Module, **options: Any) -> tuple[tritonamp.Amp, torch.optim.Optimizer]:

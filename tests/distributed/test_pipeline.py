@@ -14,16 +14,13 @@ import torch.distributed as dist
 from collectives import Collectives
 from pipelines import MICRO, RUN, SCALE, STEPS, Alone, Staged, batches, train
 from torch import Tensor
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.kernels.outliers import SIZE
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 NORM_ULPS = 8 * 2.0**-24  # a norm is a sum in another order; the masters behind it have the bits
 

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 from tritonamp.kernels.outliers import SIZE
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 STEPS = 6
 SCALE = 2.0**10

@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 OPTIMIZERS = {
     "SGD": torch.optim.SGD,

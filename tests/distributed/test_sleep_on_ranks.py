@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
 
 import tritonamp
 from tritonamp.step import sleep
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 
 def wrapped(how: str) -> nn.Module:

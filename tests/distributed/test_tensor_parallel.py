@@ -26,15 +26,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, serve, whole
 
 import tritonamp
 from tritonamp.kernels.outliers import SIZE
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 RANKS = 4
 STEPS = 4
@@ -108,12 +105,6 @@ def share(way: str) -> Callable[[Tensor], Tensor]:
     """What this rank reads of a batch: the two ranks of one part of the layers read the same."""
     rank = dist.get_rank()
     return (lambda x: x.chunk(2)[rank // 2]) if "FSDP2" in way else (lambda x: x)
-
-
-def whole(tensor: Any) -> list[float]:
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    values: list[float] = full.detach().double().flatten().tolist()
-    return values
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -7,7 +7,6 @@ The ranks are this file run as a script, see two_ranks.py.
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, refused, serve
 
 import tritonamp
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = of_ranks
 
 RANKS = 4
 ULP = 2.0**-11  # of half
@@ -93,14 +89,6 @@ def test_tensor_parallel_stages(pair: Pair, fault: str | None) -> None:
 
 
 # checkpoints of stages that are sharded
-
-
-def refused(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
 
 
 @on_ranks

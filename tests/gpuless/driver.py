@@ -40,6 +40,17 @@ def is_loaded() -> bool:
     return _driver is not None
 
 
+def obstacle() -> str | None:
+    """Return why there is no GPU in software here, or None."""
+    from torch.backends import cuda  # not before the driver is loaded
+
+    if not is_loaded():
+        return "the GPU in software needs cc, and a machine without a GPU"
+    if not cuda.is_built():
+        return "the GPU in software needs a torch that is built with CUDA, and this is one for CPUs"
+    return None
+
+
 def set_devices(count: int) -> None:
     """Say how many devices there are."""
     ctypes.c_int.in_dll(_driver, "devices").value = count

@@ -6,10 +6,17 @@ import threading
 
 import pytest
 import torch
+from gpuless import driver
 from gpuless.fake_cuda import FakeCuda
 from torch import nn
 
 from tritonamp.kernels import softmax
+
+
+@pytest.mark.skipif(not driver.is_loaded(), reason="what is asked for first")
+def test_a_torch_for_cpus_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert "needs a torch that is built with CUDA" in str(driver.obstacle())
 
 
 def test_tensors_say_cuda(fake_cuda: FakeCuda) -> None:

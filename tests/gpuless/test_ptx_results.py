@@ -14,9 +14,7 @@ from gpuless import driver
 
 pytestmark = [
     pytest.mark.static,
-    pytest.mark.skipif(
-        not driver.is_loaded(), reason="the GPU in software needs cc, and no other GPU"
-    ),
+    pytest.mark.skipif(driver.obstacle() is not None, reason=str(driver.obstacle())),
 ]
 TESTS = Path(__file__).resolve().parents[1]
 KERNELS = TESTS.parent / "kernels"

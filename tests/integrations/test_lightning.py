@@ -571,13 +571,6 @@ def test_gradients_that_were_clipped_and_dropped(level: str) -> None:
     assert model.moves == pytest.approx([0.05 * 1e-3] * (BATCHES - 1), abs=2.0**-24)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("ranks"), __file__)
-    yield pair
-    pair.stop()
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize(("level", "accumulate"), [("O1", 2), ("O2", 1)])
 def test_two_ranks(pair: Pair, level: str, accumulate: int) -> None:

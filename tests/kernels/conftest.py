@@ -33,6 +33,16 @@ def unaligned(tensor: Tensor) -> Tensor:
     return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+def made(
+    shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int
+) -> list[Tensor]:
+    """Return random tensors of these shapes, and a transposed one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors.append(torch.randn(6, 5, generator=generator).t())
+    return [t.to(device, dtype) for t in tensors]
+
+
 class SampleCall(NamedTuple):
     """A sample, and the operation that declares it."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import same
 from torch import Tensor
 
 from tests.kernels.conftest import Traffic, numpy_warns
@@ -159,10 +160,6 @@ class LionState(State):
 each_op = pytest.mark.parametrize("kept", [State, LionState], ids=["adamw", "lion"])
 
 
-def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
-
-
 def unaligned(tensor: Tensor, value: int = 7) -> Tensor:
     memory = tensor.new_full((tensor.numel() + 16,), value)
     return memory[1 : 1 + tensor.numel()].as_strided(tensor.size(), tensor.stride()).copy_(tensor)
@@ -289,7 +286,7 @@ def test_memory_that_is_not_aligned(
     if half is None:
         moved.remainders = moved.params
     moved.step(backend)
-    assert same_bits(aligned.bits(), moved.bits())
+    assert same(aligned.bits(), moved.bits())
     for name in names:
         for tensor in getattr(moved, name):
             memory = torch.as_strided(tensor, (tensor.numel() + 16,), (1,), 0)
@@ -305,11 +302,11 @@ def test_memory_with_gaps(device: torch.device, backend: str, kept: type[State])
     state.grads = [torch.stack([g, g], -1)[..., 0] for g in state.grads]
     state.params[0] = torch.cat([state.params[0]] * 2, 1)[:, :7]
     state.step(backend)
-    assert same_bits(state.bits(), expected.bits())
+    assert same(state.bits(), expected.bits())
     state.grads[1] = state.grads[1].t().contiguous().t()
     for run in (state, expected):
         run.step(backend)
-    assert same_bits(state.bits(), expected.bits())
+    assert same(state.bits(), expected.bits())
 
 
 @pytest.mark.parametrize("found_inf", [1.0, -1.0, INF, NAN])
@@ -328,10 +325,10 @@ def test_any_found_inf_leaves_every_bit(
     before = state.bits()
     flag = torch.tensor(found_inf, device=device)
     lists = state.step(backend, torch.tensor(0.5, device=device), flag)
-    assert same_bits(state.bits(), before)
+    assert same(state.bits(), before)
     assert lists.overflow(device).tolist() == [0] * len(state.params)
     state.step(backend, None, torch.tensor(0.0, device=device))
-    assert not same_bits(state.bits(), before)
+    assert not same(state.bits(), before)
 
 
 @pytest.mark.parametrize("half", [HALF, BF16], ids=str)
@@ -344,7 +341,7 @@ def test_a_power_of_two_scale_cancels_exactly(
     scaled.grads = [g * 8 for g in plain.grads]
     plain.step(backend)
     scaled.step(backend, torch.tensor(0.125, device=device), None)
-    assert same_bits(plain.bits(), scaled.bits())
+    assert same(plain.bits(), scaled.bits())
 
 
 def test_a_tensor_as_learning_rate(device: torch.device, backend: str) -> None:

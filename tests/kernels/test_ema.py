@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.kernels.conftest import Traffic, U, assert_within, numpy_warns, unaligned
+from tests.kernels.conftest import Traffic, U, assert_within, made, numpy_warns, unaligned
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.ema import ema
 
@@ -15,13 +14,6 @@ pytestmark = numpy_warns
 SHAPES = [(0,), (), (1,), (1023,), (1024,), (1025,), (4107,), (5, 7), (3, 0)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
-
-
-def made(device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    tensors.append(torch.randn(6, 5, generator=generator).t())
-    return [t.to(device, dtype) for t in tensors]
 
 
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
@@ -33,8 +25,8 @@ def test_against_fp64(
     """At most: the difference, the smaller weight and their product are off by u each, and by u
     the weight that it is made of; the sum by u of the result.
     """
-    averages = [place(t) for t in made(device, torch.float32, 0)]
-    params = made(device, dtype, 1)
+    averages = [place(t) for t in made(SHAPES, device, torch.float32, 0)]
+    params = made(SHAPES, device, dtype, 1)
     before = [t.double() for t in averages]
     kept = [t.clone() for t in params]
     ema(TensorLists(averages=averages, params=params), decay, None, backend)
@@ -51,7 +43,7 @@ def test_against_fp64(
 
 @pytest.mark.parametrize("decay", [0.25, 0.75])
 def test_the_eager_form_has_torchs_bits(device: torch.device, decay: float) -> None:
-    averages, params = (made(device, torch.float32, seed) for seed in (0, 1))
+    averages, params = (made(SHAPES, device, torch.float32, seed) for seed in (0, 1))
     expected = [torch.lerp(a, p, 1.0 - decay) for a, p in zip(averages, params, strict=True)]
     ema(TensorLists(averages=averages, params=params), decay, None, "eager")
     assert all(map(torch.equal, averages, expected))
@@ -61,7 +53,7 @@ def test_the_eager_form_has_torchs_bits(device: torch.device, decay: float) -> N
 def test_an_average_that_is_equal_to_its_value_stays(
     device: torch.device, backend: str, decay: float
 ) -> None:
-    params = made(device, torch.float32, 0)
+    params = made(SHAPES, device, torch.float32, 0)
     averages = [p.clone() for p in params]
     ema(TensorLists(averages=averages, params=params), decay, None, backend)
     assert all(map(torch.equal, averages, params))
@@ -72,7 +64,7 @@ def test_an_average_that_is_equal_to_its_value_stays(
 def test_a_skip_writes_nothing(
     device: torch.device, backend: str, decay: float, found_inf: float
 ) -> None:
-    averages = made(device, torch.float32, 0)
+    averages = made(SHAPES, device, torch.float32, 0)
     before = [t.clone() for t in averages]
     bad = [torch.full_like(t, INF) for t in averages]
     flag = torch.tensor(found_inf, device=device)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import of_kernels
 from torch import Tensor, nn
 
 import tritonamp
@@ -20,14 +21,7 @@ from tritonamp import functional
 from tritonamp.kernels import _implementations, _launch, softmax
 from tritonamp.kernels import device as hardware
 
-pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter computes with inf and NaN in NumPy
-    pytest.mark.skipif(
-        not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
-    ),
-]
+pytestmark = of_kernels
 FP16, FP32 = torch.float16, torch.float32
 SHAPE = (8, 8192)  # as many elements as a GPU needs to take the kernels
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonamp
-from tests.kernels.conftest import Traffic, U
+from tests.kernels.conftest import Traffic, U, made
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.lion import LionRule, lion
@@ -22,18 +22,11 @@ RULES = {
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def made(device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    tensors.append(torch.randn(6, 5, generator=generator).t())
-    return [t.to(device, dtype) for t in tensors]
-
-
 class Run:
     """Parameters of one group, stepped on by ``lion``."""
 
     def __init__(self, device: torch.device, rule: LionRule, half: torch.dtype | None) -> None:
-        self.params = made(device, torch.float32, 0)
+        self.params = made(SHAPES, device, torch.float32, 0)
         self.exp_avgs = [torch.zeros_like(p) for p in self.params]
         self.copies = [torch.full_like(p, 9.0, dtype=half) if half else p for p in self.params]
         self.memory = Memory()
@@ -71,7 +64,7 @@ def test_against_fp64(
     exact = [(p.double(), torch.zeros_like(p, dtype=torch.float64)) for p in run.params]
     uncertain = 0
     for seed in (1, 2, 3):
-        grads = made(device, half or torch.float32, seed)
+        grads = made(SHAPES, device, half or torch.float32, seed)
         run.step(grads, backend, torch.tensor(0.5, device=device), None)
         for k, grad in enumerate(grads):
             p, m, c = reference(*exact[k], grad.double() * 0.5, rule)
@@ -89,9 +82,9 @@ def test_against_fp64(
 @pytest.mark.parametrize("found_inf", [1.0, 2.0])
 def test_a_skip_writes_nothing(found_inf: float, backend: str, device: torch.device) -> None:
     run = Run(device, RULES["decay"], torch.float16)
-    run.step(made(device, torch.float16, 1), backend)
+    run.step(made(SHAPES, device, torch.float16, 1), backend)
     before = run.everything()
-    bad = [torch.full_like(g, float("nan")) for g in made(device, torch.float16, 2)]
+    bad = [torch.full_like(g, float("nan")) for g in made(SHAPES, device, torch.float16, 2)]
     run.step(bad, backend, None, torch.tensor(found_inf, device=device))
     assert all(map(torch.equal, run.everything(), before))
 
@@ -99,7 +92,7 @@ def test_a_skip_writes_nothing(found_inf: float, backend: str, device: torch.dev
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float16, torch.float64], ids=str)
 def test_a_skip_may_be_of_any_dtype(dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """Also one step after another, by one plan; 1e-300 is not 0."""
-    run, grads = Run(device, RULES["decay"], torch.float16), made(device, torch.float16, 1)
+    run, grads = Run(device, RULES["decay"], torch.float16), made(SHAPES, device, torch.float16, 1)
     skip = 1e-300 if dtype is torch.float64 else 1.0
     for value, of in [(0.0, torch.float32), (0.0, dtype), (skip, dtype), (1.0, torch.float32)]:
         before = run.everything()
@@ -124,7 +117,7 @@ def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None
     mixed.groups = [i % len(rules) for i in range(len(mixed.params))]
     alone = [Run(device, rule, torch.float16) for rule in rules]
     for run in (mixed, *alone):
-        run.step(made(device, torch.float16, 1), backend)
+        run.step(made(SHAPES, device, torch.float16, 1), backend)
     for i, group in enumerate(mixed.groups):
         assert torch.equal(mixed.params[i], alone[group].params[i])
         assert torch.equal(mixed.exp_avgs[i], alone[group].exp_avgs[i])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonamp
-from tests.kernels.conftest import Traffic, U
+from tests.kernels.conftest import Traffic, U, made
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._update_lists import UpdateLists
@@ -30,18 +30,11 @@ RULES = {
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def made(device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    tensors.append(torch.randn(6, 5, generator=generator).t())
-    return [t.to(device, dtype) for t in tensors]
-
-
 class Run:
     """Parameters of one group, stepped on by ``muon``."""
 
     def __init__(self, device: torch.device, rule: MuonRule, half: torch.dtype | None) -> None:
-        self.params = made(device, torch.float32, 0)
+        self.params = made(SHAPES, device, torch.float32, 0)
         self.momentum_buffers = [torch.zeros_like(p) for p in self.params]
         self.copies = [torch.full_like(p, 9.0, dtype=half) if half else p for p in self.params]
         self.memory = Memory()
@@ -91,7 +84,7 @@ def test_against_fp64(
     """
     run = Run(device, rule, half)
     for seed in (1, 2, 3):
-        grads = made(device, half or torch.float32, seed)
+        grads = made(SHAPES, device, half or torch.float32, seed)
         exact = [
             reference(p.double(), m.double(), grad.double() * 0.5, rule)
             for p, m, grad in zip(run.params, run.momentum_buffers, grads, strict=True)
@@ -113,13 +106,13 @@ def test_a_skip_writes_nothing(
     """Nor does a first one poison the momentum."""
     runs = [Run(device, RULES["nesterov"], torch.float16) for _ in range(2)]
     for run in runs[: 2 if steps_before else 0]:
-        run.step(made(device, torch.float16, 1), backend)
+        run.step(made(SHAPES, device, torch.float16, 1), backend)
     before = runs[0].everything()
-    bad = [torch.full_like(g, float("nan")) for g in made(device, torch.float16, 2)]
+    bad = [torch.full_like(g, float("nan")) for g in made(SHAPES, device, torch.float16, 2)]
     runs[0].step(bad, backend, None, torch.tensor(found_inf, device=device))
     assert all(map(torch.equal, runs[0].everything(), before))
     for run in runs:
-        run.step(made(device, torch.float16, 3), backend)
+        run.step(made(SHAPES, device, torch.float16, 3), backend)
     assert all(map(torch.equal, runs[0].everything(), runs[1].everything()))
 
 
@@ -131,7 +124,7 @@ def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None
     mixed.groups = [0, 0, 1, 1, 0, 1]
     alone = [Run(device, rule, torch.float16) for rule in rules]
     for run in (mixed, *alone):
-        run.step(made(device, torch.float16, 1), backend)
+        run.step(made(SHAPES, device, torch.float16, 1), backend)
     for i, group in enumerate(mixed.groups):
         assert torch.equal(mixed.momentum_buffers[i], alone[group].momentum_buffers[i])
         torch.testing.assert_close(mixed.params[i], alone[group].params[i], rtol=0, atol=1e-5)
@@ -307,7 +300,7 @@ def test_updates_are_memory_of_the_step(device: torch.device, backend: str) -> N
     state = run.params, run.momentum_buffers, run.copies
     for k in range(1, len(SHAPES)):
         run.params, run.momentum_buffers, run.copies = (tensors[:k] for tensors in state)
-        run.step(made(device, torch.float32, k)[:k], backend)
+        run.step(made(SHAPES, device, torch.float32, k)[:k], backend)
     kept = sum(t.numel() for t in run.memory._kept.values())
     assert kept < min(p.numel() for p in run.params if p.numel() > 100)
 

@@ -278,6 +278,8 @@ def test_kernels_for_a_few_numbers_are_held_to_registers_and_spills(good: Any) -
 def test_kernels_for_a_few_numbers_are_built_once() -> None:
     built = [build.kernel for build in builds.all_builds(["adamw"], [90], "")]
     assert built.count("adam_rates_kernel") == 1 < built.count("adamw_kernel")
+    others = {build.kernel for build in builds.all_builds(["adamw_8bit"], [90], "")}
+    assert others == {"adamw_8bit_kernel"}  # the snapshot has the other by the name of adamw
 
 
 def test_exp2_is_counted_over_all_launches_of_a_call(good: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
+from helpers import of_kernels, same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -22,13 +23,7 @@ from tritonamp.kernels import (
 )
 from tritonamp.kernels import device as hardware
 
-pytestmark = [
-    # the interpreter computes with inf and NaN in NumPy
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.skipif(
-        not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
-    ),
-]
+pytestmark = of_kernels
 OF_STEPS = re.compile("grad_stats|decide|adam|sgd|lion|cast|ema")
 HALVES = [torch.float16, torch.bfloat16]
 each_half = pytest.mark.parametrize("half", HALVES, ids=str)
@@ -101,10 +96,6 @@ class Run:
 
     def copies(self) -> list[Tensor]:
         return [t.detach().clone() for t in self.tensors()]
-
-
-def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -183,7 +174,7 @@ def test_a_skipped_step_changes_no_bit(device: torch.device) -> None:
     run.step(good)
     before = run.copies()
     run.step(bad)
-    assert same_bits(run.copies(), before)
+    assert same(run.copies(), before)
     assert run.amp.stats()["forward_faults"] == 1
     run.amp.disable()
 
@@ -195,7 +186,7 @@ def test_the_scale_leaves_no_trace(device: torch.device, powers: tuple[float, fl
     for x in batches(3, device):
         for run in runs:
             run.step(x)
-    assert same_bits(runs[0].copies(), runs[1].copies())
+    assert same(runs[0].copies(), runs[1].copies())
     for run in runs:
         run.amp.disable()
 
@@ -258,7 +249,7 @@ def test_a_replaced_state_counts(device: torch.device, name: str) -> None:
         by_hand.optimizer.state[other][name].add_(1)
     run.step(xs[2])
     by_hand.step(xs[2])
-    assert same_bits(run.copies(), by_hand.copies())
+    assert same(run.copies(), by_hand.copies())
     for each in (run, by_hand):
         each.amp.disable()
 
@@ -299,7 +290,7 @@ def test_state_moved_through_data_is_found(device: torch.device) -> None:
             value.data = value.data.clone()
     for run in runs:
         run.step(xs[2])
-    assert same_bits(runs[0].copies(), runs[1].copies())
+    assert same(runs[0].copies(), runs[1].copies())
     for run in runs:
         run.amp.disable()
 
@@ -395,7 +386,7 @@ def test_a_kernel_that_does_not_compile_gives_way(
         match="adamw runs in eager torch from now on: adamw_kernel cannot be compiled",
     ):
         runs[1].step(x)
-    assert same_bits(runs[0].copies(), runs[1].copies())
+    assert same(runs[0].copies(), runs[1].copies())
     assert "adamw" in runs[1].amp.stats()["kernel_failures"]
     for run in runs:
         run.amp.disable()
@@ -490,7 +481,7 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
                 captured.step(static, max_norm)
         else:
             tape.replay()
-        assert same_bits(captured.copies(), eager.copies()), i
+        assert same(captured.copies(), eager.copies()), i
     stats = [run.amp.stats() for run in runs]
     # a replay has no batch to show
     assert [s.pop("last_skip_reason") for s in stats] == [

@@ -10,13 +10,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import disabled_after, same, snapshot, take_step
+from helpers import same, snapshot, take_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -82,11 +81,6 @@ class Run:
 
     def numbers(self) -> Any:
         return self.amp.state_dict(), self.amp.stats(), self.amp.history
-
-
-@pytest.fixture
-def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
 
 
 def raises(error: type[BaseException]) -> Callable[..., Any]:

@@ -1,13 +1,12 @@
 """A step without any gradients does nothing and counts for nothing: enable, GradScaler, apex."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, disabled_after, same, snapshot, take_step
+from helpers import Net, same, snapshot, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -43,11 +42,6 @@ class Run:
         return snapshot(self.optimizer), self.amp.stats(), len(self.amp.history)
 
 
-@pytest.fixture
-def make(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
-
-
 def assert_nothing(run: Run, call: Callable[[], Any]) -> None:
     before, stats, steps = run.all()
     call()
@@ -58,9 +52,9 @@ def assert_nothing(run: Run, call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("by_scaler", [False, True], ids=["step", "scaler.step"])
-def test_enabled(make: Callable[..., Run], level: str, optimizer: str, by_scaler: bool) -> None:
+def test_enabled(start: Callable[..., Run], level: str, optimizer: str, by_scaler: bool) -> None:
     """Before the first backward and after, after a step, a skip, and a model that was cleared."""
-    run = make(level, optimizer)
+    run = start(level, optimizer)
     scaler = run.amp.scaler
 
     def no_op() -> None:
@@ -84,9 +78,9 @@ def test_enabled(make: Callable[..., Run], level: str, optimizer: str, by_scaler
 
 @pytest.mark.parametrize("between", ["", "clip_grad_norm_", "unscale_"])
 @pytest.mark.parametrize("clear", ["model", "optimizer"])
-def test_cleared_gradients(make: Callable[..., Run], between: str, clear: str) -> None:
+def test_cleared_gradients(start: Callable[..., Run], between: str, clear: str) -> None:
     """A loss whose gradients are gone decides nothing, unless it was decided on before."""
-    run = make()
+    run = start()
     run.step()
     run.amp.backward(loss_of(run.model, run.device))
     getattr(run, clear).zero_grad()
@@ -118,9 +112,9 @@ def test_a_loss_that_reaches_one_of_two_optimizers(device: torch.device) -> None
         assert [s.last_epoch for s in schedulers] == [3, 0]
 
 
-def test_schedulers_do_not_warn(make: Callable[..., Run]) -> None:
+def test_schedulers_do_not_warn(start: Callable[..., Run]) -> None:
     """torch's scheduler sees that ``step`` was called; ``step_schedulers`` that none was taken."""
-    run = make()
+    run = start()
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -132,8 +126,8 @@ def test_schedulers_do_not_warn(make: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_plain_gradients_stay_an_error(make: Callable[..., Run], level: str) -> None:
-    run = make(level)
+def test_plain_gradients_stay_an_error(start: Callable[..., Run], level: str) -> None:
+    run = start(level)
     run.optimizer.step()
     loss_of(run.model, run.device).backward()
     with pytest.raises(RuntimeError, match=FOREIGN):

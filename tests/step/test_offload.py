@@ -5,6 +5,7 @@ not.
 import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from covering import more
 from gpuless.fake_cuda import FakeCuda
-from helpers import storage_bytes
+from helpers import Resumable, disabled_after, on_cpu, same_bits, storage_bytes
 from torch import Tensor, nn
 
 import tritonamp
@@ -50,7 +51,7 @@ class Net(nn.Module):
         return self.last(torch.relu(self.tied(y))).float()
 
 
-class Run:
+class Run(Resumable):
     """A model in training, with or without offload."""
 
     def __init__(
@@ -98,16 +99,6 @@ class Run:
             self.schedule.step()
         return self
 
-    def states(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.amp}
-        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
-
-    def load(self, states: dict[str, Any]) -> "Run":
-        self.model.load_state_dict(states["model"])
-        self.optimizer.load_state_dict(states["optimizer"])
-        self.amp.load_state_dict(states["amp"])
-        return self
-
     def bits(self) -> dict[str, Any]:
         """Return copies of all bits that training goes on from, on the CPU."""
         found = {
@@ -124,18 +115,6 @@ def disabled(run: Run) -> Any:
     return on_cpu([run.model.state_dict(), run.optimizer.state_dict()])
 
 
-def on_cpu(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), tree)
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    left, right = (dict(torch.utils._pytree.tree_leaves_with_path(x)) for x in (a, b))
-    return left.keys() == right.keys() and all(
-        x.dtype is y.dtype and torch.equal(x, y) if isinstance(x, Tensor) else x == y
-        for x, y in ((left[path], right[path]) for path in left)
-    )
-
-
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step has four or five parts."""
@@ -145,16 +124,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runs(cuda: torch.device) -> Iterator[Callable[..., Run]]:
     """Make runs, which are disabled at the end."""
-    made: list[Run] = []
-
-    def make(*args: Any, **fields: Any) -> Run:
-        made.append(Run(cuda, *args, **fields))
-        return made[-1]
-
-    yield make
-    for run in made:
-        if run.amp._enabled:
-            run.amp.disable()
+    yield from disabled_after(partial(Run, cuda))
 
 
 def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]:

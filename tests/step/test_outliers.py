@@ -1,13 +1,12 @@
 """``skip_outliers``: steps far above the last ones are skipped, and a run that changes goes on."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, disabled_after, same, snapshot, take_step
+from helpers import Net, same, snapshot, take_step
 
 import tritonamp
 from tritonamp.demo.data import batches, digits
@@ -40,11 +39,6 @@ class Run:
     @property
     def causes(self) -> list[str | None]:
         return [record.cause for record in self.amp.history]
-
-
-@pytest.fixture
-def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
 
 
 @pytest.mark.parametrize("level", FIELDS)

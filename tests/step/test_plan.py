@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
+from helpers import of_kernels
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,17 +21,10 @@ from torch.profiler import ProfilerActivity
 
 import tritonamp
 from tritonamp.kernels import _facts, _multi_tensor, _native
-from tritonamp.kernels import device as hardware
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._update_lists import UpdateLists
 
-pytestmark = [
-    # the interpreter computes with inf and NaN in NumPy
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.skipif(
-        not (hardware.INTERPRETED or torch.cuda.is_available()), reason="kernels cannot run here"
-    ),
-]
+pytestmark = of_kernels
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "AdamW amsgrad": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, amsgrad=True),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from covering import more
 from gpuless.fake_cuda import FakeCuda
-from helpers import storage_bytes
+from helpers import on_cpu, same_bits, storage_bytes
 from torch import Tensor, nn
 
 import tritonamp
@@ -93,15 +93,7 @@ class Run:
             "amp": self.amp.state_dict(),
             **{f"optimizer {i}": o.state_dict() for i, o in enumerate(self.optimizers)},
         }
-        return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), states)
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    (left, tree), (right, other) = map(torch.utils._pytree.tree_flatten, (a, b))
-    return tree == other and all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x == y
-        for x, y in zip(left, right, strict=True)
-    )
+        return on_cpu(states)
 
 
 def sleeps(run: Run, weights: bool) -> None:

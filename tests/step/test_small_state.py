@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, same, snapshot, storage_bytes, take_step
+from helpers import Net, Resumable, same, snapshot, storage_bytes, take_step
 from torch import Tensor, nn
 
 import tritonamp
@@ -38,7 +38,7 @@ def batch(device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
-class Run:
+class Run(Resumable):
     """A model that is enabled, and what trains it."""
 
     def __init__(
@@ -76,16 +76,6 @@ class Run:
     def everything(self) -> list[Tensor]:
         """Bits of half parameters, masters, and of the state as it is kept."""
         return snapshot(self.model, self.optimizer) + self.masters()
-
-    def states(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.amp}
-        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
-
-    def load(self, states: dict[str, Any]) -> "Run":
-        self.model.load_state_dict(states["model"])
-        self.optimizer.load_state_dict(states["optimizer"])
-        self.amp.load_state_dict(states["amp"])
-        return self
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """``amp.veto``: somebody else's skip; it changes no bit, and leaves the loss scale alone."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, disabled_after, same, snapshot, take_step
+from helpers import Net, same, snapshot, take_step
 from torch import Tensor
 
 import tritonamp
@@ -44,11 +43,6 @@ class Run:
 
     def state(self) -> tuple[list[Tensor], Any]:
         return snapshot(self.model, self.optimizer), self.amp.scaler.state_dict()
-
-
-@pytest.fixture
-def start(device: torch.device) -> Iterator[Callable[..., Run]]:
-    yield from disabled_after(partial(Run, device))
 
 
 LEVELS = {
