@@ -87,7 +87,7 @@ class UpdateLists:
         return self.tensors.kept("lost", (size, 2), torch.int64, device)
 
     def overflow(self, device: torch.device) -> Tensor:
-        """Return the flags that ``note_overflow`` sets, by number."""
+        """Return the flags that ``store_copy`` sets, by number."""
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
 
     def numbers_and_flags(self, device: torch.device) -> tuple[Any, ...]:
