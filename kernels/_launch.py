@@ -110,7 +110,7 @@ class Launch:
             KernelError: it could not be compiled or loaded.
             UnsupportedDeviceError: the tensors are where kernels do not run.
         """
-        tensors = self.all_tensors(given)
+        tensors = given if self._tensors is None else self.all_tensors(given)
         if is_traced(tensors[0]):
             kernel = torch.library.wrap_triton(self.kernel)[self.grid]
             kernel(*tensors, *self.sizes, *self.constants, **self._options(tensors[0].device))

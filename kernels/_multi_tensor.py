@@ -118,6 +118,7 @@ class TensorLists:
         scalars: names of lists of 0-d tensors, which kernels find in tables of their own.
         coded: names of lists of 1-D tensors of codes, in the order of memory of "params", which
             kernels take as they are.
+        sharded: whether any tensor is sharded; None: the types of the first list's tell.
     """
 
     def __init__(
@@ -129,12 +130,13 @@ class TensorLists:
         may_repeat: Iterable[str] = ("copies",),
         scalars: Collection[str] = (),
         coded: Collection[str] = (),
+        sharded: bool | None = None,
         **lists: Sequence[Tensor],
     ) -> None:
         first = next(iter(lists.values()), ())
         n = len(first)
-        self._given = lists
-        self._lists = _local(lists) if any_sharded(first) else lists
+        self._sharded = any_sharded(first) if sharded is None else sharded
+        self._lists = _local(lists) if self._sharded else lists
         self.memory = Memory() if memory is None else memory
         self.numbers = range(n) if numbers is None else numbers
         self.size = n if size is None else size
@@ -165,7 +167,8 @@ class TensorLists:
             may_repeat=may_repeat,
             scalars=scalars,
             coded=coded,
-            **{**self._given, **lists},
+            sharded=self._sharded,
+            **{**self._lists, **lists},
         )
 
     def part(self, places: range, moved: Mapping[Tensor, Tensor]) -> "TensorLists":
@@ -177,6 +180,7 @@ class TensorLists:
             may_repeat=self.may_repeat,
             scalars=self._scalars,
             coded=self._coded,
+            sharded=False,
             **{
                 name: [moved.get(tensors[i], tensors[i]) for i in places]
                 for name, tensors in self._lists.items()

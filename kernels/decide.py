@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._lines import cached_by_shape
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
@@ -235,24 +236,23 @@ def decide_triton(
 ) -> None:
     moved = state or (used_scale,) * 4
     numbers, places = record or (evidence.amax,) * 2
-    tensors = (*evidence, used_scale, verdict, *moved, numbers, places)
-    sizes = (
-        len(evidence.amax),
-        len(evidence.square_sum),
-        len(places) if record else 0,
-        float(max_norm or 0.0),
-        *_numbers(rule),
-    )
-    constants = (
-        max_norm is not None,
-        state is not None,
-        RECORD if record else 0,
-        _BLOCK,
-        *_SLOTS,
-        OUTLYING,
-        VETOED,
-    )
-    Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)(*tensors)
+    lengths = len(evidence.amax), len(evidence.square_sum), len(places) if record else 0
+    launch = _launch_of(lengths, max_norm, rule, state is not None, record is not None)
+    launch(*evidence, used_scale, verdict, *moved, numbers, places)
+
+
+@cached_by_shape
+def _launch_of(
+    lengths: tuple[int, int, int],
+    max_norm: float | None,
+    rule: ScaleRule,
+    moves: bool,
+    records: bool,
+) -> Launch:
+    sizes = (*lengths, float(max_norm or 0.0), *_numbers(rule))
+    clips, numbers = max_norm is not None, RECORD if records else 0
+    constants = (clips, moves, numbers, _BLOCK, *_SLOTS, OUTLYING, VETOED)
+    return Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)
 
 
 def decide_torch(

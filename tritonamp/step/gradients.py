@@ -48,6 +48,7 @@ class Gradients(NamedTuple):
         grads: Sequence[Tensor | None],
         copies: Sequence[Tensor],
         known_as: Sequence[Tensor] | None = None,
+        sharded: bool | None = None,
     ) -> "Gradients":
         """Return the value that a step on these gradients works on.
 
@@ -57,6 +58,7 @@ class Gradients(NamedTuple):
             grads: gradients by parameter; None: there is none, or it counts elsewhere.
             copies: the parameter of the model for each.
             known_as: ``params`` as ``param_groups`` and ``state`` hold them; None: the same.
+            sharded: see ``TensorLists``.
         """
         known_as = params if known_as is None else known_as
         size, numbers, any_sparse = len(params), dense(grads), False
@@ -68,6 +70,12 @@ class Gradients(NamedTuple):
                 [tensors[i] for i in numbers] for tensors in (params, copies, known_as)
             )
         lists = TensorLists(
-            memory=memory, numbers=numbers, size=size, params=params, grads=present, copies=copies
+            memory=memory,
+            numbers=numbers,
+            size=size,
+            sharded=sharded,
+            params=params,
+            grads=present,
+            copies=copies,
         )
         return cls(lists, known_as, any_sparse)

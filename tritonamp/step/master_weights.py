@@ -100,7 +100,9 @@ class MasterWeights(Masters):
     def gradients(self) -> Gradients:
         """Return the present gradients as the value that a step works on."""
         grads = grads_of(self._of_state())
-        return Gradients.of(self._memory, self._masters, grads, self._params)
+        return Gradients.of(
+            self._memory, self._masters, grads, self._params, sharded=self._any_sharded
+        )
 
     def by_copies(self, gradients: Gradients) -> list[tuple[TensorLists, int]]:
         """Return the gradients apart, by how many ranks hold the same ones."""

@@ -12,6 +12,7 @@ from tritonamp.distributed.sharding import Sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._facts import versions
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.state_loading import widen_state
@@ -49,6 +50,7 @@ class Masters:
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self._masters: list[Tensor] = []  # keys and values of _sources, as lists
         self._params: list[Tensor] = []
+        self._any_sharded = False
         self._copies: list[int] = []  # of each parameter, on how many ranks; empty: not sharded
         self._lent: list[Tensor] = []  # half parameters whose FP32 value is lent
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
@@ -67,6 +69,7 @@ class Masters:
         # groups that are still to be adopted have no entry yet
         self._masters = [m for m in masters if m in self._sources]
         self._params = [self._sources[master] for master in self._masters]
+        self._any_sharded = any_sharded(self._masters)
         if self._sharding is not None:
             self._copies = [self._sharding.copies(param) for param in self._params]
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
