@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import Traffic, U
-from tests.kernels.test_lion import made
+from tests.kernels.conftest import Traffic, U, made
+from tests.kernels.test_lion import SHAPES
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.sgd import OPTIONAL, SGDRule, sgd
@@ -34,9 +34,9 @@ class Run:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rule = rule
-        self.params = made(device, dtype, 0)
+        self.params = made(SHAPES, device, dtype, 0)
         state = torch.promote_types(dtype, torch.float32)
-        self.buffers = made(device, state, 9) if rule.momentum else self.params
+        self.buffers = made(SHAPES, device, state, 9) if rule.momentum else self.params
         self.copies = [torch.full_like(p, 9.0, dtype=copy) if copy else p for p in self.params]
         self.memory = Memory()
         self.rules, self.groups = [rule], [0] * len(self.params)
@@ -83,7 +83,7 @@ def test_against_fp64(
 ) -> None:
     """A step has at most eight roundings of quantities that stay below 8: 3 steps, 64 u each."""
     run = Run(device, rule, copy)
-    steps = [made(device, copy or torch.float32, seed) for seed in (1, 2, 3)]
+    steps = [made(SHAPES, device, copy or torch.float32, seed) for seed in (1, 2, 3)]
     expected = exact(run, steps, 0.5)
     scale = torch.tensor(0.5, device=device)
     for grads in steps:
@@ -101,7 +101,7 @@ def test_the_eager_form_has_torchs_bits(rule: SGDRule, device: torch.device) -> 
     for param, buffer in zip(params, ours.buffers, strict=True):
         optimizer.state[param]["momentum_buffer"] = buffer.clone()
     for seed in (1, 2, 3):
-        grads = made(device, torch.float32, seed)
+        grads = made(SHAPES, device, torch.float32, seed)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
         optimizer.step()
@@ -115,9 +115,9 @@ def test_a_skip_writes_nothing(
     rule: SGDRule, found_inf: float, backend: str, device: torch.device
 ) -> None:
     run = Run(device, rule, torch.float16)
-    run.step(made(device, torch.float16, 1), backend)
+    run.step(made(SHAPES, device, torch.float16, 1), backend)
     before = run.everything()
-    bad = [torch.full_like(g, float("nan")) for g in made(device, torch.float16, 2)]
+    bad = [torch.full_like(g, float("nan")) for g in made(SHAPES, device, torch.float16, 2)]
     run.step(bad, backend, None, torch.tensor(found_inf, device=device))
     assert all(map(torch.equal, run.everything(), before))
 
@@ -128,7 +128,7 @@ def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None
     mixed = Run(device, rules[0], torch.float16)
     mixed.rules = rules
     mixed.groups = [i % len(rules) for i in range(len(mixed.params))]
-    steps = [made(device, torch.float16, seed) for seed in (1, 2)]
+    steps = [made(SHAPES, device, torch.float16, seed) for seed in (1, 2)]
     wanted = [exact(Run(device, rule), steps, 1.0) for rule in rules]
     for grads in steps:
         mixed.step(grads, backend)
@@ -142,7 +142,7 @@ def test_half_parameters_alone(backend: str, device: torch.device) -> None:
     run = Run(device, rule, dtype=torch.float16)
     wide = [p.float() for p in run.params]
     buffers = [b.clone() for b in run.buffers]
-    grads = made(device, torch.float16, 1)
+    grads = made(SHAPES, device, torch.float16, 1)
     run.step(grads, backend)
     for param, p, grad, before in zip(run.params, wide, grads, buffers, strict=True):
         g = grad.double() + rule.weight_decay * p.double()
@@ -163,7 +163,7 @@ def test_copies_beyond_half_are_noticed(backend: str, device: torch.device) -> N
 def test_a_tensor_as_learning_rate(backend: str, device: torch.device) -> None:
     number = Run(device, RULES["momentum"])
     tensor = Run(device, RULES["momentum"]._replace(lr=torch.tensor(0.5, device=device)))
-    grads = made(device, torch.float32, 1)
+    grads = made(SHAPES, device, torch.float32, 1)
     for run in (number, tensor):
         run.step(grads, backend)
     for a, b in zip(number.params, tensor.params, strict=True):
