@@ -148,6 +148,7 @@ def _part(
         may_repeat=("copies", *optional),
         scalars=("steps",) if "steps" in states else (),
         coded=(),
+        sharded=False,
         **{name: [lists.tensors[name][k] for k in places] for name in names},
     )
     return UpdateLists(tensors, rules, lists.groups, lists.track_lost)
