@@ -183,10 +183,8 @@ class Launch:
             key += [size >= 1 << 31 for size in self.sizes]
         compiled = _compiled.get(tuple(key))
         if compiled is None:
-            args, options = (
-                (*tensors, *self.sizes, *self.constants),
-                self._options(tensors[0].device),
-            )
+            args = *tensors, *self.sizes, *self.constants
+            options = self._options(tensors[0].device)
             compiled = _compiled[tuple(key)] = _compile(self.kernel, self.grid, args, options)
         return compiled
 
