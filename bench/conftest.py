@@ -38,19 +38,15 @@ def pytest_report_header() -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each case and peer of the module's GROUPS."""
-    if {"case", "peer"} <= set(metafunc.fixturenames):
-        cases = [c for c in all_cases(toy=not GPU) if c.group in metafunc.module.GROUPS]
-        marks = (
-            pytest.mark.benchmark(timer=clock),
-            pytest.mark.filterwarnings("default"),
-        )  # peers may warn
-        pairs = [
-            pytest.param(c, peer, id=f"{c.name}-{peer}", marks=marks)
-            for c in cases
-            for peer in c.peers
-        ]
-        metafunc.parametrize(("case", "peer"), pairs)
+    """Make a test for each case and peer."""
+    # peers may warn
+    marks = pytest.mark.benchmark(timer=clock), pytest.mark.filterwarnings("default")
+    pairs = [
+        pytest.param(case, peer, id=f"{case.name}-{peer}", marks=marks)
+        for case in all_cases(toy=not GPU)
+        for peer in case.peers
+    ]
+    metafunc.parametrize(("case", "peer"), pairs)
 
 
 def clock() -> float:

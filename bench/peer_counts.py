@@ -24,8 +24,9 @@ import torch
 from case import Case
 from gpuless.ptx.emulated import Launch
 from matrix import all_cases
+from op_cases import LOSS_SCALE, results_of, wanted
 from peer_cases import Question, questions
-from peer_errors import SCALES, checked, given, gradients, leaves, results_of, wanted
+from peer_errors import checked, gradients, host_inputs, moved
 from peer_machine import ARCH, COUNTING, COUNTING_ALL, CUDA, Machine, of_peer
 
 Row = dict[str, Any]
@@ -34,19 +35,19 @@ WITH_ADAM = "tritonamp", "optimi"
 
 def counted(question: Question, peer: str, machine: Machine) -> Iterator[Row]:
     """Count forward and backward, by some programs of each launch."""
-    make, half = question.peers[peer]
-    host, machine.emulator.options = given(question, question.counted, half), COUNTING
-    elements, inputs = _elements(question, host), leaves(host, lambda x: x.to(CUDA))
-    forward = make(CUDA)
+    host = host_inputs(question, peer, question.counted)
+    machine.emulator.options = COUNTING
+    elements, inputs = _elements(question, host), moved(host, lambda x: x.to(CUDA))
+    forward = question.op.forward_of(peer, CUDA)
     machine.clear()
     started = time.time()
-    results = results_of(forward, inputs, question.loss)
+    results = results_of(forward, inputs)
     if not question.both:
         yield _row(f"{question.name} forward", peer, elements, machine, started)
         machine.clear()
         started = time.time()
-    if question.op != "sum":
-        above = gradients(results, SCALES[1], question.loss)
+    if question.has_backward:
+        above = gradients(results, LOSS_SCALE)
         torch.autograd.grad(results, wanted(inputs), above)
         name = f"{question.name} {'both' if question.both else 'backward'}"
         yield _row(name, peer, elements, machine, started)

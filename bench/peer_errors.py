@@ -5,70 +5,55 @@ from typing import Any
 
 import torch
 from gpuless import tensors
-from peer_cases import CHECKED, GRADIENT, HALF, Question
+from op_cases import HALF, LOSS_SCALE, Inputs, Shape, leaves, results_of, wanted
+from peer_cases import Question
 from peer_machine import CHECKING, CUDA, Machine
 from torch import Tensor
 
-SCALES = 1.0, 2.0**16
+SCALES = 1.0, LOSS_SCALE
+GRADIENT = 2.0**-20  # of a mean over so many
 
 Row = dict[str, Any]
-Inputs = list[Tensor | None]
 
 
-def given(question: Question, elements: int, half_weights: bool) -> Inputs:
-    """Return the inputs on the CPU, as the peer takes them."""
+def host_inputs(question: Question, peer: str, shape: Shape) -> Inputs:
+    """Return the inputs on the CPU, as the peer takes them; the same for all that take half."""
     torch.manual_seed(0)
-    return [
-        x.to(HALF) if half_weights and x is not None and x.is_floating_point() else x
-        for x in question.inputs(elements)
-    ]
+    return question.op.inputs_of(peer, shape, HALF, "cpu")
 
 
-def leaves(found: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
-    return [None if x is None else move(x).requires_grad_(x.is_floating_point()) for x in found]
+def moved(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
+    return leaves([None if x is None else move(x) for x in inputs])
 
 
-def wanted(inputs: Inputs) -> list[Tensor]:
-    return [x for x in inputs if x is not None and x.requires_grad]
-
-
-def results_of(forward: Any, inputs: Inputs, loss: bool) -> list[Tensor]:
-    """Return what a peer computes; a loss in FP32, as what is scaled is."""
-    found = listed(forward(tuple(inputs)))
-    return [found[0].float()] if loss else found
-
-
-def listed(results: Any) -> list[Tensor]:
-    return list(results) if isinstance(results, tuple | list) else [results]
-
-
-def gradients(results: list[Tensor], scale: float, loss: bool) -> list[Tensor]:
+def gradients(results: list[Tensor], scale: float) -> list[Tensor]:
     """Return what comes from above, in the dtypes of results: the same for everybody."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for y in results:
-        above = torch.ones(()) if loss else torch.randn(y.shape, generator=generator) * GRADIENT
+        is_loss = y.dim() == 0
+        above = torch.ones(()) if is_loss else torch.randn(y.shape, generator=generator) * GRADIENT
         found.append(tensors.wrap((above * scale).to(y.dtype)))  # no copy that would be counted
     return found
 
 
 def checked(question: Question, peer: str, machine: Machine) -> Row:
     """Hold results and gradients of all programs against FP64."""
-    make, half = question.peers[peer]
-    host, machine.emulator.options = given(question, CHECKED, half), CHECKING
-    exact_inputs = leaves(host, lambda x: x.double() if x.is_floating_point() else x)
-    exact = listed(question.exact(tuple(exact_inputs)))
-    rows = wanted(exact_inputs)[0].shape[0]
-    row: Row = {"case": question.name, "peer": peer, "rows": rows}
+    host = host_inputs(question, peer, question.checked)
+    machine.emulator.options = CHECKING
+    exact_inputs = moved(host, lambda x: x.double() if x.is_floating_point() else x)
+    exact = question.exact(*exact_inputs)
+    exact = list(exact) if isinstance(exact, tuple) else [exact]
+    row: Row = {"case": question.name, "peer": peer, "rows": question.checked[0]}
     for scale in SCALES:
-        inputs = leaves(host, lambda x: x.to(CUDA))
-        results = results_of(make(CUDA), inputs, question.loss)
+        inputs = moved(host, lambda x: x.to(CUDA))
+        results = results_of(question.op.forward_of(peer, CUDA), inputs)
         row["forward"] = max(
             largest_error(y.detach().cpu(), z.detach()) for y, z in zip(results, exact, strict=True)
         )
-        if question.op == "sum":
+        if not question.has_backward:
             continue
-        above = gradients(results, scale, question.loss)
+        above = gradients(results, scale)
         same = [g.cpu().double() for g in above]  # before somebody writes into them
         should = torch.autograd.grad(exact, wanted(exact_inputs), same, retain_graph=True)
         got = [g.cpu() for g in torch.autograd.grad(results, wanted(inputs), above)]

@@ -1,0 +1,193 @@
+"""What all cases of operations share: calls of peers, forward and backward, and the rows."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch._functorch.config
+from case import Case
+from timing import Work
+from torch import Tensor
+
+from tritonamp.names import short
+
+HALF, BF16 = torch.float16, torch.bfloat16
+ELEMENTS = 1 << 27
+TOY_LENGTH = 64
+LOSS_SCALE = 2.0**16
+# the others take FP32 weights beside half activations, as under O1 and O2
+HALF_WEIGHTS = "eager", "apex", "FlagGems"
+DIRECTIONS = "forward", "backward"
+
+Shape = tuple[int, ...]
+Inputs = list[Tensor | None]
+Forward = Callable[..., Any]
+
+
+class Op(NamedTuple):
+    """An operation, and who computes it.
+
+    Attributes:
+        name: begins the names of its cases.
+        forwards: by peer, a function of the tensors of ``inputs``: of one result, or a tuple. That
+            of "compile" is what torch.compile is given.
+        inputs: makes the tensors, given shape, dtype and device; None: an argument is left out.
+        bytes: the least for each element, forward and backward.
+        kernels: the kernels' operations, forward and backward.
+        gems: the peer whose call FlagGems takes over; None: it has none of these operations.
+    """
+
+    name: str
+    forwards: dict[str, Forward]
+    inputs: Callable[[Shape, torch.dtype, Any], Inputs]
+    bytes: tuple[float, float] | None
+    kernels: tuple[tuple[str, ...], tuple[str, ...]]
+    gems: str | None = "eager"
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return (*self.forwards, "FlagGems") if self.gems else tuple(self.forwards)
+
+    def forward_of(self, peer: str, device: torch.device) -> Forward:
+        """Return the function that a peer runs on a device."""
+        if peer == "compile":
+            return compiled(self.forwards[peer], device)
+        return self.forwards[self.gems if peer == "FlagGems" else peer]
+
+    def inputs_of(self, peer: str, shape: Shape, dtype: torch.dtype, device: Any) -> Inputs:
+        """Return the tensors as a peer takes them."""
+        made = self.inputs(shape, dtype, device)
+        if peer not in HALF_WEIGHTS:
+            return made
+        return [x.to(dtype) if x is not None and x.is_floating_point() else x for x in made]
+
+
+def simple_op(
+    name: str, forwards: dict[str, Forward], inputs: Any, bytes: Any, **others: Any
+) -> Op:
+    """Return an operation with one kernel forward and one backward, called as itself."""
+    return Op(name, forwards, inputs, bytes, ((name,), (f"{name}_backward",)), **others)
+
+
+def compiled(function: Forward, device: torch.device) -> Forward:
+    torch._dynamo.reset()  # a shape of its own for each case, not a dynamic one
+    # on a CPU inductor would wait for a C++ compiler
+    backend = "inductor" if device.type == "cuda" else "eager"
+    return torch.compile(function, dynamic=False, backend=backend)
+
+
+def leaves(inputs: Inputs) -> Inputs:
+    """Have the inputs, which nothing has computed, take gradients where they can."""
+    return [x if x is None else x.requires_grad_(x.is_floating_point()) for x in inputs]
+
+
+def wanted(inputs: Inputs) -> list[Tensor]:
+    return [x for x in inputs if x is not None and x.requires_grad]
+
+
+def results_of(forward: Forward, inputs: Inputs) -> list[Tensor]:
+    """Return what a forward computes; a loss in FP32, since half does not hold a scaled one."""
+    found = forward(*inputs)
+    results = found if isinstance(found, tuple | list) else [found]
+    return [y.float() if y.dim() == 0 else y for y in results]
+
+
+def work(
+    op: Op, peer: str, direction: str, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Work:
+    """Make a forward without autograd, the gradients of its inputs, or both in one call."""
+    forward, inputs = op.forward_of(peer, device), op.inputs_of(peer, shape, dtype, device)
+    if direction == "forward":
+        return Work([functools.partial(forward, *inputs)])
+    inputs = leaves(inputs)
+    if direction == "both":
+
+        def call_both() -> Any:
+            results = results_of(forward, inputs)
+            return torch.autograd.grad(results, wanted(inputs), _gradients(results))
+
+        return Work([call_both])
+    # without it a compiled backward runs only once
+    with torch._functorch.config.patch(donated_buffer=False):
+        results = results_of(forward, inputs)
+        above = _gradients(results)
+
+        def call() -> list[Tensor]:
+            found = torch.autograd.grad(results, wanted(inputs), above, retain_graph=True)
+            return [grad.contiguous() for grad in found]  # what comes next would have to read it
+
+        call()
+    return Work([call])
+
+
+def _gradients(results: list[Tensor]) -> list[Tensor]:
+    """Return what comes from above: of a loss its scale, of other results random numbers."""
+    return [
+        torch.full_like(y, LOSS_SCALE) if y.dim() == 0 else torch.randn_like(y) for y in results
+    ]
+
+
+def under_flag_gems(make: Callable[[torch.device], Work], device: torch.device) -> Work:
+    """While the work is open, FlagGems replaces torch's operations in the whole process."""
+    import flag_gems
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(flag_gems.use_gems())
+        return Work(make(device).calls, stack.pop_all().close)
+
+
+def makers(
+    op: Op, direction: str, shape: Shape, dtype: torch.dtype
+) -> dict[str, Callable[[torch.device], Work]]:
+    """Return by peer what makes its work on a device."""
+    made = {peer: functools.partial(work, op, peer, direction, shape, dtype) for peer in op.peers}
+    if op.gems:
+        made["FlagGems"] = functools.partial(under_flag_gems, made["FlagGems"])
+    return made
+
+
+def both_directions(
+    op: Op,
+    dtype: torch.dtype,
+    shape: Shape,
+    toy: Shape | None,
+    *,
+    path_bytes: dict[str, tuple[float, float]],
+    quick: bool,
+    form: str = "",
+) -> list[Case]:
+    """Return the cases of a forward and of a backward.
+
+    Args:
+        op: what is computed.
+        dtype: of activations.
+        shape: by which the cases are named.
+        toy: the shape that is used in its place.
+        path_bytes: by peer other than us, as in ``Case``, forward and backward.
+        quick: as in ``Case``.
+        form: of memory, which ends the names.
+    """
+    used = toy or shape
+    return [
+        Case(
+            group=f"{op.name} {direction}",
+            name=f"{op.name} {direction} {short(dtype)} {by(shape)}{form}",
+            dtype=short(dtype),
+            shape=by(used) + form,
+            elements=math.prod(used),
+            bytes=op.bytes[i],
+            peers=makers(op, direction, used, dtype),
+            path_bytes={peer: counts[i] for peer, counts in path_bytes.items()}
+            | {"tritonamp": op.bytes[i]},
+            quick=quick,
+            operations=op.kernels[i],
+        )
+        for i, direction in enumerate(DIRECTIONS)
+    ]
+
+
+def by(shape: Shape) -> str:
+    return "x".join(map(str, shape))
