@@ -8,18 +8,19 @@ from typing import Any
 import steps
 import torch
 from host_stubs import (
+    CPU,
     PARTS_OF_TORCHS_STEP,
     least_us,
     least_us_of,
     no_kernels_of_torchs_step,
     stub_launches,
 )
+from timing import Work
 from torch import Tensor, nn
 
 import tritonamp
 
 Call = Callable[[], Any]
-CPU = torch.device("cpu")
 
 
 class Empty(torch.autograd.Function):
@@ -43,43 +44,14 @@ class Nothing(nn.Module):
         return x
 
 
-def of_groups(optimizer: Any, params: list[nn.Parameter], apart: bool, **kwargs: Any) -> Any:
-    groups = [{"params": [p]} for p in params] if apart else params
-    return optimizer(groups, lr=steps.LR, **kwargs)
+def groups(params: list[nn.Parameter], apart: bool) -> list[Any]:
+    """Return what an optimizer is given; ``apart``: each tensor in a group of its own."""
+    return [{"params": [p]} for p in params] if apart else params
 
 
-def our_step(model: nn.Module, apart: bool) -> tuple[Call, Call]:
-    """Return what follows a backward: its decision, the clipping, the step; and ``disable``."""
-    optimizer = of_groups(torch.optim.AdamW, list(model.parameters()), apart)
-    amp = tritonamp.enable(model, optimizer, level="O2", dtype=torch.float16)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    loss = torch.ones(())
-
-    def call() -> None:
-        with amp.scale_loss(loss):
-            pass
-        amp.clip_grad_norm_(steps.MAX_NORM)
-        optimizer.step()
-
-    return call, amp.disable
-
-
-def torchs_step(model: nn.Module, apart: bool) -> Call:
-    """Return torch.amp's three calls, and the update of its scale."""
-    params = list(model.parameters())
-    optimizer = of_groups(torch.optim.AdamW, params, apart, fused=True)
-    scaler = steps.scaler_of_one(CPU)
-    for p in params:
-        p.grad = torch.randn_like(p)
-
-    def call() -> None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(params, steps.MAX_NORM, foreach=True)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return call
+def our_step(model: nn.Module, apart: bool) -> Work:
+    optimizer = torch.optim.AdamW(groups(list(model.parameters()), apart), lr=steps.LR)
+    return steps.our_step(model, optimizer, level="O2", dtype=torch.float16)
 
 
 def of_465_tensors() -> nn.Module:
@@ -87,16 +59,17 @@ def of_465_tensors() -> nn.Module:
 
 
 def whole_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float]:
-    """Return our O2 step beside torch.amp's; apart: each tensor in a group of its own."""
-    tensors = len(list(build().parameters()))
-    with no_kernels_of_torchs_step(tensors) as called:
-        theirs_us = least_us(torchs_step(build(), apart), repeats, 1)
+    """Return our O2 step beside torch.amp's; ``apart``: see ``groups``."""
+    params = steps.parameters(build, CPU, torch.float32)
+    theirs = steps.FUSED_ADAMW(groups(params, apart))
+    with no_kernels_of_torchs_step(len(params)) as called:
+        theirs_us = least_us(steps.torchs_step(theirs, params), repeats, 1)
     if missing := set(PARTS_OF_TORCHS_STEP) - set(called):
         raise RuntimeError(f"torch's step does not call {sorted(missing)} any more")
     with stub_launches():
-        ours, close = our_step(build(), apart)
-        ours_us = least_us(ours, repeats, 1)
-        close()
+        ours = our_step(build(), apart)
+        ours_us = least_us(ours.calls[0], repeats, 1)
+        ours.close()
     return beside(ours_us, theirs_us)
 
 

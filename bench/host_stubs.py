@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,13 +12,15 @@ from torch import Tensor
 from tritonamp.kernels import _launch
 from tritonamp.kernels import device as hardware
 
+CPU = torch.device("cpu")
+
 
 @contextmanager
 def stub_launches() -> Iterator[list[int]]:
     """Take kernels for CPU tensors, run none; yield a list whose one number counts launches."""
     count = [0]
 
-    def run(*args: Any, stream: int) -> None:
+    def count_launch(*args: Any, stream: int) -> None:
         count[0] += 1
 
     def nowhere(*args: Any) -> int:
@@ -26,19 +28,16 @@ def stub_launches() -> Iterator[list[int]]:
 
     patches = [
         mock.patch.object(_launch, "INTERPRETED", new=False),
-        mock.patch.object(_launch, "_compile", return_value=_Compiled(run)),
+        mock.patch.object(_launch, "_compile", return_value=_Compiled(count_launch)),
         mock.patch.object(_launch, "_compiled", new={}),
         mock.patch.object(torch.cuda, "current_device", nowhere),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", nowhere, create=True),
-        mock.patch.dict(hardware._answers, {torch.device("cpu"): True}),
+        mock.patch.dict(hardware._answers, {CPU: True}),
     ]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield count
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 class _Compiled:
@@ -55,16 +54,21 @@ def least_us(call: Callable[[], Any], repeats: int, inner: int) -> float:
     return least_us_of([call], repeats, inner)[0]
 
 
-def least_us_of(calls: Sequence[Callable[[], Any]], repeats: int, inner: int) -> list[float]:
+def least_us_of(
+    calls: Sequence[Callable[[], Any]],
+    repeats: int,
+    inner: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Return the least of each call, taken in turn: what slows the machine down slows them all."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):
             call()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(inner):
                 call()
-            taken.append(time.perf_counter() - start)
+            taken.append(clock() - start)
     return [1e6 * min(taken) / inner for taken in times]
 
 
@@ -84,12 +88,12 @@ def no_kernels_of_torchs_step(tensors: int) -> Iterator[list[str]]:
     called: list[str] = []
     norms = [torch.ones(())] * tensors
 
-    def stub(name: str, *_: Any, **__: Any) -> list[Tensor]:
-        called.append(name)
-        return norms
+    def stub(name: str) -> Callable[..., list[Tensor]]:
+        def call(*_: Any, **__: Any) -> list[Tensor]:
+            called.append(name)
+            return norms
 
-    def call(name: str) -> Callable[..., list[Tensor]]:
-        return lambda *args, **kwargs: stub(name)
+        return call
 
-    with mock.patch.multiple(torch, **{name: call(name) for name in PARTS_OF_TORCHS_STEP}):
+    with mock.patch.multiple(torch, **{name: stub(name) for name in PARTS_OF_TORCHS_STEP}):
         yield called

@@ -3,7 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from case import Case
@@ -21,29 +21,18 @@ MAX_NORM = 1.0
 
 Build = Callable[[], nn.Module]
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Maker = Callable[..., Work]
+"""Takes ``Build`` and a device."""
 
 
 def gpt(vocabulary: int, context: int, width: int, layers: int) -> nn.Module:
     """Modules that have the parameters of a GPT-2 with tied embeddings; they never run."""
-    blocks = [m for _ in range(layers) for m in _block(width)]
-    return nn.ModuleList(
-        [
-            nn.Embedding(vocabulary, width),
-            nn.Embedding(context, width),
-            *blocks,
-            nn.LayerNorm(width),
-        ]
-    )
-
-
-def _block(width: int) -> list[nn.Module]:
-    attention = [nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)]
-    return [
-        *attention,
-        nn.LayerNorm(width),
-        nn.Linear(width, 4 * width),
-        nn.Linear(4 * width, width),
-    ]
+    modules: list[nn.Module] = [nn.Embedding(vocabulary, width), nn.Embedding(context, width)]
+    for _ in range(layers):
+        attention = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        mlp = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        modules += [nn.LayerNorm(width), *attention, nn.LayerNorm(width), *mlp]
+    return nn.ModuleList([*modules, nn.LayerNorm(width)])
 
 
 def tiny(count: int) -> nn.Module:
@@ -69,16 +58,6 @@ def parameters(build: Build, device: torch.device, dtype: torch.dtype) -> list[n
 
 def grads_of(params: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
-
-
-def scaler_of_one(device: torch.device) -> torch.amp.GradScaler:
-    """Return a scaler with scale 1 for good.
-
-    Unscaling reads and writes all the same, and gradients do not shrink from call to call.
-    """
-    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30)
-    scaler.scale(torch.ones((), device=device))
-    return scaler
 
 
 # the parts
@@ -115,22 +94,33 @@ def imported(module: str, name: str, **options: Any) -> Optimizer:
     return lambda params: getattr(importlib.import_module(module), name)(params, lr=LR, **options)
 
 
-OUR_ADAMW = functools.partial(tritonamp.optim.AdamW, lr=LR)
 FUSED_ADAMW = functools.partial(torch.optim.AdamW, lr=LR, fused=True)
 OF_APEX = {"weight_decay": 1e-2, "capturable": True, "master_weights": True}
 ADAMWS: dict[str, tuple[Optimizer, torch.dtype]] = {
-    "tritonamp": (OUR_ADAMW, HALF),
+    "tritonamp": (functools.partial(tritonamp.optim.AdamW, lr=LR), HALF),
     "fused AdamW": (FUSED_ADAMW, torch.float32),
     "apex": (imported("apex.optimizers", "FusedAdam", **OF_APEX), HALF),
     "optimi": (imported("optimi", "AdamW"), torch.bfloat16),
 }
 """By peer, its AdamW and the dtype of the parameters that it steps on."""
 
-OUR_SGD = functools.partial(tritonamp.optim.SGD, lr=LR, momentum=0.9)
-TORCHS_SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
 
-OUR_LION = functools.partial(tritonamp.optim.Lion, lr=LR)
-OUR_LION_8BIT = functools.partial(tritonamp.optim.Lion, lr=LR, state="8bit")
+def steppers(optimizers: dict[str, tuple[Optimizer, torch.dtype]]) -> dict[str, Maker]:
+    return {peer: functools.partial(stepping, *given) for peer, given in optimizers.items()}
+
+
+def our_stepper(name: str, **options: Any) -> Maker:
+    """Make the step of an optimizer of ``tritonamp.optim``, on half parameters."""
+    optimizer = functools.partial(getattr(tritonamp.optim, name), lr=LR, **options)
+    return functools.partial(stepping, optimizer, HALF)
+
+
+def fp32_stepper(optimizer: Optimizer) -> Maker:
+    return functools.partial(stepping, optimizer, torch.float32)
+
+
+def torchs_sgd(**options: Any) -> Maker:
+    return fp32_stepper(functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, **options))
 
 
 def muon(kind: type[torch.optim.Optimizer], build: Build, device: torch.device) -> Work:
@@ -195,14 +185,13 @@ def eager_ranges(build: Build, device: torch.device) -> Work:
 # whole steps, clipping included
 
 
-def our_step(build: Build, device: torch.device, skip_outliers: float | None = None) -> Work:
-    with torch.device(device):
-        model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    amp = tritonamp.enable(model, optimizer, level="O2", dtype=HALF, skip_outliers=skip_outliers)
-    for p in model.parameters():
+def our_step(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Work:
+    """Enable both, and make what follows a backward: its decision, the clipping, the step."""
+    amp = tritonamp.enable(model, optimizer, **options)
+    params = list(model.parameters())
+    for p in params:
         p.grad = torch.randn_like(p)
-    loss = torch.ones((), device=device)
+    loss = torch.ones((), device=params[0].device)
 
     def call() -> None:
         with amp.scale_loss(loss):  # stands for the backward: the gradients are there
@@ -211,6 +200,32 @@ def our_step(build: Build, device: torch.device, skip_outliers: float | None = N
         optimizer.step()
 
     return Work([call], amp.disable)
+
+
+def full_step(build: Build, device: torch.device, **options: Any) -> Work:
+    with torch.device(device):
+        model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    return our_step(model, optimizer, level="O2", dtype=HALF, **options)
+
+
+def torchs_step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Callable[[], None]:
+    """Return torch.amp's three calls, and the update of its scale.
+
+    The scale is 1 for good: unscaling reads and writes all the same, and gradients do not shrink
+    from call to call.
+    """
+    device = params[0].device
+    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30)
+    scaler.scale(torch.ones((), device=device))
+
+    def call() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return call
 
 
 def half_pipeline(build: Build, device: torch.device) -> Work:
@@ -224,14 +239,11 @@ def half_pipeline(build: Build, device: torch.device) -> Work:
         master.grad = torch.empty_like(master)
     halves, wide = [p.detach() for p in params], [m.detach() for m in masters]
     half_grads, grads = grads_of(params), grads_of(masters)
-    optimizer, scaler = torch.optim.AdamW(masters, lr=LR, fused=True), scaler_of_one(device)
+    step = torchs_step(FUSED_ADAMW(masters), masters)
 
     def call() -> None:
         torch._foreach_copy_(grads, half_grads)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
+        step()
         torch._foreach_copy_(halves, wide)
 
     return Work([call])
@@ -244,17 +256,136 @@ def standard_amp(build: Build, device: torch.device) -> Work:
     """
     params = parameters(build, device, torch.float32)
     weights = [p.detach() for p in params if p.dim() > 1]
-    optimizer, scaler = torch.optim.AdamW(params, lr=LR, fused=True), scaler_of_one(device)
+    step = torchs_step(FUSED_ADAMW(params), params)
 
     def call() -> None:
         for weight in weights:  # one by one, as autocast does
             weight.to(HALF)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
+        step()
 
     return Work([call])
+
+
+class Group(NamedTuple):
+    """Rows of the same work, one for each set of parameters.
+
+    Attributes:
+        name: of the group.
+        bytes, path_bytes, operations: as in ``Case``.
+        peers: by name, what makes the work.
+    """
+
+    name: str
+    bytes: float | None
+    peers: dict[str, Maker]
+    path_bytes: dict[str, float]
+    operations: tuple[str, ...]
+
+
+GROUPS = [
+    Group(
+        "full step",
+        30,
+        {"tritonamp": full_step, "half pipeline": half_pipeline, "torch.amp": standard_amp},
+        {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54},
+        ("grad_stats", "decide", "adamw"),
+    ),
+    Group(
+        "full step without outliers",
+        30,
+        {"tritonamp": functools.partial(full_step, skip_outliers=6.0)},
+        {"tritonamp": 30},
+        ("grad_stats", "outliers", "decide", "adamw"),
+    ),
+    Group(  # products of matrices beside them: not a matter of bytes
+        "Muon",
+        None,
+        {
+            "tritonamp": functools.partial(muon, tritonamp.optim.Muon),
+            "eager": functools.partial(muon, torch.optim.Muon),
+        },
+        {},
+        ("muon",),
+    ),
+    Group("optimizer", 28, steppers(ADAMWS), {"tritonamp": 28, "fused AdamW": 28}, ("adamw",)),
+    Group(
+        "optimizer, state bf16",
+        20,
+        {
+            "tritonamp": our_stepper("AdamW", state="bf16"),
+            "fused AdamW": fp32_stepper(FUSED_ADAMW),
+        },
+        {"tritonamp": 20, "fused AdamW": 28},
+        ("adamw",),
+    ),
+    Group(  # bitsandbytes and torchao: FP32 parameters, 8-bit moments
+        "optimizer, state 8bit",
+        14,
+        {
+            "tritonamp": our_stepper("AdamW", state="8bit"),
+            "fused AdamW": fp32_stepper(FUSED_ADAMW),
+            "bitsandbytes": fp32_stepper(imported("bitsandbytes.optim", "AdamW8bit")),
+            "torchao": fp32_stepper(imported("torchao.optim", "AdamW8bit")),
+        },
+        {"tritonamp": 14, "fused AdamW": 28, "bitsandbytes": 16},
+        ("adamw_8bit",),
+    ),
+    Group(
+        "SGD with momentum",
+        20,
+        {
+            "tritonamp": our_stepper("SGD", momentum=0.9),
+            "fused SGD": torchs_sgd(fused=True),
+            "foreach SGD": torchs_sgd(foreach=True),
+        },
+        {"tritonamp": 20, "fused SGD": 20},
+        ("sgd",),
+    ),
+    Group(
+        "Lion",
+        20,
+        {
+            "tritonamp": our_stepper("Lion"),
+            "optimi": functools.partial(stepping, imported("optimi", "Lion"), torch.bfloat16),
+        },
+        {"tritonamp": 20},
+        ("lion",),
+    ),
+    Group(  # bitsandbytes: FP32 parameters, an 8-bit moment
+        "Lion, state 8bit",
+        12,
+        {
+            "tritonamp": our_stepper("Lion", state="8bit"),
+            "bitsandbytes": fp32_stepper(imported("bitsandbytes.optim", "Lion8bit")),
+        },
+        {"tritonamp": 12, "bitsandbytes": 14},
+        ("lion_8bit",),
+    ),
+    Group(
+        "gradient statistics",
+        2,
+        {"tritonamp": statistics, "eager": unscale_and_norm},
+        {"tritonamp": 2, "eager": 6},
+        ("grad_stats",),
+    ),
+    Group(
+        "weight cast",
+        6,
+        {"tritonamp": our_cast, "eager": foreach_cast},
+        {"tritonamp": 6, "eager": 6},
+        ("cast",),
+    ),
+    Group(
+        "moving average",
+        12,
+        {"tritonamp": our_average, "eager": foreach_average},
+        {"tritonamp": 12, "eager": 12},
+        ("ema",),
+    ),
+    Group(
+        "ranges", 2, {"tritonamp": our_ranges, "eager": eager_ranges}, {"tritonamp": 2}, ("ranges",)
+    ),
+]
 
 
 def cases(toy: bool) -> list[Case]:
@@ -263,141 +394,19 @@ def cases(toy: bool) -> list[Case]:
         build = builds[toy]
         with torch.device("meta"):
             size = sum(p.numel() for p in build().parameters())
-        rows: dict[
-            str,
-            tuple[float | None, dict[str, Callable[..., Work]], dict[str, float], tuple[str, ...]],
-        ] = {
-            "full step": (
-                30,
-                {"tritonamp": our_step, "half pipeline": half_pipeline, "torch.amp": standard_amp},
-                {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54},
-                ("grad_stats", "decide", "adamw"),
-            ),
-            "full step without outliers": (
-                30,
-                {"tritonamp": functools.partial(our_step, skip_outliers=6.0)},
-                {"tritonamp": 30},
-                ("grad_stats", "outliers", "decide", "adamw"),
-            ),
-            "Muon": (  # products of matrices beside them: not a matter of bytes
-                None,
-                {
-                    "tritonamp": functools.partial(muon, tritonamp.optim.Muon),
-                    "eager": functools.partial(muon, torch.optim.Muon),
-                },
-                {},
-                ("muon",),
-            ),
-            "optimizer": (
-                28,
-                {peer: functools.partial(stepping, *given) for peer, given in ADAMWS.items()},
-                {"tritonamp": 28, "fused AdamW": 28},
-                ("adamw",),
-            ),
-            "optimizer, state bf16": (
-                20,
-                {
-                    "tritonamp": functools.partial(
-                        stepping, functools.partial(OUR_ADAMW, state="bf16"), HALF
-                    ),
-                    "fused AdamW": functools.partial(stepping, FUSED_ADAMW, torch.float32),
-                },
-                {"tritonamp": 20, "fused AdamW": 28},
-                ("adamw",),
-            ),
-            "optimizer, state 8bit": (  # bitsandbytes and torchao: FP32 parameters, 8-bit moments
-                14,
-                {
-                    "tritonamp": functools.partial(
-                        stepping, functools.partial(OUR_ADAMW, state="8bit"), HALF
-                    ),
-                    "fused AdamW": functools.partial(stepping, FUSED_ADAMW, torch.float32),
-                    "bitsandbytes": functools.partial(
-                        stepping, imported("bitsandbytes.optim", "AdamW8bit"), torch.float32
-                    ),
-                    "torchao": functools.partial(
-                        stepping, imported("torchao.optim", "AdamW8bit"), torch.float32
-                    ),
-                },
-                {"tritonamp": 14, "fused AdamW": 28, "bitsandbytes": 16},
-                ("adamw_8bit",),
-            ),
-            "SGD with momentum": (
-                20,
-                {
-                    "tritonamp": functools.partial(stepping, OUR_SGD, HALF),
-                    "fused SGD": functools.partial(
-                        stepping, functools.partial(TORCHS_SGD, fused=True), torch.float32
-                    ),
-                    "foreach SGD": functools.partial(
-                        stepping, functools.partial(TORCHS_SGD, foreach=True), torch.float32
-                    ),
-                },
-                {"tritonamp": 20, "fused SGD": 20},
-                ("sgd",),
-            ),
-            "Lion": (
-                20,
-                {
-                    "tritonamp": functools.partial(stepping, OUR_LION, HALF),
-                    "optimi": functools.partial(
-                        stepping, imported("optimi", "Lion"), torch.bfloat16
-                    ),
-                },
-                {"tritonamp": 20},
-                ("lion",),
-            ),
-            "Lion, state 8bit": (  # bitsandbytes: FP32 parameters, an 8-bit moment
-                12,
-                {
-                    "tritonamp": functools.partial(stepping, OUR_LION_8BIT, HALF),
-                    "bitsandbytes": functools.partial(
-                        stepping, imported("bitsandbytes.optim", "Lion8bit"), torch.float32
-                    ),
-                },
-                {"tritonamp": 12, "bitsandbytes": 14},
-                ("lion_8bit",),
-            ),
-            "gradient statistics": (
-                2,
-                {"tritonamp": statistics, "eager": unscale_and_norm},
-                {"tritonamp": 2, "eager": 6},
-                ("grad_stats",),
-            ),
-            "weight cast": (
-                6,
-                {"tritonamp": our_cast, "eager": foreach_cast},
-                {"tritonamp": 6, "eager": 6},
-                ("cast",),
-            ),
-            "moving average": (
-                12,
-                {"tritonamp": our_average, "eager": foreach_average},
-                {"tritonamp": 12, "eager": 12},
-                ("ema",),
-            ),
-            "ranges": (
-                2,
-                {"tritonamp": our_ranges, "eager": eager_ranges},
-                {"tritonamp": 2},
-                ("ranges",),
-            ),
-        }
-        for group, (least, peers, path, operations) in rows.items():
-            made = {peer: functools.partial(make, build) for peer, make in peers.items()}
-            quick = name == "GPT-2 124M" and group == "full step"
-            found.append(
-                Case(
-                    group,
-                    f"{group} {name}",
-                    "float16",
-                    name,
-                    size,
-                    least,
-                    made,
-                    path,
-                    quick,
-                    operations=operations,
-                )
+        found += [
+            Case(
+                group=group.name,
+                name=f"{group.name} {name}",
+                dtype="float16",
+                shape=name,
+                elements=size,
+                bytes=group.bytes,
+                peers={peer: functools.partial(make, build) for peer, make in group.peers.items()},
+                path_bytes=group.path_bytes,
+                quick=name == "GPT-2 124M" and group.name == "full step",
+                operations=group.operations,
             )
+            for group in GROUPS
+        ]
     return found
