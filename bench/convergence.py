@@ -15,7 +15,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,16 +23,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+import markdown
 import models
 import provenance
 import torch
-from torch import Tensor
+from training import our_training_step, torchs_training_step
 
 import tritonamp
 from tritonamp.demo import compare, data
 from tritonamp.demo.data import batches
 from tritonamp.demo.measured import Task, evaluate
 from tritonamp.demo.train import criterion
+from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, STATES
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,9 +65,7 @@ class Study:
     every: int = 0
 
     def dtypes(self) -> list[str]:
-        return list(
-            dict.fromkeys(str(mode.dtype).removeprefix("torch.") for mode in self.modes.values())
-        )
+        return list(dict.fromkeys(short(mode.dtype) for mode in self.modes.values()))
 
     def runs(self) -> list[tuple[str, str, int]]:
         """Return task, mode and seed of every run."""
@@ -77,7 +77,7 @@ class Study:
 def _beside_fp32(dtypes: tuple[torch.dtype, ...], states: tuple[str, ...]) -> dict[str, Mode]:
     """Return O0, and O2 in each half type with each format of optimizer state."""
     return {"O0": Mode("O0")} | {
-        f"O2 {str(dtype).removeprefix('torch.')} {state}": Mode("O2", dtype, state)
+        f"O2 {short(dtype)} {state}": Mode("O2", dtype, state)
         for dtype in dtypes
         for state in states
     }
@@ -121,14 +121,21 @@ def train(
     torch.manual_seed(seed)
     model = task.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
-    stock = mode.level == "torch.amp"
-    step, close = _stock(model, optimizer, device) if stock else _ours(model, optimizer, mode)
+    amp = None
+    if mode.level == "torch.amp":
+        step = torchs_training_step(list(model.parameters()), optimizer, model)
+    else:
+        options = {} if mode.level == "O0" else {"dtype": mode.dtype, "state": mode.state}
+        amp = tritonamp.enable(model, optimizer, level=mode.level, **options)
+        step = our_training_step(amp, optimizer, lambda x, y: criterion(model(x), y))
     losses = torch.stack(
         [step(x, y).detach() for x, y in batches(task.split, task.batch_size, steps, seed, device)]
     ).double()
-    with torch.autocast(device.type, torch.float16) if stock else contextlib.nullcontext():
+    stock = torch.autocast(device.type, torch.float16)
+    with stock if amp is None else contextlib.nullcontext():
         score = evaluate(model, task, device)
-    close()
+    if amp is not None:
+        amp.disable()
     run: dict[str, Any] = {"loss": losses[-LAST:].mean().item(), "score": score}
     if every:
         ends = range(every, steps + 1, every)
@@ -136,46 +143,7 @@ def train(
     return run
 
 
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def _ours(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, mode: Mode
-) -> tuple[Step, Callable[[], None]]:
-    options = {} if mode.level == "O0" else {"dtype": mode.dtype, "state": mode.state}
-    amp = tritonamp.enable(model, optimizer, level=mode.level, **options)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = criterion(model(x), y)
-        amp.backward(loss)
-        amp.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step, amp.disable
-
-
-def _stock(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[Step, Callable[[], None]]:
-    scaler = torch.amp.GradScaler(device.type)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.float16):
-            loss = criterion(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return loss
-
-    return step, lambda: None
-
-
-def markdown(runs: list[dict[str, Any]]) -> str:
+def text(runs: list[dict[str, Any]]) -> str:
     """Return what a study found: ``curves`` if its runs have them, else a ``table``."""
     return curves(runs) if "losses" in runs[0] else table(runs)
 
@@ -185,11 +153,11 @@ def table(runs: list[dict[str, Any]]) -> str:
 
     In brackets: that distance over O0's own range. Bold: it is more than that range.
     """
-    lines = [
-        "| model | mode | final training loss | test score | loss: largest difference to O0, same "
-        "seed (over O0's range) | test score: the same |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        "model", "mode", "final training loss", "test score",
+        "loss: largest difference to O0, same seed (over O0's range)", "test score: the same",
+    )  # fmt: skip
+    rows = []
     for task in dict.fromkeys(run["task"] for run in runs):
         of_task = [run for run in runs if run["task"] == task]
         baseline = [run for run in of_task if run["mode"] == "O0"]
@@ -201,20 +169,18 @@ def table(runs: list[dict[str, Any]]) -> str:
                 "" if mode == "O0" else _distance(own, baseline, key, digits)
                 for key, digits in columns
             ]
-            lines.append(f"| {task} | {mode} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append((task, mode, *cells))
+    return markdown.table(head, rows)
 
 
 def curves(runs: list[dict[str, Any]]) -> str:
     """Return Markdown: the training losses of each mode along one run."""
-    lines = [
-        f"| step | {' | '.join(run['mode'] for run in runs)} |",
-        f"|{'---|' * (len(runs) + 1)}",
+    rows = [
+        (str(row[0][0]), *(f"{loss:.4f}" for _, loss in row))
+        for row in zip(*(run["losses"] for run in runs), strict=True)
     ]
-    for row in zip(*(run["losses"] for run in runs), strict=True):
-        lines.append(f"| {row[0][0]} | {' | '.join(f'{loss:.4f}' for _, loss in row)} |")
-    lines.append(f"| test | {' | '.join(format(run['score'], '.3f') for run in runs)} |")
-    return "\n".join(lines)
+    rows.append(("test", *(f"{run['score']:.3f}" for run in runs)))
+    return markdown.table(("step", *(run["mode"] for run in runs)), rows)
 
 
 def _spread(values: list[float], digits: int) -> str:
@@ -274,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
             "{task} {mode} seed {seed}: loss {loss:.4f}, score {score:.3f}".format(**run),
             flush=True,
         )
-    print(markdown(runs))
+    print(text(runs))
     if not args.quick:
         path = args.output or RESULTS / f"convergence-{args.study}-{DEVICE.type}.json"
         record |= {

@@ -9,23 +9,21 @@ runs counts, but of PTX. One line for each launch; failed gates on stderr, exit 
 kernel got better: ``--snapshot``.
 """
 
-import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import builds
-import gates
 import numpy as np
 import side_by_side
+import snapshots
 import torch
+from snapshots import Numbers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the emulator is the tests'
 
@@ -37,7 +35,7 @@ from gpuless.ptx.regions import TrackedMemory
 
 import tritonamp.kernels
 
-SNAPSHOT = gates.SNAPSHOT.with_name(f"counts-{gates.SNAPSHOT.name}")
+SNAPSHOT = snapshots.FOLDER / f"counts-triton-{snapshots.VERSION}.json"
 ARCHS = [90]
 PROGRAMS = 4  # of each launch
 TAG = 1 << 48  # between the addresses of arguments
@@ -66,8 +64,10 @@ class Row(NamedTuple):
     conflicts: float
 
 
-WHAT = "instructions for each element", "sectors a load", "sectors a store", "bytes asked for"
-WHAT += ("passes over the banks",)
+WHAT = (  # of a row, from its third field on
+    "instructions for each element", "sectors a load", "sectors a store", "bytes asked for",
+    "passes over the banks",
+)  # fmt: skip
 
 
 def rows_of(module: str, arch: int, only: str) -> list[Row]:
@@ -142,27 +142,10 @@ def elements_of(build: builds.Build, call: builds.Call) -> int:
     return max(tensor.numel() for tensor in call.tensors)
 
 
-def growth_faults(row: Row, snapshot: dict[str, dict[str, list[float]]]) -> Iterator[str]:
-    """Yield what got worse against the committed numbers of the same Triton version."""
-    before = snapshot.get(row.name, {}).get(str(row.arch))
-    if before is None:
-        yield f"sm_{row.arch} {row.name}: not in {SNAPSHOT.name}, write that with --snapshot"
-        return
-    for what, new, old in zip(WHAT, row[2:], before, strict=True):
-        if new > gates.MAX_GROWTH * old:
-            yield (
-                f"sm_{row.arch} {row.name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
-                f"allowed is {gates.MAX_GROWTH} times as many"
-            )
-
-
-def snapshot_text(rows: Iterable[Row]) -> str:
-    """One line for each launch: its numbers by architecture."""
-    numbers: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        numbers.setdefault(row.name, {})[row.arch] = list(row[2:])
-    lines = (f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers))
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+def numbers(row: Row) -> Numbers:
+    """Return what is committed of a launch."""
+    values = dict(zip(WHAT, row[2:], strict=True))
+    return Numbers(row.name, row.arch, f"sm_{row.arch}", values)
 
 
 def line(row: Row) -> str:
@@ -173,46 +156,28 @@ def line(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="+", choices=builds.NVIDIA, metavar="N")
-    parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
-    parser.add_argument("--only", default="", help="calls whose name this regular expression finds")
-    parser.add_argument("--snapshot", action="store_true", help=f"write {SNAPSHOT.name}")
+    parser = snapshots.parser_for(SNAPSHOT, __doc__.splitlines()[0], builds.NVIDIA)
     parser.add_argument(
         "--peers", action="store_true",
         help="kernels of other packages beside ours, for sm_90; --snapshot writes bench/results/",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="of --peers: an object on each line")
-    args = parser.parse_args(arguments)
-    if args.snapshot and (args.arch or args.op or args.only):
-        parser.error("--snapshot takes everything: leave out --arch, --op and --only")
+    args = snapshots.parsed(parser, arguments)
     if args.peers and (args.arch or args.op):
         parser.error("--peers is for sm_90 and all operations: leave out --arch and --op")
     if args.json and not args.peers:
         parser.error("--json is of --peers: add that")
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        parser.error("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
     if args.peers:
         return side_by_side.main(args.only, args.json, args.snapshot)
-    found_modules = (m.name for m in pkgutil.iter_modules(tritonamp.kernels.__path__))
-    modules = args.op or list(found_modules)
+    modules = args.op or [m.name for m in pkgutil.iter_modules(tritonamp.kernels.__path__)]
     tasks = [(module, arch, args.only) for arch in args.arch or ARCHS for module in modules]
-    rows = []
+    rows: list[Row] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         for found in pool.map(rows_of, *zip(*tasks, strict=True)):
             print(*map(line, found), sep="\n", flush=True)
             rows += found
-    if args.snapshot:
-        SNAPSHOT.write_text(snapshot_text(rows))
-        return 0
-    if not SNAPSHOT.exists():
-        print(f"no {SNAPSHOT.name}: growth is not checked for this Triton", file=sys.stderr)
-        return 0
-    snapshot = json.loads(SNAPSHOT.read_text())
-    failed = [message for row in rows for message in growth_faults(row, snapshot)]
-    print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr)
-    return 1 if failed else 0
+    return snapshots.finish(SNAPSHOT, list(map(numbers, rows)), [], args.snapshot)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,14 @@
 """What the builds of kernels have to keep."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import triton
 from machine_code import Row
+from snapshots import VERSION, Numbers
 
-VERSION = ".".join(triton.__version__.split(".")[:2])
-SNAPSHOT = Path(__file__).parent / "static" / f"triton-{VERSION}.json"
 FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
-MAX_GROWTH = 1.15
 # scalar registers that lie in lanes of vector ones: read in a loop, and written before it
 AMD_LANES = {"adamw_8bit": 40, "lion_8bit": 40}
 AMD_REGISTERS = 168  # of a lane's 512: three waves for each SIMD unit of a CU
@@ -85,16 +80,9 @@ def code_faults(row: Row) -> Iterator[str]:
             f"{', '.join(floats)}: atomics on floating-point numbers (CAS stands in for them), "
             "allowed are none"
         )
-    if (
-        build.max_instructions
-        and build.judged
-        and not build.amd
-        and row.instructions > build.max_instructions
-    ):
-        yield (
-            f"{row.instructions:.2f} instructions for each element, "
-            f"allowed are {build.max_instructions:g}"
-        )
+    limit = build.max_instructions if build.judged and not build.amd else None
+    if limit and row.instructions > limit:
+        yield (f"{row.instructions:.2f} instructions for each element, allowed are {limit:g}")
     if not (build.aligned and build.moves_tensors):
         return
     if build.arch == 90 and row.in_flight < MIN_IN_FLIGHT:
@@ -134,29 +122,8 @@ def exp2_faults(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def growth_faults(row: Row, snapshot: dict[str, dict[str, list[float | None]]]) -> list[str]:
-    """Against the committed numbers of the same Triton version."""
-    name, arch, target = row.build.name, str(row.build.arch), row.build.target
-    if arch not in snapshot.get(name, {}):
-        return [f"{target} {name}: not in {SNAPSHOT.name}, write that with --snapshot"]
-    before, now = snapshot[name][arch], (row.registers, row.instructions)
-    return [
-        f"{target} {name}: {new:g} {what}, {old:g} in {SNAPSHOT.name}: "
-        f"allowed is {MAX_GROWTH} times as many"
-        for what, new, old in zip(
-            ("registers", "instructions for each element"), now, before, strict=True
-        )
-        if new is not None and old is not None and new > MAX_GROWTH * old
-    ]
-
-
-def snapshot_text(rows: Iterable[Row]) -> str:
-    """One line for each build: registers and instructions for each element, by architecture."""
-    numbers: dict[str, dict[int, tuple[int, float | None]]] = {}
-    for row in rows:
-        numbers.setdefault(row.build.name, {})[row.build.arch] = row.registers, row.instructions
-    return (
-        "{\n"
-        + ",\n".join(f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers))
-        + "\n}\n"
-    )
+def numbers(row: Row) -> Numbers:
+    """Return what is committed of a build."""
+    build = row.build
+    values = {"registers": row.registers, "instructions for each element": row.instructions}
+    return Numbers(build.name, build.arch, build.target, values)

@@ -82,12 +82,7 @@ def of_nvidia(build: Build, built: Any) -> Row:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run(
-                [CUOBJDUMP, what, file.name], capture_output=True, text=True, check=False
-            ).stdout
-            for what in ("-res-usage", "-sass")
-        )
+        usage, sass = disassembled(file.name)
     registers, stack, local = resources(usage)
     shared = built.metadata.shared
     resident = resident_warps(build.arch, build.warps, registers, shared)
@@ -107,6 +102,18 @@ def of_nvidia(build: Build, built: Any) -> Row:
         instructions=round(len(code) * for_each, 2),
         ex2=round(opcodes.count("MUFU.EX2") * for_each, 2),
     )
+
+
+def disassembled(cubin: str) -> tuple[str, str]:
+    """Return what ``cuobjdump`` prints of a file: resource usage, and instructions.
+
+    It fails, and prints no instructions, where it does not know the architecture.
+    """
+    usage, sass = (
+        subprocess.run([CUOBJDUMP, what, cubin], capture_output=True, text=True, check=False).stdout
+        for what in ("-res-usage", "-sass")
+    )
+    return usage, sass
 
 
 def of_amd(build: Build, built: Any) -> Row:
@@ -208,9 +215,8 @@ def absorbed(ptx: str) -> int:
 def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
     """Return how many warps a multiprocessor holds of programs with such needs."""
     max_warps, max_programs, kib = LIMITS[arch]
-    by_registers = 4 * (
-        65536 // 4 // (32 * 8 * -(-registers // 8))
-    )  # four parts, each hands them out by eight
+    # four parts of a multiprocessor, each hands its registers out by eight
+    by_registers = 4 * (65536 // 4 // (32 * 8 * -(-registers // 8)))
     shared += 1024 if arch >= 80 else 0  # the system's own
     by_shared = kib * 1024 // shared if shared else max_programs
     return warps * min(max_programs, max_warps // warps, by_registers // warps, by_shared)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import peer_machine  # before torch
+import provenance
 import roofline
 import steps
 import torch
@@ -164,8 +165,7 @@ def child(peer: str, only: str, path: Path, what: Any) -> None:
                     tell(row)
             except Exception as error:  # a peer can fail in any way; the others go on
                 traceback.print_exc(limit=-2)
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                tell({"case": name, "peer": peer, "reason": reason})
+                tell({"case": name, "peer": peer, "reason": provenance.reason_of(error)})
             print(f"{peer}: {name} {time.time() - started:.1f} s", flush=True)
         for name, reason in machine.refused.items():
             tell({"peer": peer, "reason": f"{name} is torch's, its own does not compile: {reason}"})

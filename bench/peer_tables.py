@@ -2,11 +2,11 @@
 
 import json
 import re
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from markdown import paragraph, table
 from side_by_side import NAMES, RESULT
 
 Row = dict[str, Any]
@@ -24,18 +24,6 @@ ALSO = "softmax n=256", "softmax n=4095", "softmax n=50257", "cross_entropy n=10
 
 def load(path: Path = RESULT) -> Row | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _head(*cells: str) -> list[str]:
-    return [_line(*cells), _line(*["---"] * len(cells))]
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def whole(rows: list[Row]) -> dict[str, dict[str, Row]]:
@@ -69,12 +57,15 @@ def _cell(row: Row | None, ours: Row) -> str:
 
 def counts(found: Row) -> str:
     """Return bytes and instructions of every case."""
-    lines = _head("forward and backward", OURS, *OTHERS)
-    for case, peers in whole(found["rows"]).items():
-        if OURS in peers and "AdamW" not in case:
-            ours = peers[OURS]
-            lines.append(_line(case, *(_cell(peers.get(peer), ours) for peer in (OURS, *OTHERS))))
-    return "\n".join(lines)
+    names = OURS, *OTHERS
+    return table(
+        ("forward and backward", *names),
+        (
+            (case, *(_cell(peers.get(peer), peers[OURS]) for peer in names))
+            for case, peers in whole(found["rows"]).items()
+            if OURS in peers and "AdamW" not in case
+        ),
+    )
 
 
 def short(found: Row | None, before: str) -> str:
@@ -88,11 +79,11 @@ def short(found: Row | None, before: str) -> str:
         "Bytes an element that memory has to move / PTX instructions, forward and backward, "
         f"float16, counted by an [emulator]({link}); **bold**: fewer."
     )
-    lines = _head("", *kept)
-    for peer in (OURS, *OTHERS):
-        cells = (_cell(peers.get(peer), peers[OURS]) for peers in kept.values())
-        lines.append(_line(peer, *cells))
-    return _wrapped(f"{before} {about}") + "\n\n" + "\n".join(lines)
+    rows = (
+        (peer, *(_cell(peers.get(peer), peers[OURS]) for peers in kept.values()))
+        for peer in (OURS, *OTHERS)
+    )
+    return paragraph(f"{before} {about}") + "\n\n" + table(("", *kept), rows)
 
 
 def ahead(found: Row) -> str:
@@ -111,21 +102,21 @@ def ahead(found: Row) -> str:
             if peer in peers and OURS in peers and of(peers[peer]) * NEAR < of(peers[OURS])
         ]
         told.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
-    return "\n\n".join(map(_wrapped, told))
+    return "\n\n".join(map(paragraph, told))
 
 
 def estimates(found: Row) -> str:
     """Return estimated times of peers in those of ours, by GPU."""
     cases = whole(found["rows"])
     gpus = list(found["rows"][0]["roofline"])
-    lines = _head("estimate, in our time", "peer", *gpus)
+    rows = []
     for case in (*SHORT, *ALSO):
         peers = cases.get(case, {})
         for peer in ESTIMATED if OURS in peers else ():
             if peer in peers:
                 pairs = ((peers[peer]["roofline"][g], peers[OURS]["roofline"][g]) for g in gpus)
-                lines.append(_line(case, peer, *(_ratio(theirs, ours) for theirs, ours in pairs)))
-    return "\n".join(lines)
+                rows.append((case, peer, *(_ratio(theirs, ours) for theirs, ours in pairs)))
+    return table(("estimate, in our time", "peer", *gpus), rows)
 
 
 def _ratio(theirs: Any, ours: Any) -> str:
@@ -139,9 +130,8 @@ def _ratio(theirs: Any, ours: Any) -> str:
 def errors(found: Row) -> str:
     """Return what is lost of gradients; "rounding": FP64 rounded once to the same dtype."""
     whats = "zeroed, rounding", "largest error, rounding"
-    lines = _head(
-        "gradients", "peer", *(f"at {at}: {what}" for at in ("1", "2^16") for what in whats)
-    )
+    head = "gradients", "peer", *(f"at {at}: {what}" for at in ("1", "2^16") for what in whats)
+    lines = []
     for row in found["errors"]:
         if "scale 1" not in row or not re.search("n=1024|group|entropy", row["case"]):
             continue
@@ -151,8 +141,8 @@ def errors(found: Row) -> str:
             cells.append(f"{100 * of['zeroed']:.2f} %, {100 * of['zeroed_by_rounding']:.2f} %")
             lost = f" ({100 * of['not_finite']:.0f} % not finite)" if of["not_finite"] else ""
             cells.append(f"{of['error']:.1e}, {of['error_by_rounding']:.1e}{lost}")
-        lines.append(_line(f"{row['case']}, {row['rows']} rows", row["peer"], *cells))
-    return "\n".join(lines)
+        lines.append((f"{row['case']}, {row['rows']} rows", row["peer"], *cells))
+    return table(head, lines)
 
 
 def adam(found: Row) -> str:
@@ -169,7 +159,7 @@ def absent(found: Row) -> str:
         f"{row['peer']}{' ' + row['case'] if 'case' in row else ''}: {row['reason']}"
         for row in found["not_counted"]
     ]
-    return _wrapped(f"Not counted: {'; '.join(dict.fromkeys(told))}.") if told else ""
+    return paragraph(f"Not counted: {'; '.join(dict.fromkeys(told))}.") if told else ""
 
 
 def page(found: Row | None) -> str:
@@ -181,11 +171,10 @@ def page(found: Row | None) -> str:
         f"Float16, sm_90, {found['date']}, commit {found['commit']}, `{found['command']}` "
         f"({found['seconds']} s), {versions}. Bytes of sectors that a launch touches, each once, "
         "and PTX instructions of a thread; for each element. **Bold**: fewer than ours. Kernels of "
-        "torch itself "
-        "count as operands read and written once, and no instructions. Every row, also forward and "
-        "backward alone, sectors a request and launches, is in "
+        "torch itself count as operands read and written once, and no instructions. Every row, "
+        "also forward and backward alone, sectors a request and launches, is in "
         "[counts-peers.json](results/counts-peers.json)."
     )
-    parts = [_wrapped(about), counts(found), adam(found), ahead(found)]
+    parts = [paragraph(about), counts(found), adam(found), ahead(found)]
     parts += [estimates(found), errors(found), absent(found)]
     return "\n\n".join(part for part in parts if part)

@@ -1,5 +1,6 @@
-"""Where a measurement comes from: device, versions, commit."""
+"""What the files in results/ have in common: device, versions, commit; and how they are written."""
 
+import json
 import platform
 import re
 import subprocess
@@ -38,6 +39,22 @@ def commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write JSON with a line for each item of a list, so that a diff of two files can be read."""
+    head = {key: value for key, value in record.items() if not isinstance(value, list)}
+    parts = [json.dumps(head, indent=1)[:-2]]
+    for key, value in record.items():
+        if isinstance(value, list):
+            parts.append(f' "{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n ]")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(",\n".join(parts) + "\n}\n")
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error on one line, for the lists of what could not be measured."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def slug(text: str) -> str:

@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import convergence
 import peer_tables
 import pictures
+from markdown import multiple, paragraph, table
 from peers import PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,8 +53,8 @@ def load(folder: Path) -> dict[str, Record]:
     return {path.stem: json.loads(path.read_text()) for path in full or paths}
 
 
-def is_ours(row: Row) -> bool:
-    return row["peer"].startswith("tritonamp")
+def is_ours(peer: str) -> bool:
+    return peer.startswith("tritonamp")
 
 
 def speed(records: dict[str, Record], link: str) -> str:
@@ -82,15 +82,17 @@ def _one(stem: str, record: Record, link: str) -> str:
     lines = [
         row
         for row in rows
-        if is_ours(row) and row["headline"] and row["group"] not in (STEP, TRAINING)
+        if is_ours(row["peer"]) and row["quick"] and row["group"] not in (STEP, TRAINING)
     ]
-    steps = [row for row in rows if is_ours(row) and row["group"] == STEP]
+    steps = [row for row in rows if is_ours(row["peer"]) and row["group"] == STEP]
     models = [row for row in rows if row["group"] == TRAINING]
     tables = [
-        make(own) for make, own in ((table, lines), (table, steps), (training_table, models)) if own
+        make(own)
+        for make, own in ((our_table, lines), (our_table, steps), (training_table, models))
+        if own
     ]
     return "\n\n".join(
-        [_wrapped(head), *shown, *tables, slower(rows), _wrapped(absent(record["not_measured"]))]
+        [paragraph(head), *shown, *tables, slower(rows), paragraph(absent(record["not_measured"]))]
     )
 
 
@@ -106,54 +108,53 @@ def summary(records: dict[str, Record], link: str) -> str:
         f"On {record['device']}, beside torch {record['torch']} (2.00x: it takes twice as long; "
         "**bold**: we lose); all rows are in [bench](bench/README.md):"
     )
-    shown = [row for row in record["rows"] if is_ours(row) and row["headline"]]
+    shown = [row for row in record["rows"] if is_ours(row["peer"]) and row["quick"]]
     firsts = {row["group"]: row for row in reversed(shown)}
-    lines = [_line("what", "time", "of copy bandwidth", "beside"), _line(*["---"] * 4)]
+    rows = []
     for row in reversed(firsts.values()):
         peers = [peer for peer in row["ratio"] if PEERS[peer].process in ("torch", "compile")]
-        beside = ", ".join(f"{peer} {_ratio(row['ratio'][peer])}" for peer in peers)
+        beside = ", ".join(f"{peer} {multiple(row['ratio'][peer])}" for peer in peers)
         time = f"{_number(row['us'])} us" if row["us"] < 1e4 else f"{_number(row['us'] / 1e3)} ms"
-        lines.append(_line(row["case"], time, _number(row["fraction_of_copy"], 2), beside))
+        rows.append((row["case"], time, _number(row["fraction_of_copy"], 2), beside))
     pictured = [
         f"![{name}]({link}/{file})" for name, file in pictures.names(stem, record["rows"]).items()
     ]
-    return "\n\n".join([_wrapped(head), "\n".join(lines), *pictured[:1]])
+    drawn = table(("what", "time", "of copy bandwidth", "beside"), rows)
+    return "\n\n".join([paragraph(head), drawn, *pictured[:1]])
 
 
-def table(rows: list[Row]) -> str:
-    """Our rows, a column for each peer that one of them has."""
-    peers = list(
-        dict.fromkeys(
-            peer for row in rows for peer in row["ratio"] if not peer.startswith("tritonamp")
-        )
-    )
+def our_table(rows: list[Row]) -> str:
+    """Return our rows, with a column for each peer that one of them has."""
+    peers = list(dict.fromkeys(p for row in rows for p in row["ratio"] if not is_ours(p)))
     lines = [
-        _line("what", "us", "GB/s", "of copy", "host us", "peak MiB", *peers),
-        _line(*["---"] * (6 + len(peers))),
-    ]
-    for row in rows:
-        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
-        numbers = _number(row["us"]), _number(row["gb_per_s"]), _number(row["fraction_of_copy"], 2)
-        numbers += _number(row["host_us"]), _number(peak)
-        lines.append(
-            _line(row["case"], *numbers, *(_ratio(row["ratio"].get(peer)) for peer in peers))
+        (
+            row["case"],
+            _number(row["us"]),
+            _number(row["gb_per_s"]),
+            _number(row["fraction_of_copy"], 2),
+            _number(row["host_us"]),
+            _mib(row["peak_bytes"]),
+            *(multiple(row["ratio"].get(peer)) for peer in peers),
         )
-    return "\n".join(lines)
+        for row in rows
+    ]
+    return table(("what", "us", "GB/s", "of copy", "host us", "peak MiB", *peers), lines)
 
 
 def training_table(rows: list[Row]) -> str:
     """Every mode of every model, with what torch.amp takes as a ratio."""
     lines = [
-        _line("what", "mode", "ms a step", "peak MiB", "host us", "torch.amp"),
-        _line(*["---"] * 6),
-    ]
-    for row in rows:
-        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
-        numbers = _number(row["us"] / 1e3), _number(peak), _number(row["host_us"])
-        lines.append(
-            _line(row["case"], row["peer"], *numbers, _ratio(row["ratio"].get("torch.amp")))
+        (
+            row["case"],
+            row["peer"],
+            _number(row["us"] / 1e3),
+            _mib(row["peak_bytes"]),
+            _number(row["host_us"]),
+            multiple(row["ratio"].get("torch.amp")),
         )
-    return "\n".join(lines)
+        for row in rows
+    ]
+    return table(("what", "mode", "ms a step", "peak MiB", "host us", "torch.amp"), lines)
 
 
 def slower(rows: list[Row]) -> str:
@@ -161,25 +162,23 @@ def slower(rows: list[Row]) -> str:
 
     The baseline of a training step in FP32 counts too.
     """
-    lost = sorted(
+    compared = [
         (ratio, row["case"] + row["peer"].removeprefix("tritonamp"), peer)
         for row in rows
-        if is_ours(row)
+        if is_ours(row["peer"])
         for peer, ratio in row["ratio"].items()
-        if ratio < 1 and not peer.startswith("tritonamp")
-    )
-    count = sum(
-        not peer.startswith("tritonamp") for row in rows if is_ours(row) for peer in row["ratio"]
-    )
+        if not is_ours(peer)
+    ]
+    lost = sorted(found for found in compared if found[0] < 1)
     if not lost:
-        return f"Where we lose: in none of {count} comparisons."
-    head = f"Where we lose, {len(lost)} of {count} comparisons:"
-    lines = [head, "", _line("what", "peer", "ratio"), _line("---", "---", "---")]
-    lines += [_line(name, peer, _ratio(ratio)) for ratio, name, peer in lost[:SLOWER_SHOWN]]
+        return f"Where we lose: in none of {len(compared)} comparisons."
+    head = f"Where we lose, {len(lost)} of {len(compared)} comparisons:"
+    lines = ((name, peer, multiple(ratio)) for ratio, name, peer in lost[:SLOWER_SHOWN])
+    parts = [head, table(("what", "peer", "ratio"), lines)]
     if len(lost) > SLOWER_SHOWN:
-        worst = _ratio(lost[SLOWER_SHOWN][0])
-        lines += ["", f"and {len(lost) - SLOWER_SHOWN} more, none worse than {worst}."]
-    return "\n".join(lines)
+        worst = multiple(lost[SLOWER_SHOWN][0])
+        parts.append(f"and {len(lost) - SLOWER_SHOWN} more, none worse than {worst}.")
+    return "\n\n".join(parts)
 
 
 def absent(entries: list[Row]) -> str:
@@ -210,7 +209,7 @@ def training_results(folder: Path, study: str) -> str:
             f"commit {record['commit']}, `{record['command']}`; "
             f"every run is in `{path.relative_to(folder.parents[1])}`."
         )
-        parts.append(f"{convergence.markdown(record['runs'])}\n\n{_wrapped(about)}")
+        parts.append(f"{convergence.text(record['runs'])}\n\n{paragraph(about)}")
     return "\n\n".join(parts) or f"Not measured yet: `python bench/convergence.py {study}`"
 
 
@@ -226,30 +225,16 @@ def filled(text: str, name: str, body: str) -> str:
     return pattern.sub(lambda found: f"{found[1]}{body}\n{found[2]}", text)
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _number(value: float | None, digits: int | None = None) -> str:
     if value is None:
         return ""
-    return (
-        f"{value:.{digits}f}"
-        if digits is not None
-        else f"{value:.1f}"
-        if value < 100
-        else f"{value:.0f}"
-    )
+    if digits is None:
+        digits = 1 if value < 100 else 0
+    return f"{value:.{digits}f}"
 
 
-def _ratio(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}x" if value >= 1 else f"**{value:.2f}x**"
+def _mib(size: int | None) -> str:
+    return _number(None if size is None else size / 2**20)
 
 
 def _range(values: list[float]) -> str:

@@ -89,13 +89,7 @@ def built(ptx: str, arch: int) -> Built:
         source.write_text(ptx)
         command = [ptxas, f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(cubin)]
         subprocess.run(command, check=True, capture_output=True)
-        usage, sass = (
-            subprocess.run(
-                [machine_code.CUOBJDUMP, what, str(cubin)],
-                capture_output=True, text=True, check=True,
-            ).stdout
-            for what in ("-res-usage", "-sass")
-        )  # fmt: skip
+        usage, sass = machine_code.disassembled(str(cubin))
     code = machine_code.instructions(sass)
     return Built(machine_code.resources(usage)[0], machine_code.outstanding(code))
 

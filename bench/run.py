@@ -53,13 +53,9 @@ def measure(
                     functools.partial(case.peers[peer], stopwatch.device), case.graph
                 )
             except Exception as error:  # a peer can fail in any way; the others go on
-                yield {"case": case.name, "peer": peer, "reason": _one_line(error)}
+                yield {"case": case.name, "peer": peer, "reason": provenance.reason_of(error)}
             else:
                 yield row(case, peer, timing, stopwatch.copy_bandwidth)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
@@ -71,7 +67,7 @@ def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
     return {
         "group": case.group, "case": case.name, "peer": peer,
         "dtype": case.dtype, "shape": case.shape,
-        "headline": case.quick, "elements": case.elements, "bytes_per_element": case.bytes,
+        "quick": case.quick, "elements": case.elements, "bytes_per_element": case.bytes,
         "path_bytes_per_element": case.path_bytes.get(peer), "us": timing.us,
         "gb_per_s": rate and rate / 1e9, "copy_gb_per_s": copy_bandwidth / 1e9,
         "fraction_of_copy": rate and rate / copy_bandwidth, "host_us": timing.host_us,
@@ -84,16 +80,11 @@ def with_ratios(rows: list[Row], machine: Row) -> list[Row]:
     times: dict[str, dict[str, float]] = {}
     for r in rows:
         times.setdefault(r["case"], {})[r["peer"]] = r["us"]
-    return [
-        r
-        | {
-            "ratio": {
-                peer: us / r["us"] for peer, us in times[r["case"]].items() if peer != r["peer"]
-            }
-        }
-        | machine
-        for r in rows
-    ]
+    found = []
+    for r in rows:
+        others = {peer: us for peer, us in times[r["case"]].items() if peer != r["peer"]}
+        found.append(r | {"ratio": {peer: us / r["us"] for peer, us in others.items()}} | machine)
+    return found
 
 
 class Plan(NamedTuple):
@@ -183,20 +174,6 @@ def _stopped_early(process: str, plan: Plan, seconds: float, path: Path) -> str 
     return f"exit status {code}" if code else None
 
 
-def write(path: Path, record: Row) -> None:
-    """JSON with a line for each row, so that a diff of two files can be read."""
-    lists = {key: value for key, value in record.items() if isinstance(value, list)}
-    head = json.dumps({key: value for key, value in record.items() if key not in lists}, indent=1)[
-        :-2
-    ]
-    body = [
-        f' "{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n ]"
-        for key, value in lists.items()
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(",\n".join([head, *body]) + "\n}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measures everything on this machine's GPU.")
     parser.add_argument("--quick", action="store_true", help="two minutes, the most telling rows")
@@ -233,7 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.time() - start),
     }
-    write(path, machine | head | {"rows": with_ratios(rows, machine), "not_measured": absent})
+    found = {"rows": with_ratios(rows, machine), "not_measured": absent}
+    provenance.write_record(path, machine | head | found)
     print(path)
     return 0 if rows else 1
 

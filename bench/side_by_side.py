@@ -1,7 +1,6 @@
 """``counts.py --peers``: a process for each peer, its rows, and the file that the pages show."""
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,8 @@ def run(only: str) -> Row:
     Returns:
         record: "rows" of counts, "errors" against FP64, "not_counted" with reasons, versions.
     """
-    start, rows = time.time(), []
+    start = time.time()
+    rows: list[Row] = []
     absent = [{"peer": peer, "reason": reason} for peer, reason in NOT_COUNTED.items()]
     for peer in NAMES:
         if reason := missing(peer):
@@ -45,14 +45,10 @@ def run(only: str) -> Row:
             rows += map(json.loads, path.read_text().splitlines()) if path.exists() else []
         if code:
             absent.append({"peer": peer, "reason": f"its process ended early: exit status {code}"})
-    return record(rows, absent, time.time() - start)
-
-
-def record(rows: list[Row], absent: list[Row], seconds: float) -> Row:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": "python bench/counts.py --peers --snapshot",
-        "seconds": round(seconds),
+        "seconds": round(time.time() - start),
         "commit": provenance.commit(),
         "versions": {name: found for name in PINNED if (found := _version(name))},
         "rows": [row for row in rows if "bytes" in row],
@@ -68,22 +64,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def write(found: Row, path: Path = RESULT) -> None:
-    """JSON with a line for each row, so that a diff of two files can be read."""
-    head = {key: value for key, value in found.items() if not isinstance(value, list)}
-    lines = [json.dumps(head, indent=1)[:-2]]
-    for key, value in found.items():
-        if isinstance(value, list):
-            body = ",\n".join(json.dumps(_short(row)) for row in value)
-            lines.append(f' "{key}": [\n{body}\n ]')
-    path.write_text(",\n".join(lines) + "\n}\n")
-
-
-def _short(row: Row) -> Row:
-    """Without what each launch did: that is for ``--json``."""
-    return {key: value for key, value in row.items() if key != "kernels"}
-
-
 def shown(found: Row) -> Iterator[str]:
     for row in found["rows"]:
         low, estimate, high = row["roofline"]["H100"]
@@ -94,10 +74,10 @@ def shown(found: Row) -> Iterator[str]:
             f"{estimate:.2f} ({low:.2f} to {high:.2f}) ns a thousand, by {row['limit']}"
         )
     for row in found["errors"]:
-        at = {key: value for key, value in row.items() if re.match("scale", key)}
         told = "; ".join(
             f"{scale}: {100 * of['zeroed']:.2f} % zeroed, error {of['error']:.1e}"
-            for scale, of in at.items()
+            for scale, of in row.items()
+            if scale.startswith("scale")
         )
         yield f"{row['case']:44} {row['peer']:13} error {row['forward']:.1e}; {told}"
     for row in found["not_counted"]:
@@ -107,7 +87,11 @@ def shown(found: Row) -> Iterator[str]:
 def main(only: str, as_json: bool, snapshot: bool) -> int:
     found = run(only)
     if snapshot:
-        write(found)
+        # without what each launch did: that is for ``--json``
+        rows = [
+            {key: value for key, value in row.items() if key != "kernels"} for row in found["rows"]
+        ]
+        provenance.write_record(RESULT, found | {"rows": rows})
     elif as_json:
         for kind in ("rows", "errors", "not_counted"):
             print(*map(json.dumps, found[kind]), sep="\n")

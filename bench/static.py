@@ -7,14 +7,15 @@ Needs no GPU. A kernel joins by ``shipped()`` in its module, see
 1. Numbers are of the code as it stands: the body of a loop counts once.
 """
 
-import argparse
 import json
-import os
 import sys
 
+import snapshots
 from builds import ARCHITECTURES, all_builds
-from gates import SNAPSHOT, exp2_faults, faults, growth_faults, snapshot_text
+from gates import exp2_faults, faults, numbers
 from machine_code import Row, measured
+
+SNAPSHOT = snapshots.FOLDER / f"triton-{snapshots.VERSION}.json"
 
 
 def line(row: Row) -> str:
@@ -37,33 +38,12 @@ def line(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Builds every shipped kernel and checks what the compiler made of it."
-    )
-    parser.add_argument(
-        "--arch",
-        type=lambda text: int(text) if text.isdigit() else text,
-        nargs="+",
-        choices=ARCHITECTURES,
-        metavar="N",
-        help="architectures, like 80 90 gfx942",
-    )
-    parser.add_argument("--op", nargs="+", help="kernel modules, like softmax")
-    parser.add_argument(
-        "--only", default="", help="calls whose name this regular expression finds, like n=1024"
-    )
+    description = "Builds every shipped kernel and checks what the compiler made of it."
+    parser = snapshots.parser_for(SNAPSHOT, description, ARCHITECTURES)
     parser.add_argument(
         "--json", action="store_true", help="a JSON object for each build, on one line"
     )
-    parser.add_argument("--snapshot", action="store_true", help=f"write {SNAPSHOT.name}")
-    args = parser.parse_args(arguments)
-    if args.snapshot and (args.arch or args.op or args.only):
-        parser.error("--snapshot takes everything: leave out --arch, --op and --only")
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        parser.error(
-            "TRITON_INTERPRET is set: kernels would be interpreted, not compiled. Unset it"
-        )
-
+    args = snapshots.parsed(parser, arguments)
     rows = []
     for row in measured(all_builds(args.op, args.arch or list(ARCHITECTURES), args.only)):
         fields = row._asdict() | {"build": row.build._asdict()}
@@ -72,17 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not rows:
         parser.error("nothing to build: no kernel module has that name and ships such a call")
     failed = [message for row in rows for message in faults(row)] + exp2_faults(rows)
-    if args.snapshot:
-        SNAPSHOT.write_text(snapshot_text(rows))
-    elif SNAPSHOT.exists():
-        snapshot = json.loads(SNAPSHOT.read_text())
-        failed += [message for row in rows for message in growth_faults(row, snapshot)]
-    else:
-        print(
-            f"no {SNAPSHOT.name}: growth is not checked for this version of Triton", file=sys.stderr
-        )
-    print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr)
-    return 1 if failed else 0
+    return snapshots.finish(SNAPSHOT, list(map(numbers, rows)), failed, args.snapshot)
 
 
 if __name__ == "__main__":

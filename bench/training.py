@@ -6,17 +6,20 @@ from typing import Any, NamedTuple
 
 import models
 import torch
-import torch.nn.functional as F
 from case import Case
 from timing import Work
 from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
+from tritonamp.demo.train import criterion
 
 MODES = "fp32", "torch.amp", "compile", "tritonamp O1", "tritonamp O2"
 OF_TOKENS = (*MODES, "tritonamp O2, linear loss")
 MAX_NORM = 1.0
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Takes inputs and targets, returns the loss."""
 
 
 class Training(NamedTuple):
@@ -57,76 +60,70 @@ def data(training: Training, device: torch.device) -> tuple[Tensor, Tensor]:
     shape = (training.batch, *training.shape)
     if training.tokens:
         return tuple(torch.randint(training.tokens, shape, device=device) for _ in range(2))
-    return torch.randn(shape, device=device), torch.randint(
-        training.classes, (training.batch,), device=device
-    )
+    targets = torch.randint(training.classes, (training.batch,), device=device)
+    return torch.randn(shape, device=device), targets
 
 
-def criterion(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-def whole_criterion(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return criterion(model(x), y)
-
-
-def linear_criterion(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return functional.linear_cross_entropy(model.features(x), model.token.weight, y)
-
-
-def work(training: Training, mode: str, device: torch.device) -> Work:
-    with torch.device(device):
-        model = training.build()
-    x, y = data(training, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if mode.startswith("tritonamp"):
-        level, _, linear = mode.removeprefix("tritonamp ").partition(", ")
-        return _ours(model, optimizer, level, linear_criterion if linear else whole_criterion, x, y)
-    return _stock(model, optimizer, mode, x, y)
-
-
-def _ours(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    level: str,
-    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
-    x: Tensor,
-    y: Tensor,
-) -> Work:
-    amp = tritonamp.enable(model, optimizer, level=level, cast_outputs=None)
-
-    def step() -> None:
-        with amp.autocast():
-            loss = loss_of(model, x, y)
+def our_training_step(amp: Any, optimizer: torch.optim.Optimizer, loss_of: Step) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(x, y)
         amp.backward(loss)
         amp.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
-    return Work([step], amp.disable)
+    return step
 
 
-def _stock(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, x: Tensor, y: Tensor
-) -> Work:
-    half = mode != "fp32"
-    scaler = torch.amp.GradScaler(x.device.type, enabled=half)
-    forward: Callable[[Tensor], Tensor] = model
-    if mode == "compile":
-        torch._dynamo.reset()
-        forward = torch.compile(model, backend="inductor" if x.is_cuda else "eager")
+def torchs_training_step(
+    params: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    forward: Callable[[Tensor], Tensor],
+    half: bool = True,
+) -> Step:
+    """Return the loop of torch.amp in float16; ``half``: else in FP32, without a loss scale."""
+    device_type = params[0].device.type
+    scaler = torch.amp.GradScaler(device_type, enabled=half)
 
-    def step() -> None:
-        with torch.autocast(x.device.type, torch.float16, enabled=half):
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device_type, torch.float16, enabled=half):
             loss = criterion(forward(x), y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        return loss
 
-    return Work([step])
+    return step
+
+
+def work(training: Training, mode: str, device: torch.device) -> Work:
+    with torch.device(device):
+        model: Any = training.build()
+    x, y = data(training, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if not mode.startswith("tritonamp"):
+        forward = model
+        if mode == "compile":
+            torch._dynamo.reset()
+            forward = torch.compile(model, backend="inductor" if x.is_cuda else "eager")
+        params = list(model.parameters())
+        step = torchs_training_step(params, optimizer, forward, half=mode != "fp32")
+        return Work([lambda: step(x, y)])
+    level, _, linear = mode.removeprefix("tritonamp ").partition(", ")
+    amp = tritonamp.enable(model, optimizer, level=level, cast_outputs=None)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with amp.autocast():
+            if linear:
+                return functional.linear_cross_entropy(model.features(x), model.token.weight, y)
+            return criterion(model(x), y)
+
+    step = our_training_step(amp, optimizer, loss_of)
+    return Work([lambda: step(x, y)], amp.disable)
 
 
 def cases(toy: bool) -> list[Case]:

@@ -44,8 +44,10 @@ def bench() -> SimpleNamespace:
         "loss_ops",
         "matrix",
         "norm_ops",
+        "op_cases",
         "peers",
         "pictures",
+        "provenance",
         "report",
         "row_ops",
         "run",
@@ -80,7 +82,7 @@ def rows(bench: SimpleNamespace) -> list[dict[str, Any]]:
 def results(bench: SimpleNamespace, rows: list[dict[str, Any]], tmp_path: Path) -> Path:
     record = {"command": "python bench/run.py", "date": "2026-01-01", "rows": rows}
     record["not_measured"] = [{"peer": "apex", "reason": "apex is not installed"}]
-    bench.run.write(tmp_path / "nvidia-test.json", MACHINE | record)
+    bench.provenance.write_record(tmp_path / "nvidia-test.json", MACHINE | record)
     return tmp_path
 
 
@@ -140,75 +142,53 @@ def test_parameter_sets_have_the_tensors_they_are_named_for(
     assert len(list(bench.steps.SETS["148 small"][1]().parameters())) == 148
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "sum"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_peers_compute_the_same(bench: SimpleNamespace, name: str, backward: bool) -> None:
-    op = next(op for op in bench.row_ops.OPS if op.name == name)
-    work = bench.row_ops.backward_work if backward else bench.row_ops.forward_work
-    # torch's CPU lists have none
-    peers = ["tritonamp", "eager"] if op.wide else ["tritonamp", "eager", "autocast"]
-    results = {}
-    for peer in peers:
-        torch.manual_seed(0)
-        results[peer] = work(
-            bench.row_ops.forwards(op, False)[peer], (4, 65), torch.bfloat16, CPU
-        ).calls[0]()
-    for result in results.values():
-        torch.testing.assert_close(result, results["eager"], rtol=2e-2, atol=2e-2)
+# by operation: a shape, peers that compute it on a CPU, relative and absolute tolerance
+OPERATIONS: dict[str, tuple[tuple[int, ...], str, float, float]] = {
+    "softmax": ((4, 65), "eager autocast", 2e-2, 2e-2),
+    "log_softmax": ((4, 65), "eager", 2e-2, 2e-2),  # not in torch's CPU lists
+    "sum": ((4, 65), "eager", 2e-2, 2e-2),  # nor is that
+    "layer_norm": ((4, 64), "eager compile", 3e-2, 5e-2),
+    "rms_norm": ((4, 64), "eager compile", 3e-2, 5e-2),
+    "add_rms_norm": ((4, 64), "eager compile", 3e-2, 5e-2),
+    "group_norm": ((2, 64, 4, 4), "eager compile", 3e-2, 5e-2),
+    "group_norm channels last": ((2, 64, 4, 4), "eager compile", 3e-2, 5e-2),
+    "cross_entropy": ((4, 65), "fp32 autocast", 2e-2, 2e-2),
+    "token_log_probs": ((4, 65), "fp32 compile", 2e-2, 2e-2),
+}
 
 
-@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "add_rms_norm"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_norms_of_peers_are_the_same(bench: SimpleNamespace, kind: str, backward: bool) -> None:
-    peers = bench.norm_ops.peers()
-    peers["compile"] = lambda _: bench.norm_ops.widened, False  # what it compiles
-    results = {}
-    for peer in ("tritonamp", "eager", "compile"):
-        torch.manual_seed(0)
-        args = kind, (4, 64), torch.bfloat16, backward, CPU
-        (call,) = bench.norm_ops.work(*peers[peer], *args).calls
-        results[peer] = call()
-    for result in results.values():
-        for got, expected in zip(result, results["eager"], strict=True):
-            torch.testing.assert_close(got.float(), expected.float(), rtol=3e-2, atol=5e-2)
+def results_of(bench: SimpleNamespace, op: Any, peer: str, *how: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    if peer == "compile":  # what it compiles
+        op, peer = op._replace(forwards={"plain": op.forwards[peer]}), "plain"
+    (call,) = bench.op_cases.work(op, peer, *how, torch.bfloat16, CPU).calls
+    found = call()
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
-@pytest.mark.parametrize("form", ["", " channels last"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_group_norms_of_peers_are_the_same(
-    bench: SimpleNamespace, form: str, backward: bool
-) -> None:
-    ops, results = bench.group_norm_ops, {}
-    for peer in ("tritonamp", "eager", "compile"):
-        torch.manual_seed(0)
-        args = ops.TOY, ops.FORMATS[form], torch.bfloat16, backward, CPU
-        (call,) = ops.work(*ops.peers()[peer], *args).calls
-        results[peer] = call()
-    for result in results.values():
-        for got, expected in zip(result, results["eager"], strict=True):
-            torch.testing.assert_close(got.float(), expected.float(), rtol=3e-2, atol=5e-2)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_losses_of_peers_are_the_same(bench: SimpleNamespace, backward: bool) -> None:
-    results = {}
-    for peer in ("tritonamp", "fp32", "autocast"):
-        torch.manual_seed(0)
-        make = bench.loss_ops.peers()[peer]
-        (call,) = bench.loss_ops.work(make, (4, 65), torch.bfloat16, backward, CPU).calls
-        results[peer] = call().float()
-    for result in results.values():
-        torch.testing.assert_close(result, results["fp32"], rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_peers_compute_the_same(bench: SimpleNamespace, name: str, direction: str) -> None:
+    ops = [op for op, _ in bench.row_ops.LENGTHS] + bench.norm_ops.OPS
+    ops += [bench.loss_ops.CROSS_ENTROPY, bench.loss_ops.LOG_PROBS]
+    found = {op.name: op for op in ops}
+    found |= {f"group_norm{form}": op for form, op in bench.group_norm_ops.OPS.items()}
+    shape, peers, rtol, atol = OPERATIONS[name]
+    ours, theirs, *others = (
+        results_of(bench, found[name], peer, direction, shape)
+        for peer in ("tritonamp", *peers.split())
+    )
+    for results in (ours, *others):
+        for got, expected in zip(results, theirs, strict=True):
+            torch.testing.assert_close(got.float(), expected.float(), rtol=rtol, atol=atol)
 
 
 def test_linear_losses_of_peers_are_the_same(bench: SimpleNamespace) -> None:
-    results = {}
-    for peer in ("tritonamp", "fp32"):
-        torch.manual_seed(0)
-        make = bench.loss_ops.linear_peers()[peer]
-        (call,) = bench.loss_ops.linear_work(make, (8, 33, 16), torch.bfloat16, CPU).calls
-        results[peer] = call()
-    for result, expected in zip(results["tritonamp"], results["fp32"], strict=True):
+    ours, theirs = (
+        results_of(bench, bench.loss_ops.LINEAR, peer, "both", (8, 33, 16))
+        for peer in ("tritonamp", "fp32")
+    )
+    for result, expected in zip(ours, theirs, strict=True):
         # a few roundings of gradients, scaled by 2**16
         atol = 2**-6 * float(expected.float().abs().max())
         torch.testing.assert_close(result, expected, rtol=0, atol=atol)
@@ -327,7 +307,8 @@ def calls_of_a_step(bench: Any, tensors: int) -> int:
         calls += event in ("call", "c_call")
 
     with bench.host_stubs.stub_launches():
-        step, close = bench.host_ratios.our_step(bench.steps.tiny(tensors), False)
+        work = bench.host_ratios.our_step(bench.steps.tiny(tensors), False)
+        (step,) = work.calls
         for _ in range(40):  # the next is none of those after which weights are measured
             step()
         sys.setprofile(count)
@@ -335,7 +316,7 @@ def calls_of_a_step(bench: Any, tensors: int) -> int:
             step()
         finally:
             sys.setprofile(None)
-            close()
+            work.close()
     return calls
 
 
@@ -460,9 +441,9 @@ def test_table_of_losses_along_a_run(bench: SimpleNamespace) -> None:
         made_up(mode, 0, 1.0, score) | {"losses": [[200, 2.0], [400, loss]]}
         for mode, loss, score in (("O0", 1.5, 1.25), ("8bit", 1.25, 1.5))
     ]
-    assert bench.convergence.markdown(runs).splitlines() == [
+    assert bench.convergence.text(runs).splitlines() == [
         "| step | O0 | 8bit |",
-        "|---|---|---|",
+        "| --- | --- | --- |",
         "| 200 | 2.0000 | 2.0000 |",
         "| 400 | 1.5000 | 1.2500 |",
         "| test | 1.250 | 1.500 |",

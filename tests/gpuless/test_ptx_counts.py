@@ -11,13 +11,16 @@ pytestmark = pytest.mark.static
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 GATE = """
 import counts
+from snapshots import growth_faults
 row = counts.Row("softmax", 90, 10.0, 16.0, 16.0, 4.0, 0.0)
 same = {"softmax": {"90": list(row[2:])}}
-assert list(counts.growth_faults(row, same)) == []
-assert list(counts.growth_faults(row._replace(instructions=11.4), same)) == []
-[message] = counts.growth_faults(row._replace(loads=32.0), same)
+def faults(**changes):
+    return growth_faults(counts.numbers(row._replace(**changes)), same, counts.SNAPSHOT.name)
+assert faults() == []
+assert faults(instructions=11.4) == []
+[message] = faults(loads=32.0)
 assert message.startswith("sm_90 softmax: 32 sectors a load, 16 in counts-triton-"), message
-[message] = counts.growth_faults(row._replace(name="other"), same)
+[message] = faults(name="other")
 assert "not in counts-triton-" in message
 """
 

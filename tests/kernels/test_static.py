@@ -17,6 +17,7 @@ import amd_code
 import builds
 import gates
 import machine_code
+import snapshots
 import static
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "static.py"
@@ -301,31 +302,34 @@ def test_each_thread_computes_one_place_of_the_edges(good: Any) -> None:
     assert len(gates.exp2_faults([ragged._replace(ex2=2 + (16 + 2) / 32)])) == 1
 
 
+def snapshot_of(*rows: Any) -> str:
+    return snapshots.snapshot_text(map(gates.numbers, rows))
+
+
+def growth_faults(row: Any, snapshot: str) -> list[str]:
+    return snapshots.growth_faults(gates.numbers(row), json.loads(snapshot), "triton-0.0.json")
+
+
 @pytest.mark.parametrize("key", ["registers", "instructions"])
 def test_growth(good: Any, key: str) -> None:
     before = good._replace(registers=40, instructions=10.0)
-    snapshot = json.loads(
-        gates.snapshot_text([before, changed(before, arch=70, instructions=None)])
-    )
-    assert (
-        gates.growth_faults(before._replace(**{key: getattr(before, key) * 1.15}), snapshot) == []
-    )
-    [failed] = gates.growth_faults(before._replace(**{key: getattr(before, key) * 1.16}), snapshot)
+    snapshot = snapshot_of(before, changed(before, arch=70, instructions=None))
+    assert growth_faults(before._replace(**{key: getattr(before, key) * 1.15}), snapshot) == []
+    [failed] = growth_faults(before._replace(**{key: getattr(before, key) * 1.16}), snapshot)
     assert f"{getattr(before, key) * 1.16:g} {key}" in failed
     assert "allowed is 1.15 times as many" in failed
-    assert gates.growth_faults(changed(before, arch=70, instructions=None), snapshot) == []
+    assert growth_faults(changed(before, arch=70, instructions=None), snapshot) == []
 
 
 def test_builds_missing_in_the_snapshot(good: Any) -> None:
-    snapshot = json.loads(gates.snapshot_text([good]))
     for row in changed(good, arch=80), changed(good, call="softmax float16 n=2048"):
-        [failed] = gates.growth_faults(row, snapshot)
+        [failed] = growth_faults(row, snapshot_of(good))
         assert failed.endswith("write that with --snapshot")
 
 
 def test_snapshot_has_a_line_for_each_build(good: Any) -> None:
     rows = [changed(good, call=call, arch=arch) for call in ("b", "a") for arch in (80, 90)]
-    assert gates.snapshot_text(rows).splitlines() == [
+    assert snapshot_of(*rows).splitlines() == [
         "{",
         '"a: softmax_kernel": {"80": [64, 12.0], "90": [64, 12.0]},',
         '"b: softmax_kernel": {"80": [64, 12.0], "90": [64, 12.0]}',
@@ -431,8 +435,7 @@ def test_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for module in static, gates:
-        monkeypatch.setattr(module, "SNAPSHOT", tmp_path / "triton-0.0.json")
+    monkeypatch.setattr(static, "SNAPSHOT", tmp_path / "triton-0.0.json")
     monkeypatch.setattr(static, "measured", lambda todo: [changed(good, **values)])
     assert static.main([]) == bool(values)
     out, err = capsys.readouterr()
