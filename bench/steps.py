@@ -15,7 +15,7 @@ from tritonamp.kernels import cast, ema, grad_stats
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.ranges import ROW, ranges
 
-HALF = torch.float16
+HALF, BF16 = torch.float16, torch.bfloat16
 LR = 1e-5
 MAX_NORM = 1.0
 
@@ -100,13 +100,10 @@ ADAMWS: dict[str, tuple[Optimizer, torch.dtype]] = {
     "tritonamp": (functools.partial(tritonamp.optim.AdamW, lr=LR), HALF),
     "fused AdamW": (FUSED_ADAMW, torch.float32),
     "apex": (imported("apex.optimizers", "FusedAdam", **OF_APEX), HALF),
-    "optimi": (imported("optimi", "AdamW"), torch.bfloat16),
+    "optimi": (imported("optimi", "AdamW"), BF16),
 }
 """By peer, its AdamW and the dtype of the parameters that it steps on."""
-
-
-def steppers(optimizers: dict[str, tuple[Optimizer, torch.dtype]]) -> dict[str, Maker]:
-    return {peer: functools.partial(stepping, *given) for peer, given in optimizers.items()}
+FP32_STATE = "tritonamp", "fused AdamW"  # of these it is known what they move
 
 
 def our_stepper(name: str, **options: Any) -> Maker:
@@ -271,142 +268,123 @@ class Group(NamedTuple):
 
     Attributes:
         name: of the group.
-        bytes, path_bytes, operations: as in ``Case``.
-        peers: by name, what makes the work.
+        peers: by name, what makes the work, and the bytes for each parameter that its way through
+            memory takes, None where they are not known. Ours are the least.
+        operations: as in ``Case``.
     """
 
     name: str
-    bytes: float | None
-    peers: dict[str, Maker]
-    path_bytes: dict[str, float]
+    peers: dict[str, tuple[Maker, float | None]]
     operations: tuple[str, ...]
 
 
 GROUPS = [
     Group(
         "full step",
-        30,
-        {"tritonamp": full_step, "half pipeline": half_pipeline, "torch.amp": standard_amp},
-        {"tritonamp": 30, "half pipeline": 60, "torch.amp": 54},
+        {
+            "tritonamp": (full_step, 30),
+            "half pipeline": (half_pipeline, 60),
+            "torch.amp": (standard_amp, 54),
+        },
         ("grad_stats", "decide", "adamw"),
     ),
     Group(
         "full step without outliers",
-        30,
-        {"tritonamp": functools.partial(full_step, skip_outliers=6.0)},
-        {"tritonamp": 30},
+        {"tritonamp": (functools.partial(full_step, skip_outliers=6.0), 30)},
         ("grad_stats", "outliers", "decide", "adamw"),
     ),
     Group(  # products of matrices beside them: not a matter of bytes
         "Muon",
-        None,
         {
-            "tritonamp": functools.partial(muon, tritonamp.optim.Muon),
-            "eager": functools.partial(muon, torch.optim.Muon),
+            "tritonamp": (functools.partial(muon, tritonamp.optim.Muon), None),
+            "eager": (functools.partial(muon, torch.optim.Muon), None),
         },
-        {},
         ("muon",),
     ),
-    Group("optimizer", 28, steppers(ADAMWS), {"tritonamp": 28, "fused AdamW": 28}, ("adamw",)),
+    Group(
+        "optimizer",
+        {
+            peer: (functools.partial(stepping, *given), 28 if peer in FP32_STATE else None)
+            for peer, given in ADAMWS.items()
+        },
+        ("adamw",),
+    ),
     Group(
         "optimizer, state bf16",
-        20,
         {
-            "tritonamp": our_stepper("AdamW", state="bf16"),
-            "fused AdamW": fp32_stepper(FUSED_ADAMW),
+            "tritonamp": (our_stepper("AdamW", state="bf16"), 20),
+            "fused AdamW": (fp32_stepper(FUSED_ADAMW), 28),
         },
-        {"tritonamp": 20, "fused AdamW": 28},
         ("adamw",),
     ),
     Group(  # bitsandbytes and torchao: FP32 parameters, 8-bit moments
         "optimizer, state 8bit",
-        14,
         {
-            "tritonamp": our_stepper("AdamW", state="8bit"),
-            "fused AdamW": fp32_stepper(FUSED_ADAMW),
-            "bitsandbytes": fp32_stepper(imported("bitsandbytes.optim", "AdamW8bit")),
-            "torchao": fp32_stepper(imported("torchao.optim", "AdamW8bit")),
+            "tritonamp": (our_stepper("AdamW", state="8bit"), 14),
+            "fused AdamW": (fp32_stepper(FUSED_ADAMW), 28),
+            "bitsandbytes": (fp32_stepper(imported("bitsandbytes.optim", "AdamW8bit")), 16),
+            "torchao": (fp32_stepper(imported("torchao.optim", "AdamW8bit")), None),
         },
-        {"tritonamp": 14, "fused AdamW": 28, "bitsandbytes": 16},
         ("adamw_8bit",),
     ),
     Group(
         "SGD with momentum",
-        20,
         {
-            "tritonamp": our_stepper("SGD", momentum=0.9),
-            "fused SGD": torchs_sgd(fused=True),
-            "foreach SGD": torchs_sgd(foreach=True),
+            "tritonamp": (our_stepper("SGD", momentum=0.9), 20),
+            "fused SGD": (torchs_sgd(fused=True), 20),
+            "foreach SGD": (torchs_sgd(foreach=True), None),
         },
-        {"tritonamp": 20, "fused SGD": 20},
         ("sgd",),
     ),
     Group(
         "Lion",
-        20,
         {
-            "tritonamp": our_stepper("Lion"),
-            "optimi": functools.partial(stepping, imported("optimi", "Lion"), torch.bfloat16),
+            "tritonamp": (our_stepper("Lion"), 20),
+            "optimi": (functools.partial(stepping, imported("optimi", "Lion"), BF16), None),
         },
-        {"tritonamp": 20},
         ("lion",),
     ),
     Group(  # bitsandbytes: FP32 parameters, an 8-bit moment
         "Lion, state 8bit",
-        12,
         {
-            "tritonamp": our_stepper("Lion", state="8bit"),
-            "bitsandbytes": fp32_stepper(imported("bitsandbytes.optim", "Lion8bit")),
+            "tritonamp": (our_stepper("Lion", state="8bit"), 12),
+            "bitsandbytes": (fp32_stepper(imported("bitsandbytes.optim", "Lion8bit")), 14),
         },
-        {"tritonamp": 12, "bitsandbytes": 14},
         ("lion_8bit",),
     ),
     Group(
         "gradient statistics",
-        2,
-        {"tritonamp": statistics, "eager": unscale_and_norm},
-        {"tritonamp": 2, "eager": 6},
+        {"tritonamp": (statistics, 2), "eager": (unscale_and_norm, 6)},
         ("grad_stats",),
     ),
-    Group(
-        "weight cast",
-        6,
-        {"tritonamp": our_cast, "eager": foreach_cast},
-        {"tritonamp": 6, "eager": 6},
-        ("cast",),
-    ),
+    Group("weight cast", {"tritonamp": (our_cast, 6), "eager": (foreach_cast, 6)}, ("cast",)),
     Group(
         "moving average",
-        12,
-        {"tritonamp": our_average, "eager": foreach_average},
-        {"tritonamp": 12, "eager": 12},
+        {"tritonamp": (our_average, 12), "eager": (foreach_average, 12)},
         ("ema",),
     ),
-    Group(
-        "ranges", 2, {"tritonamp": our_ranges, "eager": eager_ranges}, {"tritonamp": 2}, ("ranges",)
-    ),
+    Group("ranges", {"tritonamp": (our_ranges, 2), "eager": (eager_ranges, None)}, ("ranges",)),
 ]
 
 
 def cases(toy: bool) -> list[Case]:
-    found = []
-    for name, builds in SETS.items():
-        build = builds[toy]
-        with torch.device("meta"):
-            size = sum(p.numel() for p in build().parameters())
-        found += [
-            Case(
-                group=group.name,
-                name=f"{group.name} {name}",
-                dtype="float16",
-                shape=name,
-                elements=size,
-                bytes=group.bytes,
-                peers={peer: functools.partial(make, build) for peer, make in group.peers.items()},
-                path_bytes=group.path_bytes,
-                quick=name == "GPT-2 124M" and group.name == "full step",
-                operations=group.operations,
-            )
-            for group in GROUPS
-        ]
-    return found
+    return [_case(group, name, toy) for name in SETS for group in GROUPS]
+
+
+def _case(group: Group, name: str, toy: bool) -> Case:
+    build = SETS[name][toy]
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build().parameters())
+    peers = group.peers.items()
+    return Case(
+        group=group.name,
+        name=f"{group.name} {name}",
+        dtype="float16",
+        shape=name,
+        elements=size,
+        bytes=group.peers["tritonamp"][1],
+        peers={peer: functools.partial(make, build) for peer, (make, _) in peers},
+        path_bytes={peer: moved for peer, (_, moved) in peers if moved is not None},
+        quick=name == "GPT-2 124M" and group.name == "full step",
+        operations=group.operations,
+    )
