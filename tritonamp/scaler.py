@@ -576,7 +576,8 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     A half loss is scaled in FP32: times 65536 it would be inf.
     """
     value = loss.detach()
-    nonfinite = (value - value) != 0  # not 0 of inf and NaN alone: fewer launches than isfinite
+    # not 0 of inf and NaN alone; in place, so that the answer is a number: fewer launches than isfinite
+    nonfinite = (value - value).ne_(0)
     if nonfinite.dim():
         nonfinite = nonfinite.any()
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
