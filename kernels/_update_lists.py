@@ -57,10 +57,10 @@ class UpdateLists:
         if device not in self._numbers:
             rows, tensors = self._rows(device)
             memory = self.tensors.memory
-            numbers = memory.sent("rules", rows, torch.float64, device)
+            numbers = memory.sent_rows("rules", rows, torch.float64, device)
             for g, k, value in tensors:
                 numbers[g, k].copy_(transfer(value, device))
-            places = memory.sent("groups", [self.groups], torch.int32, device)[0]
+            places = memory.sent_rows("groups", [self.groups], torch.int32, device)[0]
             self._numbers[device] = numbers, places
         return self._numbers[device]
 

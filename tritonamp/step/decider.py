@@ -82,7 +82,7 @@ class Decider:
         """Make the decision and log it, unless it was made before."""
         if decision.is_decided:
             return
-        self._make(decision, max_norm, **how)
+        self._make_decision(decision, max_norm, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
             others = [w for w in self._weights.values() if w not in decision.waiting]
@@ -93,7 +93,7 @@ class Decider:
                 decision.undo()
             raise
 
-    def _make(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
+    def _make_decision(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
         """Make the decision on the present gradients."""
         decision.turn = next(self._turns)
         params = [w.parameters() for w in decision.waiting]
@@ -133,7 +133,7 @@ class Decider:
             decision.undo()
         self._pending.veto(flag)
         for decision in decided:
-            self._make(decision, decision.max_norm, undoable=True)
+            self._make_decision(decision, decision.max_norm, undoable=True)
             self._log.decided_again(decision.scaler.rule)
 
 
