@@ -38,6 +38,7 @@ class Memory:
 
     def find_plan(self, facts: Facts) -> Plan | None:
         """Return the plan of an earlier step on lists of these facts; None: there is none."""
+        # compared, not hashed: a hash reads all of the facts, and the next step has new ones
         for k, plan in enumerate(self._plans):
             if plan.fits(facts):
                 if k:
@@ -262,6 +263,7 @@ class TensorLists:
         """
         plan = self.plan(names)
         plan.send_pointers(self.facts(names))
+        # tensors with gaps or of another layout: kernels work on copies in the first list's order
         for name, i, copy in plan.copies:
             copy.copy_(self._lists[name][i])
         yield plan

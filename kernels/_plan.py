@@ -74,6 +74,8 @@ class Plan:
 
     def fits(self, facts: Facts) -> bool:
         """Tell whether lists of these facts can be launched on by this plan."""
+        # Tensors may move between steps, as gradients do; aligned ones stay aligned, since kernels
+        # are compiled for that.
         return facts.kind == self._kind and all(
             part.takes(name, numbers_of(pointers))
             for name, pointers in self._moved_lists(facts)

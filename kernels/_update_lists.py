@@ -150,6 +150,7 @@ class UpdateLists:
             self.numbers(device)  # sent where they changed
             operands[device] = self._operands(device, grad_scale, found_inf)
 
+        # compile all kernels before the first one runs: a failure leaves no half of a step
         def prepare() -> list[tuple[Launch, torch.device]]:
             use_native()  # a first step waits for compilers anyway
             made = [(launch, launch.device) for launch in launches(self, plan)]

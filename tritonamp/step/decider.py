@@ -73,6 +73,7 @@ class Decider:
         for decision in decisions:
             self.decide(decision, undoable=undoable, known={w: gradients})
         if len(decisions) > 1 and w.decision is not None:
+            # the gradients of the other losses are true ones, set aside: add these
             w.decision.unscale(w)
             gradients = w.gradients()
         grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
@@ -85,6 +86,7 @@ class Decider:
         self._make_decision(decision, max_norm, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
+            # forwards that train the others alone wait for their decision
             others = [w for w in self._weights.values() if w not in decision.waiting]
             batches = self._forwards.pop_all([w.parameters() for w in others])
             self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)

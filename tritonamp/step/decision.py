@@ -94,7 +94,7 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        self._verdict = scale.new_empty(3)
+        self._verdict = scale.new_empty(3)  # what ``decide`` writes, in one piece
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
         # valid until the next grad_stats of the same optimizer
@@ -180,12 +180,14 @@ class Decision:
             taken = record.numbers[CLEAN]
             evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
             amax, square_sum, agreed, earlier = evidence
-            flag.copy_(agreed)
+            flag.copy_(
+                agreed
+            )  # in place: it is the scaler's own where the user has scaled the loss
         if outlying is not None:
             if not ranks.several:
                 loss, squares = self._loss(), square_sum
             evidence = Evidence(amax, squares, flag, earlier)
-            flag = torch.empty_like(flag)
+            flag = torch.empty_like(flag)  # ``outliers`` reads one flag and writes another
             outliers(evidence, self.scale, loss, outlying, record.numbers, flag, self._backend)
         # with backoff_on_fault a fault moves the scale as an overflow does; the record notes which
         apart = self.moves_scale and self.scaler.backoff_on_fault

@@ -174,7 +174,7 @@ class MasterWeights(Masters):
     def begin_scaled(self, decision: Scale) -> None:
         """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
         self._adopt_unfrozen()
-        if self.has_true_gradients:
+        if self.has_true_gradients:  # the backward would add scaled gradients to them
             self._adopt_replaced()
             masters = self._sources
             self._set_aside |= {m: m.grad for m in masters if m.grad is not None}

@@ -63,9 +63,12 @@ class PendingDecisions:
             )
         weights = [self._weights[o] for o in feeds]
         loss = full_tensor(loss)
+        # first: gradients that were cleared are not judged with those of this loss
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
         joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
+        # a copy, since decisions about other losses move the scaler's own before this one is made;
+        # micro-batches add up their gradients, so they have one scale
         scale = scaler.scale_tensor(loss.device).clone() if joined is None else joined.scale
         scaled, nonfinite = scale_loss(loss, scale)
         if joined is None:
@@ -77,7 +80,7 @@ class PendingDecisions:
             if w not in decision.waiting:
                 decision.waiting.append(w)
             if w.decision is not decision:
-                if w.decision is not None:
+                if w.decision is not None:  # gradients carry one scale at a time
                     w.decision.unscale_early(w)
                 w.begin_scaled(decision)
         before = decision.loss_nonfinite, decision.loss
@@ -200,7 +203,7 @@ class PendingDecisions:
             return []
         if found or w.has_true_gradients:
             return found
-        by_hand = self._scaler.loss_nonfinite
+        by_hand = self._scaler.loss_nonfinite  # not None: the user has called ``scaler.scale``
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
@@ -209,6 +212,7 @@ class PendingDecisions:
         flag = torch.zeros_like(scale) if by_hand is None else by_hand
         if by_hand is not None and moves_scale:
             flag = self._scaler.take_loss_nonfinite()
+        # no ``update`` will join what the optimizers find, so they wait for one decision
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         decision = Decision(

@@ -116,6 +116,7 @@ class Stepper:
             # the step multiplies by the clip coefficient, at no extra pass
             self.decider.decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm
+        # several losses, or true gradients: only these have a common norm, and are clipped in place
         for decision in decisions:
             self.decider.decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
@@ -173,6 +174,7 @@ class Stepper:
         decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
         if not decisions:
             return None
+        # early decisions stay as they are where the step raises: the user has their norm, or flag
         undecided = [d for d in decisions if not d.is_decided]
         fused = self._fused_step_of(optimizer)
         try:
@@ -182,7 +184,7 @@ class Stepper:
                 step = functools.partial(self._step_in_one_pass, w, decisions, fused)
                 _as_torch_runs_it(step, optimizer)
         except BaseException:  # undo the decisions, so that the call can be repeated
-            if w in decisions[0].waiting:
+            if w in decisions[0].waiting:  # else it has stepped, and a hook behind the step raised
                 self.decider.undo(undecided)
             raise
         if self._policy.on_nonfinite != "skip":
