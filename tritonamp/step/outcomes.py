@@ -33,7 +33,7 @@ class StepOutcomes:
         self._uncounted_graph = False
         self._taken: Tensor | None = None  # on the device of the gradients
 
-    def note(self, found_inf: Tensor) -> None:
+    def note_outcome(self, found_inf: Tensor) -> None:
         """Note the outcome of a step.
 
         Args:
